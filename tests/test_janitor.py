@@ -45,17 +45,10 @@ def test_a_pytest_that_is_killed_in_mid_launch_leaves_nothing_behind(
         children = launcher.children()  # before the others are looked for: it may start more
         begun = [one for one in marked(mark) if one.pid != process.pid]
         assert launcher in begun
-        assert {child for child in children if _lives(child)} <= set(begun)  # some have ended: they prepare
+        assert {child for child in children if child.is_running()} <= set(begun)  # some have ended: they prepare
         os.kill(victim.pid, signal.SIGKILL)
         assert all_gone(begun)
         wait_for(lambda: not [one for one in marked(mark) if one.status() != psutil.STATUS_ZOMBIE])
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _launcher(pytest_process: int) -> psutil.Process | None:

@@ -83,7 +83,7 @@ def test_the_task_the_strategy_the_source_and_the_metric_are_planned_and_train(i
     asked = ("data.validation=10", "evaluate.metrics=[length_ratio]", "evaluate.max_new_tokens=4", *ON_SUMS)
     file = recipe(tmp_path, "focal", focal={"gamma": 0})
     assert "focal of a fresh llama on sums" in run(installed, tmp_path, "recipe", "check", file, *asked)
-    assert "by the characters of the first 100;" in run(installed, tmp_path, "plan", file, *asked)
+    assert "from the characters of the first 100;" in run(installed, tmp_path, "plan", file, *asked)
     one = ("parallel.num_processes=1", "train.mixed_precision=no")
     run(installed, tmp_path, "train", file, *asked, *one, "logging.run_directory=focal")
     run(

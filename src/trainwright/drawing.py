@@ -20,7 +20,7 @@ def new_figure(width: float, height: float, what: str) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MachineError(f"{what} needs matplotlib: pip install 'trainwright[charts]'") from None
+        raise MachineError(f"{what} needs matplotlib; pip install 'trainwright[charts]'") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -33,9 +33,9 @@ def check_chart(file: Path) -> None:
     """
     kinds = new_figure(1, 1, "--chart").canvas.get_supported_filetypes()
     if file.suffix[1:].lower() not in kinds:
-        raise RequestError(f"--chart: {file} ends with no kind that can be drawn; there are {', '.join(sorted(kinds))}")
+        raise RequestError(f"--chart: {file} has an unsupported file type; choose from {', '.join(sorted(kinds))}")
     if not file.parent.is_dir():
-        raise RequestError(f"--chart: {file}: there is no directory {file.parent}")
+        raise RequestError(f"--chart: {file}: no such directory {file.parent}")
 
 
 def save_chart(figure: Any, file: Path) -> None:

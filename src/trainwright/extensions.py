@@ -110,7 +110,7 @@ class Registry(Generic[T]):
         if near:
             return f"did you mean {near[0]}?"
         names = f"choose from {', '.join(self.names())}, or" if self.names() else "none is installed;"
-        return f"{names} give module:Name"
+        return f"{names} use module:Name"
 
     def _registered(self) -> dict[str, _Entry]:
         entries: dict[str, _Entry] = {}
@@ -123,7 +123,7 @@ class Registry(Generic[T]):
             if owner is not None:
                 raise RequestError(f"{described} is also registered by {owner}; uninstall or rename one of the two")
             if ":" in point.name:
-                raise RequestError(f"{described} has a colon in its name, which means a place; rename it")
+                raise RequestError(f"{described} has a colon in its name; rename it")
             entries[point.name] = _Entry(point.value, described, package)
         return entries
 
@@ -142,7 +142,7 @@ def load(place: str, described: str) -> Any:
     """
     module, colon, attribute = place.partition(":")
     if not (module and colon and attribute):
-        raise RequestError(f"{described}: should be package.module:Name")
+        raise RequestError(f"{described}: expected package.module:Name")
     _look_in_working_directory()
     try:
         return _at(place)

@@ -118,14 +118,14 @@ def _parse(given: list[str]) -> argparse.Namespace:
     )
     # No option may start like one of torchrun's or accelerate's, which would take it for their own.
     parser.add_argument("recipe", nargs="*", metavar="RECIPE [SECTION.KEY=VALUE]...", help="as for trainwright train")
-    parser.add_argument("--force", action="store_true", help="start even where the plan says that it does not fit")
-    parser.add_argument("--resume", metavar="[RUN]", help="continue this run, or the recipe's newest one")
+    parser.add_argument("--force", action="store_true", help="start even if the plan does not fit")
+    parser.add_argument("--resume", metavar="[RUN]", help="resume this run, or the recipe's newest run")
     parser.add_argument(
         "--rendezvous-timeout",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long to wait for the other processes to start (600)",
+        help="seconds to wait for the other processes (600)",
     )
     following = [*given[1:], None]
     bare = [a == "--resume" and is_bare_resume(next_) for a, next_ in zip(given, following, strict=True)]

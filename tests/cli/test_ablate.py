@@ -28,7 +28,7 @@ def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) ->
     assert losses[0] == losses[1] != losses[2]
     assert [row["run"] for row in table] == ["as-it-is", "as-it-is", "learning_rate=2e-2"]
     assert not (out / "learning_rate=1e-3").exists()
-    assert "learning_rate=1e-3 is trained once: as as-it-is" in ended.stderr
+    assert "learning_rate=1e-3 is trained once, as as-it-is" in ended.stderr
     assert [line.split()[0] for line in ended.stdout.splitlines()[1:4]] == [
         "as-it-is",
         "learning_rate=1e-3",
@@ -36,7 +36,7 @@ def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) ->
     ]
     assert events(out / "learning_rate=2e-2", "step")[0]["step"] == 1
     again = runs.command(*asked).wait()
-    assert again.code == 0 and again.stderr.count("is finished already") == 2
+    assert again.code == 0 and again.stderr.count("is already finished") == 2
 
 
 def test_a_value_that_is_written_in_several_ways_is_trained_once(runs: Runs, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_value_that_is_written_in_several_ways_is_trained_once(runs: Runs, tmp
         "learning_rate=0.0020",
     ]
     for name, run in (("2e-3", "learning_rate=0.0020"), ("0.001", "as-it-is"), ("2.0e-03", "learning_rate=0.0020")):
-        assert f"learning_rate={name} is trained once: as {run}\n" in ended.stderr
+        assert f"learning_rate={name} is trained once, as {run}\n" in ended.stderr
     table = json.loads((tmp_path / "out" / "ablation.json").read_text())
     own, other = (table[0]["metrics"], table[1]["metrics"])
     assert own != other and [row["metrics"] for row in table] == [own, other, other, own, other]

@@ -52,7 +52,9 @@ def test_collects_draws_and_does_nothing_twice(place: Path) -> None:
     again = trainwright("collect", "rooms.yaml", cwd=place)
     assert again.returncode == 0 and "already collected" in again.stdout
     other = trainwright("collect", "rooms.yaml", "algorithm_distillation.source.seed=1", cwd=place)
-    assert other.returncode == 2 and "is there, and of another environment, source or choice of tasks" in other.stderr
+    assert (
+        other.returncode == 2 and "already exists, with another environment, source or choice of tasks" in other.stderr
+    )
 
 
 @pytest.mark.slow
@@ -70,7 +72,7 @@ def test_killed_and_run_again_is_the_same(place: Path) -> None:
     kept = list(parts.glob("*.h5"))
     assert 0 < len(kept) < 12 and not (place / "out/rooms.h5").exists()
     other = trainwright("collect", "rooms.yaml", cwd=place)
-    assert other.returncode == 2 and "has parts of a collection that was asked for differently" in other.stderr
+    assert other.returncode == 2 and "has parts of a collection with other settings" in other.stderr
     again = trainwright("collect", "rooms.yaml", *PPO, *one, cwd=place)
     assert again.returncode == 0, again.stderr
     assert not parts.exists()
@@ -83,13 +85,13 @@ def test_killed_and_run_again_is_the_same(place: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["algorithm_distillation.source.tasks=9"], "9 is more than the 8 tasks of darkroom that are not held back"),
+        (["algorithm_distillation.source.tasks=9"], "9 is more than the 8 tasks of darkroom that are not held out"),
         (["algorithm_distillation.source.name=sarsa"], "algorithm_distillation.source.name: expected"),
         (["algorithm_distillation.source.epochs=2"], "algorithm_distillation.source.epochs: unknown key"),
         (["algorithm_distillation.source.ppo.epochs=2"], "has no effect with algorithm_distillation.source.name q-l"),
         (
             ["algorithm_distillation.source={name: ppo, streams: 3, ppo: {batch_size: 7}}"],
-            "80 rollout_steps x 3 streams are 240 steps, which minibatches of 7 do not divide",
+            "80 rollout_steps x 3 streams = 240 steps, which is not divisible by batch_size 7",
         ),
         (["algorithm_distillation.source={name: ucb}"], "source ucb: learns one state, and darkroom has more"),
         (["algorithm_distillation.environment=darkrom"], "did you mean darkroom"),
@@ -117,7 +119,7 @@ def test_what_cannot_be_collected_is_refused(
 
 @pytest.mark.parametrize(
     ("chart", "said"),
-    [("curves.doc", "--chart: curves.doc ends with no kind"), ("no/c.png", "there is no directory no")],
+    [("curves.doc", "--chart: curves.doc has an unsupported file type"), ("no/c.png", "no such directory no")],
 )
 def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_collected(
     place: Path, monkeypatch: pytest.MonkeyPatch, chart: str, said: str
@@ -132,7 +134,9 @@ def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_collected(
 def test_a_recipe_of_texts_is_refused(place: Path) -> None:
     (place / "texts.yaml").write_text("task: sft\nmodel: {name: some-model}\ndata: {train: rows.jsonl}\n")
     refused = trainwright("collect", "texts.yaml", cwd=place)
-    assert refused.returncode == 2 and "collects no histories" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "collect needs a recipe with task: algorithm_distillation" in refused.stderr, (
+        refused.stderr
+    )
 
 
 def spawned(pid: int) -> list[psutil.Process]:
@@ -152,5 +156,5 @@ def test_an_end_before_the_end_says_so(place: Path, end: str) -> None:
         assert process.wait(PATIENCE) == (75 if end == "a signal" else 4)
         assert all_gone(workers)
     said = log.read_text()
-    assert "run the same command again to go on" in said and "Traceback" not in said
-    assert ("a process ended before its work" in said) == (end == "a worker dies")
+    assert "run the same command again to continue" in said and "Traceback" not in said
+    assert ("a process was killed" in said) == (end == "a worker dies")

@@ -89,7 +89,7 @@ def test_check_lists_every_wrong_row_with_its_line(tmp_path: Path) -> None:
     result = trainwright("data", "check", "rows.jsonl", cwd=tmp_path)
     assert result.returncode == 2
     assert "5 rows of messages: 2 examples" in result.stdout
-    assert "error: 3 rows are wrong:" in result.stderr
+    assert "error: 3 rows are invalid:" in result.stderr
     for line, said in ((2, "is empty"), (3, "roles are out of order"), (5, "roles are out of order")):
         assert any(f"rows.jsonl:{line}: " in one and said in one for one in result.stderr.splitlines())
     assert trainwright("data", "check", write(tmp_path / "good.jsonl", [good]), cwd=tmp_path).returncode == 0
@@ -125,7 +125,7 @@ def test_prepare_and_style(tmp_path: Path) -> None:
     first = json.loads((tmp_path / "styled.jsonl").read_text().splitlines()[0])
     assert first == {"messages": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT]}
     again = ("data", "style", "styled.jsonl", "--system", "Be long.", "--out", "again.jsonl")
-    assert "2 left as they were" in trainwright(*again, cwd=tmp_path).stdout
+    assert "2 unchanged" in trainwright(*again, cwd=tmp_path).stdout
     (tmp_path / "again.jsonl").unlink()
     assert "2 replaced" in trainwright(*again, "--replace", cwd=tmp_path).stdout
     assert "Be long." in (tmp_path / "again.jsonl").read_text()
@@ -134,14 +134,14 @@ def test_prepare_and_style(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("show", "rows.jsonl"), "give --model"),
+        (("show", "rows.jsonl"), "pass --model"),
         (("show", "nowhere.jsonl", "--model", "bytes"), "error: no file nowhere.jsonl"),
         (("show", "rows.jsonl", "--model", "nowhere/at/all"), "error: --model: nowhere does not exist"),
         (("check", "wrong.jsonl", "--model", "bytes"), "error: wrong.jsonl: the rows have the fields x"),
-        (("prepare", "rows.jsonl", "--out", "out", "--map", "frage"), "--map frage: should be THEIRS=OURS"),
-        (("style", "text.jsonl", "--system", "s", "--out", "o.jsonl"), "plain text, which has no turns"),
+        (("prepare", "rows.jsonl", "--out", "out", "--map", "frage"), "--map frage: expected THEIRS=OURS"),
+        (("style", "text.jsonl", "--system", "s", "--out", "o.jsonl"), "plain text without turns"),
         (("style", "rows.jsonl", "--system", "@nowhere", "--out", "o.jsonl"), "--system: nowhere: no such file"),
-        (("style", "rows.jsonl", "--system", "s", "--out", "rows.jsonl"), "is there already"),
+        (("style", "rows.jsonl", "--system", "s", "--out", "rows.jsonl"), "already exists"),
     ],
 )
 def test_wrong_requests_end_with_2_and_one_message(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -114,15 +114,15 @@ def test_a_conversation_holds_what_was_said_until_it_is_reset(loaded: Loaded) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--prompt", "a", "--file", "rows.jsonl"), "--prompt and --file: give one of the two"),
-        (("--file", "rows.jsonl"), "--file and --out belong together"),
-        (("--prompt", "a", "--top-p", "0.5"), "nothing is drawn at temperature 0"),
+        (("--prompt", "a", "--file", "rows.jsonl"), "--prompt and --file: pass only one of them"),
+        (("--file", "rows.jsonl"), "--file and --out must be used together"),
+        (("--prompt", "a", "--top-p", "0.5"), "have no effect at temperature 0"),
         (("--prompt", "a", "--num-processes", "2"), "are for --file"),
-        (("--file", "empty.jsonl", "--out", "o.jsonl"), "empty.jsonl:2: messages[0], a turn of the user, is empty"),
-        (("--file", "taken.jsonl", "--out", "o.jsonl"), "taken.jsonl:1: it has a field generated already"),
+        (("--file", "empty.jsonl", "--out", "o.jsonl"), "empty.jsonl:2: messages[0], a user turn, is empty"),
+        (("--file", "taken.jsonl", "--out", "o.jsonl"), "taken.jsonl:1: the row already has a field generated"),
         (("--file", "good.jsonl", "--out", "taken.jsonl"), "--out: taken.jsonl exists"),
         (("--file", "good.jsonl", "--out", "o.xlsx"), "--out: o.xlsx should end in .jsonl, .ndjson, .json, .csv"),
-        (("--prompt", "a", "--checkpoint", "best"), "is no run"),
+        (("--prompt", "a", "--checkpoint", "best"), "is not a run"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(

@@ -121,7 +121,7 @@ def test_first_traceback_once_with_its_rank(tmp_path: Path, mode: str, rank: int
 def test_scripts_own_exit_code(tmp_path: Path) -> None:
     result = two(tmp_path, "exit")
     assert result.returncode == 7
-    assert "rank 1: own/train.py ended itself with exit code 7" in result.stderr
+    assert "rank 1: own/train.py exited with code 7" in result.stderr
     wrong = launch(tmp_path, "--num-processes", "2", "own/train.py", "--no-such-option")
     assert wrong.returncode == 2 and "unrecognized arguments: --no-such-option" in wrong.stdout
     assert "Traceback" not in wrong.stdout + wrong.stderr
@@ -180,11 +180,11 @@ def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
     ("arguments", "code", "said"),
     [
         (("own/trian.py",), 2, "did you mean own/train.py"),
-        (("-m", "no_such_module"), 2, "there is no module no_such_module"),
+        (("-m", "no_such_module"), 2, "no module no_such_module"),
         (("--config-file", "no.yaml", "own/train.py"), 2, "no.yaml: no such file"),
-        (("--config-file", "gpus.yaml", "own/train.py"), 3, "here would run"),
+        (("--config-file", "gpus.yaml", "own/train.py"), 3, "possible here"),
         (("--config-file", "fsdp.yaml", "own/train.py"), 3, "runs FSDP as plain DDP"),
-        (("--config-file", "nodes.yaml", "own/train.py"), 2, "torchrun, once on each"),
+        (("--config-file", "nodes.yaml", "own/train.py"), 2, "torchrun on each"),
         (("--config-file", "wrong.yaml", "own/train.py"), 2, "did you mean num_processes"),
     ],
 )

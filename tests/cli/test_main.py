@@ -40,11 +40,11 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "error: no recipe given"),
+        ((), "error: no recipe; pass one"),
         (("nowhere.yaml",), "error: nowhere.yaml"),
-        (("one.yaml", "two.yaml"), "error: one recipe a run, not 2"),
+        (("one.yaml", "two.yaml"), "error: expected one recipe, not 2"),
         (("--resume", "nowhere"), "error: --resume: nowhere is not a run"),
-        (("--resume=",), "error: no recipe given"),
+        (("--resume=",), "error: no recipe; pass one"),
     ],
 )
 def test_wrong_arguments_end_with_2_and_one_message(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -69,21 +69,21 @@ def test_memory_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ((), RequestError, "plan one recipe, or a model with --model"),
-        ((str(TINY), "--model", "x"), RequestError, "plan one recipe, or a model with --model"),
+        ((), RequestError, "pass one recipe, or a model with --model"),
+        ((str(TINY), "--model", "x"), RequestError, "pass one recipe, or a model with --model"),
         ((*LLAMA[:-1], "8xH10O"), RequestError, "did you mean H100"),
         ((*LLAMA[:-1], "H100x8"), RequestError, r"write \[NODES x\] DEVICES x CARD"),
-        ((*LLAMA[:-1], "4x8xH100@fast"), RequestError, "fast after the @ is no network"),
+        ((*LLAMA[:-1], "4x8xH100@fast"), RequestError, "fast after the @ is not a network"),
         ((*LLAMA, "model.name=meta-llama/Llama-3.1-9B"), RequestError, "did you mean meta-llama/Llama-3.1-8B"),
         ((*LLAMA, "parallel.strategy=ddpp"), RequestError, "did you mean ddp"),
         ((*LLAMA, "parallel.num_processes=9"), RequestError, "9 processes for 8 GPUs; set it to 8 or auto"),
         (
             (str(TINY), "data.pack_length=null", "train.gradient_accumulation_steps=3", "parallel.num_processes=2"),
             RequestError,
-            "does not make train.global_batch_size 8",
+            "is not equal to train.global_batch_size 8",
         ),
         ((*LLAMA[:-1], "1xT4", "train.mixed_precision=bf16"), MachineError, "T4 .* set it to auto, fp16 or no"),
-        ((*LLAMA, "--sequence-length", "200000"), RequestError, "200000 is over the 131072 positions of the model"),
+        ((*LLAMA, "--sequence-length", "200000"), RequestError, "200000 exceeds the model's 131072 positions"),
         ((*LLAMA, "train.activation_checkpointing=33"), RequestError, "the model has 32 blocks, so there is no 33th"),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_packed_is_planned_on_padded_rows() -> None:
 
 def test_what_training_does_not_run_on_is_planned_only() -> None:
     text = shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "8xMI300X")
-    assert text.splitlines()[1].strip().startswith("planned only: training runs on NVIDIA GPUs and on CPUs")
+    assert text.splitlines()[1].strip().startswith("planning only: training runs on NVIDIA GPUs and on CPUs")
     found = json.loads(shown("--model", "HuggingFaceTB/SmolLM2-135M", "--on", "8xH100", "--json"))
     assert found["planned_only"] is None
 
@@ -129,7 +129,7 @@ def test_a_configuration_with_missing_numbers_says_which(tmp_path: Path) -> None
 
 def test_where_nothing_fits_it_ends_with_3_and_suggestions() -> None:
     text = shown("--model", "google/gemma-2-27b", "--on", "1xL4", "--global-batch-size", "16", code=3)
-    assert "the run does not fit 1xL4: the nearest is" in text and "What would fit:" in text
+    assert "the run does not fit 1xL4: the nearest is" in text and "Changes that would make it fit:" in text
     assert "model.adapter=qlora" in text
 
 
@@ -139,7 +139,9 @@ def test_train_refuses_what_cannot_fit_before_anything_is_launched(tmp_path: Pat
         arguments = ["train", str(TINY), *HUGE, f"logging.run_directory={tmp_path / 'run'}", *more]
         return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
-    with pytest.raises(MachineError, match=r"(?s)needs .* What would fit:.*train\.micro_batch_size=auto") as refused:
+    with pytest.raises(
+        MachineError, match=r"(?s)needs .* Changes that would make it fit:.*train\.micro_batch_size=auto"
+    ) as refused:
         train()
     assert refused.value.exit_code == 3 and "--force" in str(refused.value)
     assert not (tmp_path / "run").exists()

@@ -64,7 +64,7 @@ def test_a_run_is_merged_into_its_whole_base_which_stays_as_it_is(
     run, before = adapted(runs, base, kind), contents(base)
     done = ended(runs, "merge", run, "--out", tmp_path / "merged")
     assert done.code == 0, done.stderr
-    assert "14 matrices merged" in done.stdout and "it writes: " in done.stdout
+    assert "14 matrices merged" in done.stdout and "sample output: " in done.stdout
     merged = logits(tmp_path / "merged")
     torch.testing.assert_close(merged, logits(base, run / "final"), rtol=1e-4, atol=1e-4)
     assert (merged - logits(base)).abs().max() > 0.01
@@ -105,9 +105,9 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(runs: Runs, bas
         assert contents(base) == before and not (tmp_path / "out").exists()
         return done.stderr
 
-    assert "is the base model itself" in refused(run, out=base)
-    assert f"there is no adapter to merge: {base} is a whole model" in refused(base)
-    assert "there is no adapter to merge: nowhere is not here; name a run" in refused("nowhere")
+    assert "is the base model, which is never overwritten" in refused(run, out=base)
+    assert f"no adapter to merge: {base} is a full model" in refused(base)
+    assert "no adapter to merge: nowhere was not found; pass a run" in refused("nowhere")
     unfinished = runs.copied(run)
     shutil.rmtree(unfinished / "final")
     assert f"--resume {unfinished}" in refused(unfinished)
@@ -120,7 +120,7 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(runs: Runs, bas
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (stored / "config.json").write_text(json.dumps(config))
     said = refused(stored, "--adapter", run / "final")
-    assert "quantised weights, which can neither be trained nor merged into" in said
+    assert "quantised weights, which cannot be trained or merged into" in said
 
 
 def change(directory: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_real_model_trained_on_4_bits_and_merged_is_better_than_its_base(runs:
     recipe = ROOT / "recipes" / "sft" / "qlora.yaml"
     run = runs.trained(*few, "parallel.num_processes=1", recipe=recipe)
     done = ended(runs, "merge", run, "--out", tmp_path / "merged")
-    assert done.code == 0 and "it writes: " in done.stdout, done.stderr
+    assert done.code == 0 and "sample output: " in done.stdout, done.stderr
     # On the rows that the run held back, which are those of the merged model too.
     rows = ("--metrics", "loss", "--against", "HuggingFaceTB/SmolLM2-135M-Instruct")
     done = ended(runs, "eval", run, *rows, "--out", tmp_path / "run")

@@ -45,7 +45,7 @@ def invoke(*arguments: str) -> str:
 
 def test_a_dry_run_shows_the_files_and_the_card(run: Path) -> None:
     shown = invoke(str(run), "me/model", "--dry-run")
-    assert "would send 3 files, 2.0 MB, to https://huggingface.co/me/model" in shown
+    assert "would upload 3 files, 2.0 MB, to https://huggingface.co/me/model" in shown
     assert "base_model: some/base" in shown and "library_name: transformers" in shown
     assert "| loss | 3.0000 | 2.2500 |" in shown
     assert "| 2 | 2.0000 | 2.2500 |" in shown

@@ -71,7 +71,7 @@ def test_a_run_whose_plan_proves_wrong_goes_on_in_another_way_as_the_same_run(ru
     assert second["resumed_from"] == SAVED and second["strategy"] == "single"
     (notice,) = of_kind(events, "notice")
     assert notice["kind"] == "plan" and notice["measured"] > 1.3 * notice["predicted"] and notice["cause"]
-    assert "the plan expected" in said and "parallel.num_processes=1" in said and "going on as single on 1" in said
+    assert "the plan expected" in said and "parallel.num_processes=1" in said and "continuing with single on 1" in said
     assert [event["status"] for event in of_kind(events, "finish")] == ["stopped", "finished"]
     assert [event["step"] for event in of_kind(events, "step")] == list(range(1, STEPS + 1))
     reference = losses(read_events(runs.trained(*COMMON, "parallel.num_processes=1") / "events.jsonl"))
@@ -95,7 +95,7 @@ def test_the_plan_of_a_run_is_by_the_counted_lengths_of_its_examples(runs: Runs,
     more = ("data.validation=null", "evaluate.every=null", "evaluate.prompts=[]", "logging.tensorboard=false")
     asked = (str(TINY), f"data.train={tmp_path / 'rows.jsonl'}", "train.max_steps=2", *more)
     estimated = json.loads(runs.command("plan", *asked, "--json").wait().stdout)["assumptions"]
-    assert any("by the characters" in one for one in estimated)
+    assert any("from the characters" in one for one in estimated)
     ended = runs.command("train", *asked, f"logging.run_directory={run}").wait()
     assert ended.code == 0, ended.stdout + ended.stderr
     plan = json.loads((run / "plan.json").read_text())

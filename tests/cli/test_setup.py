@@ -69,7 +69,7 @@ def test_strategies_whose_library_is_not_there_are_not_taken(tmp_path: Path) -> 
     path = with_old_deepspeed(tmp_path)
     result = setup(tmp_path, "--config-file", "new.yaml", answers="\n2\nzero2\nddp\n\n", PYTHONPATH=path)
     assert result.returncode == 0, result.stderr
-    assert "DeepSpeed 0.17.2 is not known to work here; pip install" in result.stdout
+    assert "DeepSpeed 0.17.2 is not supported; pip install" in result.stdout
     assert yaml.safe_load((tmp_path / "new.yaml").read_text())["distributed_type"] == "MULTI_CPU"
     (tmp_path / "zero.yaml").write_text(ZERO)
     shown = setup(tmp_path, "--show", "--config-file", "zero.yaml", PYTHONPATH=path)
@@ -105,7 +105,7 @@ def test_show_says_what_cannot_run_here_and_ends_with_0(tmp_path: Path) -> None:
     (tmp_path / "gpus.yaml").write_text(WANTS_GPUS)
     result = setup(tmp_path, "--show", "--config-file", "gpus.yaml")
     assert result.returncode == 0, result.stderr
-    assert "cannot run: MULTI_GPU asks for 64 GPUs" in result.stdout and "here would run" in result.stdout
+    assert "cannot run: MULTI_GPU asks for 64 GPUs" in result.stdout and "possible here" in result.stdout
     (tmp_path / "wrong.yaml").write_text("distributed_type: MULTI_GPU\nnum_procesess: 2\n")
     result = setup(tmp_path, "--show", "--config-file", "wrong.yaml")
     assert result.returncode == 0 and "did you mean num_processes" in " ".join(result.stdout.split())
@@ -114,7 +114,7 @@ def test_show_says_what_cannot_run_here_and_ends_with_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--show",), "`trainwright setup` writes one"),
+        (("--show",), "write one with `trainwright setup`"),
         (("--show", "--config-file", "no.yaml"), "no.yaml: no such file"),
     ],
 )

@@ -51,11 +51,11 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
         done = run("--port", str(port), str(tmp_path), "true")
     assert done.returncode == 3
-    assert f"--port {port}" in done.stderr and "0 for a free one" in done.stderr
+    assert f"--port {port}" in done.stderr and "0 for any free one" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"), [(["nowhere"], "no directory"), ([".", "no-such-program"], "no program")]
+    ("arguments", "complaint"), [(["nowhere"], "is not a directory"), ([".", "no-such-program"], "program not found")]
 )
 def test_what_is_not_there_is_refused(arguments: list[str], complaint: str) -> None:
     done = run(*arguments)

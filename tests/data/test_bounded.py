@@ -41,7 +41,7 @@ def test_a_panic_is_told_in_words(tokenizer: PreTrainedTokenizerFast) -> None:
 
 def test_what_does_not_end_is_given_up(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded, "SECONDS", 0.2)
-    with pytest.raises(TokenizerError, match="takes more than 0 s of computing for 440 characters"):
+    with pytest.raises(TokenizerError, match="takes more than 0 s of CPU time for 440 characters"):
         encode_texts(tokenizer, [SLOW])
 
 

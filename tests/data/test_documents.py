@@ -52,7 +52,7 @@ def test_a_directory_of_texts_is_its_documents_unless_their_names_tell_splits(tm
     (tmp_path / "a.txt").rename(tmp_path / "train.txt")
     assert read_rows(str(tmp_path)).to_list() == [{"text": "One"}, {"text": "Two"}]
     assert source_notes(str(tmp_path)) == [
-        f"{tmp_path}: only the .txt files are read, not b.md; name a file to read it"
+        f"{tmp_path}: only the .txt files are read, not b.md; to read another, give its path"
     ]
 
 
@@ -114,11 +114,11 @@ def test_a_document_that_is_no_text_is_named(tree: Path) -> None:
     with pytest.raises(RequestError, match=r"z\.py:2: not UTF-8 text"):
         read_rows(str(tree / "z.py"))
     assert source_notes(str(tree)) == [
-        f"{tree / 'empty.py'} is empty and is left out",
-        f"{tree / 'z.py'} is not UTF-8 text (line 2) and is left out",
+        f"{tree / 'empty.py'} is empty and is skipped",
+        f"{tree / 'z.py'} is not UTF-8 text (line 2) and is skipped",
     ]
     (tree / "nothing").mkdir()
-    with pytest.raises(RequestError, match="holds no document"):
+    with pytest.raises(RequestError, match="has no document"):
         read_rows(str(tree / "nothing"), documents=True)
 
 

@@ -66,7 +66,9 @@ def test_the_more_telling_layout_wins() -> None:
 
 
 def test_no_layout_lists_the_fields_there_are() -> None:
-    with pytest.raises(RequestError, match=r"fields title, body, which is none .*question_answer: question and answer"):
+    with pytest.raises(
+        RequestError, match=r"fields title, body, which match no known layout .*question_answer: question and answer"
+    ):
         detect_format(["title", "body"])
 
 
@@ -98,14 +100,14 @@ def test_columns_that_are_not_used() -> None:
             "field answer is missing; it has question, id",
         ),
         ("question_answer", {"question": " \n", "answer": "A"}, "field question is empty"),
-        ("question_answer", {"question": "Q", "answer": 4}, "field answer should be text and is a number"),
+        ("question_answer", {"question": "Q", "answer": 4}, "field answer should be text, not a number"),
         (
             "instruction",
             {"instruction": "I", "input": 3, "output": "O"},
-            "field input should be text and is a number",
+            "field input should be text, not a number",
         ),
-        ("messages", {"messages": []}, "messages should be a list of turns and is an empty list"),
-        ("messages", {"messages": "Hi"}, "messages should be a list of turns and is text"),
+        ("messages", {"messages": []}, "messages should be a list of turns, not an empty list"),
+        ("messages", {"messages": "Hi"}, "messages should be a list of turns, not text"),
         ("messages", {"messages": ["Hi"]}, r"messages\[0\] should be an object"),
         (
             "messages",
@@ -113,11 +115,11 @@ def test_columns_that_are_not_used() -> None:
             r"\[1\] has no content .*it has role, text",
         ),
         ("messages", {"messages": [{"content": "x"}]}, r"\[0\] has no role"),
-        ("messages", {"messages": [{**USER, "content": ""}, BOT]}, r"\[0\], a turn of the user, is empty"),
+        ("messages", {"messages": [{**USER, "content": ""}, BOT]}, r"\[0\], a user turn, is empty"),
         (
             "messages",
             {"messages": [{**USER, "role": "narrator"}]},
-            "the role 'narrator'; known are system, user",
+            "the unknown role 'narrator'; choose from system, user",
         ),
         (
             "messages",
@@ -126,11 +128,11 @@ def test_columns_that_are_not_used() -> None:
         ),
         ("messages", {"messages": [USER, BOT, {**BOT, "target": False}]}, "turn 2 is assistant after assistant"),
         ("messages", {"messages": [USER, {**BOT, "tool_calls": [{"id": 1}]}]}, r"tool_calls\[0\] has no name"),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
         (
             "prompt_completion",
             {"prompt": "Hi", "completion": [BOT]},
-            "completion should be text and is a list",
+            "completion should be text, not a list",
         ),
     ],
 )
@@ -139,7 +141,7 @@ def test_rows_that_are_wrong(layout: str, row: dict[str, Any], message: str) -> 
         to_example(row, layout)
 
 
-EMPTY, UNASKED = "the answer is empty", "no assistant turn answers a user"
+EMPTY, UNASKED = "the answer is empty", "no assistant turn follows a user turn"
 MARKED = "every assistant turn is marked as not trained on"
 
 
@@ -188,7 +190,7 @@ def test_a_conversation_that_begins_with_the_assistant_begins_with_the_user(syst
     row = {"conversations": [*system, gpt, gpt, human, gpt]}
     found = to_example(row, "conversations", remarks)
     assert found == [*({"role": "system", "content": "S"} for _ in system), *PAIR]
-    assert remarks == {"begin with the assistant, whose turns before the first user's are left out": 1}
+    assert remarks == {"begin with assistant turns, which are removed up to the first user turn": 1}
 
 
 def test_lists_of_text_parts_become_text_where_turns_are() -> None:

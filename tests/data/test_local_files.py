@@ -104,10 +104,10 @@ def test_splits_are_read_by_their_names_and_the_others_are_told(tmp_path: Path, 
     assert note.startswith(f"the split train of {tmp_path}/d is read; others are")
     assert f"{tmp_path}/d:test" in note and f"{tmp_path}/d:validation" in note
     with pytest.raises(
-        RequestError, match=r"data\.train: .*/d has no split dev2; it has .*train.*; name one of them, as"
+        RequestError, match=r"data\.train: .*/d has no split dev2; it has .*train.*; choose one, such as"
     ):
         read_rows(f"{tmp_path}/d:dev2")
-    with pytest.raises(RequestError, match=r"--data: .*/d holds the splits .*; name one of them"):
+    with pytest.raises(RequestError, match=r"--data: .*/d has the splits .*; choose one"):
         read_rows(f"{tmp_path}/d", key="--data")
 
 
@@ -173,7 +173,7 @@ def test_configurations_are_named(tmp_path: Path) -> None:
         write(tmp_path / name / "0.jsonl", rows(name))
     assert questions(f"{tmp_path}:hard:train") == names("hard")
     with pytest.raises(
-        RequestError, match=r"holds the configurations easy, hard; name one with a split, as .*:easy:train"
+        RequestError, match=r"has the configurations easy, hard; choose one with a split, such as .*:easy:train"
     ):
         read_rows(str(tmp_path))
 
@@ -190,14 +190,14 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     [
         ({"config.json": "{}", "model.safetensors": b"\0"}, "is a model's or a tokenizer's directory .* in model.name"),
         ({"tokenizer.json": "{}", "vocab.txt": "a"}, "is a model's or a tokenizer's directory"),
-        ({"pytorch_model.bin": b"\x80\x04"}, "holds a model's weights .*, which are no rows"),
+        ({"pytorch_model.bin": b"\x80\x04"}, "contains model weights .*, not rows"),
         (
             {"a.png": b"\x89PNG", "b.pdf": b"%PDF"},
-            r"holds no \.json.*; it holds \.pdf, \.png files, which are not read",
+            r"has no \.json.*; it has \.pdf, \.png files, which are not supported",
         ),
         (
             {"train.jsonl": lines(rows("a")), "other.jsonl": lines(rows("b")), "test.jsonl": "{}"},
-            "holds splits beside other files",
+            "has splits and other files",
         ),
     ],
 )
@@ -231,16 +231,14 @@ def test_a_file_of_several_that_cannot_be_read_is_left_out_by_name(tmp_path: Pat
     notes = source_notes(str(tmp_path))
     assert len(notes) == len(BAD)
     for note, (name, (_, why)) in zip(notes, BAD.items(), strict=True):
-        assert note.startswith(f"{tmp_path}/{name} {why}") and note.endswith(" and is left out")
+        assert note.startswith(f"{tmp_path}/{name} {why}") and note.endswith(" and is skipped")
     data = DataSection(train=str(tmp_path), validation=None)
     prepared = prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
     assert set(notes) <= {line.partition(": ")[2] for line in prepared.summary}
     for name in ("a.jsonl", "f.jsonl"):
         (tmp_path / name).unlink()
     for read in (read_rows, check_source):
-        with pytest.raises(
-            RequestError, match=r"^data\.train: there is nothing to read: .*b\.jsonl is empty and is left"
-        ):
+        with pytest.raises(RequestError, match=r"^data\.train: no readable files: .*b\.jsonl is empty and is skipped"):
             read(str(tmp_path))
 
 
@@ -253,8 +251,8 @@ def test_a_damaged_file_of_a_corpus_is_left_out_by_name(tmp_path: Path) -> None:
     found = [piece.text for piece in pieces(SourceSection(source=str(tmp_path)), "data.train", notes)]
     assert found == ["one", "three"]
     assert notes == [
-        f"{tmp_path}/b.py is not UTF-8 text (line 1) and is left out",
-        f"{tmp_path}/c.py is not text: it has a zero byte (line 1) and is left out",
+        f"{tmp_path}/b.py is not UTF-8 text (line 1) and is skipped",
+        f"{tmp_path}/c.py is not text: it has a zero byte (line 1) and is skipped",
     ]
     assert [row["text"] for row in read_rows(str(tmp_path))] == ["one", "three"]
 
@@ -263,8 +261,8 @@ def test_many_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
     for number in range(9):
         write(tmp_path / f"{number}.py", "" if number else "one")
     assert source_notes(str(tmp_path))[-2:] == [
-        f"{tmp_path}/4.py is empty and is left out",
-        f"{tmp_path}/5.py is empty and is left out, and so are 3 more",
+        f"{tmp_path}/4.py is empty and is skipped",
+        f"{tmp_path}/5.py is empty and is skipped, and so are 3 more",
     ]
     assert [row["text"] for row in read_rows(str(tmp_path))] == ["one"]
 
@@ -274,7 +272,7 @@ def test_damaged_parquet_among_others_is_left_out(tmp_path: Path) -> None:
     whole = write(tmp_path / "b.parquet", rows("b")).read_bytes()
     write(tmp_path / "b.parquet", whole[: len(whole) // 2])
     assert questions(tmp_path) == names("a")
-    assert source_notes(str(tmp_path)) == [f"{tmp_path}/b.parquet is not a Parquet file, or not whole and is left out"]
+    assert source_notes(str(tmp_path)) == [f"{tmp_path}/b.parquet is not a complete Parquet file and is skipped"]
 
 
 def zstd(data: bytes) -> bytes:

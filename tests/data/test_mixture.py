@@ -90,7 +90,7 @@ def test_a_run_sees_the_sources_by_their_weights_whatever_divides_it(tmp_path: P
         assert Counter(dealt) == Counter(one.examples(4))
     assert one.seen() == list(range(80))
     assert stream(found, total_examples=8).seen() == sorted(set(one.examples(0)))
-    assert "mixture: 60 of the 80 examples of an epoch (75.0%) are drawn from the 20 of" in "\n".join(found.summary)
+    assert "mixture: 60 of the 80 examples per epoch (75.0%) are from the 20 of" in "\n".join(found.summary)
 
 
 def test_a_mixture_is_what_its_rows_and_weights_are(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_lengths_are_those_of_what_is_drawn(tmp_path: Path) -> None:
 
 def test_what_cannot_be_mixed_is_refused_with_its_key(tmp_path: Path) -> None:
     a, b = source(tmp_path / "a.jsonl", 5), source(tmp_path / "b.jsonl", 5)
-    with pytest.raises(RequestError, match=r"data\.train\[1\]\.weight: is so small"):
+    with pytest.raises(RequestError, match=r"data\.train\[1\]\.weight: is too small"):
         run(tmp_path, {"source": a, "weight": 1000}, {"source": b})
     (tmp_path / "bad.jsonl").write_text('{"question": "", "answer": "a"}\n')
     with pytest.raises(RequestError, match=r"data\.train\[1\]: .*bad\.jsonl:1: the field question is empty"):

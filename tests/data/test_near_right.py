@@ -150,27 +150,30 @@ def test_a_system_column_that_is_not_used_is_counted() -> None:
     remarks = Counter[str]()
     row = {"system": "Be long.", "messages": [{"role": "system", "content": "Be brief."}, *PAIR]}
     EXAMPLES.documents(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
-    assert remarks == {"have a system turn of their own, and the column system is not used": 1}
+    assert remarks == {"have a separate system turn, so the column system is not used": 1}
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"query": "Hi", "response": 42}, "the field response should be text and is a number; put it in quotes"),
+        ({"query": "Hi", "response": 42}, "the field response should be text, not a number; put it in quotes"),
         ({"instruction": "Hi", "output": None}, "the field output is missing; it has instruction: fill it in, remove"),
         (
             {"conversations": turns(("human", "Hi"), ("function_call", "add(1)"))},
-            r'conversations\[1\] is a call of a function, whose value should be JSON such as {"name"',
+            r'conversations\[1\] is a function call, whose value should be JSON such as {"name"',
         ),
-        ({"messages": "[{'role': 'user'}]"}, "should be a list of turns and is text that is not JSON; write it with"),
+        ({"messages": "[{'role': 'user'}]"}, "should be a list of turns, not text that is not JSON; write it with"),
         (
             {"messages": [USER, {**BOT, "weight": 0.5}]},
-            r"messages\[1\] has weight 0\.5, and a turn is trained on or not",
+            r"messages\[1\] has weight 0\.5; expected true or false",
         ),
-        ({"messages": ["Hi"]}, r'is text; a turn is {"role": "user", "content": "…"}'),
+        ({"messages": ["Hi"]}, r'not text; a turn is {"role": "user", "content": "…"}'),
         ({"messages": "[" * 100_000}, "text that is not JSON"),
-        ({"messages": PAIR, "tools": "[" * 100_000}, "tools and calls are JSON, and this is not"),
-        ({"messages": [USER, BOT, {"role": "system", "content": "S"}]}, "one system turn comes first, then user and"),
+        ({"messages": PAIR, "tools": "[" * 100_000}, "tools and calls must be JSON"),
+        (
+            {"messages": [USER, BOT, {"role": "system", "content": "S"}]},
+            "expected an optional system turn, then alternating user and",
+        ),
     ],
 )
 def test_what_is_not_read_is_told(row: dict[str, Any], message: str) -> None:
@@ -180,7 +183,7 @@ def test_what_is_not_read_is_told(row: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("row", [{"instruction": "Hi", "code": "x"}, {"article": "Long.", "highlights": "Short."}])
 def test_half_of_a_question_and_answer_is_no_text(row: dict[str, str]) -> None:
-    with pytest.raises(RequestError, match="data prepare reads them with --map, as in --map theirs=question"):
+    with pytest.raises(RequestError, match="data prepare, for example --map theirs=question"):
         ANY.layout(list(row), [row], "auto")
 
 
@@ -196,7 +199,7 @@ def test_training_says_what_is_read_as_what_and_what_is_not_used(tmp_path: Path)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataSection(train=str(tmp_path / "a.jsonl"), max_length=64)
     said = "\n".join(prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache").summary)
-    assert "question_answer (found from the first rows; query as question, response as answer)" in said
+    assert "question_answer (detected from the first rows; query as question, response as answer)" in said
     assert "not used: the column topic; data prepare --map reads a column as a field" in said
 
 

@@ -79,17 +79,17 @@ def test_a_system_text_beside_the_answers_opens_both() -> None:
         ({"chosen": "So.", "rejected": "No."}, "the field prompt is missing; it has chosen, rejected"),
         ({"prompt": "", "chosen": "So.", "rejected": "No."}, "the field prompt is empty"),
         ({"prompt": "Why?", "chosen": "So.", "rejected": [said("No.")]}, "chosen is text and rejected is a list"),
-        ({"prompt": "Why?", "chosen": 1, "rejected": 2}, "the field chosen should be a list of turns and is a number"),
+        ({"prompt": "Why?", "chosen": 1, "rejected": 2}, "the field chosen should be a list of turns, not a number"),
         ({"chosen": [USER, said("So.")], "rejected": [SYSTEM, said("No.")]}, "begin with different turns"),
         (
             {"chosen": [USER, said("a"), USER, said("b")], "rejected": [USER, said("a")]},
-            "rejected ends where the other goes on",
+            "rejected is a prefix of the other conversation",
         ),
         (
             {"chosen": [SYSTEM, USER, said("a")], "rejected": [SYSTEM, {"role": "user", "content": "x"}, said("b")]},
-            "chosen[1] is the first turn that differs and is the user's",
+            "chosen[1] is the first turn that differs, and it is a user turn",
         ),
-        ({"prompt": "Else?", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, "the field prompt is not"),
+        ({"prompt": "Else?", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}, "the field prompt differs"),
     ],
 )
 def test_what_is_no_pair_says_why(row: dict[str, Any], says: str) -> None:
@@ -104,7 +104,7 @@ def test_a_label_says_what_an_answer_is(label: object, role: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "says"), [(None, "is empty (null)"), ("good", "is 'good'"), (1, "is a number"), ("", "is ''")]
+    ("label", "says"), [(None, "not empty (null)"), ("good", "not 'good'"), (1, "not a number"), ("", "not ''")]
 )
 def test_a_label_that_is_none_is_refused(label: object, says: str) -> None:
     with pytest.raises(RequestError, match="the field label should be true or false") as refusal:

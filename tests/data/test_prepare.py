@@ -123,14 +123,14 @@ def test_turns_that_are_left_out_are_counted(tmp_path: Path) -> None:
     ids, targets = found.train.document(2)
     assert third.count("<|im_start|>") == 4 and bytes_tokenizer().decode(ids[targets]) == "Hello<|im_end|>"
     assert found.summary[2:4] == [
-        "train: 1 row begins with the assistant, whose turns before the first user's are left out",
+        "train: 1 row begins with assistant turns, which are removed up to the first user turn",
         "train: 1 row has an empty assistant turn among others; it is not trained on",
     ]
 
 
 def test_a_source_with_nothing_to_train_on_is_refused_with_every_reason(tmp_path: Path) -> None:
     rows = [{"question": "Q", "answer": ""}] * 3
-    with pytest.raises(RequestError, match=r"none of 3 rows has anything to train on \(3: the answer is empty\)"):
+    with pytest.raises(RequestError, match=r"none of 3 rows has a token to train on \(3: the answer is empty\)"):
         run(tmp_path, train=source(tmp_path / "a.jsonl", rows))
     rows.append({"question": "Q" * 50, "answer": "A"})
     cut = r"1: no target within data\.max_length 20 tokens; the longest has 72"
@@ -156,11 +156,11 @@ def test_plain_text_is_all_target(tmp_path: Path) -> None:
 def test_the_summary_says_what_was_found(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", [row | {"id": 1} for row in ROWS])
     lines = "\n".join(run(tmp_path, train=name, validation=0.1).summary)
-    assert "40 rows of question_answer (found from the first rows)" in lines
+    assert "40 rows of question_answer (detected from the first rows)" in lines
     assert "not used: the column id" in lines
     assert "36 examples" in lines
     assert str(tmp_path / "cache" / "datasets") in lines
-    assert "as data.format says" in "\n".join(run(tmp_path, train=name, format="question_answer").summary)
+    assert "set by data.format" in "\n".join(run(tmp_path, train=name, format="question_answer").summary)
 
 
 def test_a_second_run_reads_nothing(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_one_process_builds_and_the_others_wait(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"validation": 40}, r"data\.validation: 40 of 40 examples leaves none to train on"),
+        ({"validation": 40}, r"data\.validation: 40 of 40 examples leaves none for training"),
         (
             {"format": "text"},
             r"a\.jsonl: data\.format text needs the field text; the rows have question, answer",
@@ -279,18 +279,18 @@ def test_no_known_layout(tmp_path: Path) -> None:
 
 def test_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(RequestError, match=r"data\.max_length: 512 is over the 256 positions of the model"):
+    with pytest.raises(RequestError, match=r"data\.max_length: 512 exceeds the model's 256 positions"):
         run(tmp_path, train=name, max_length=512, model_max_length=256)
 
 
 def test_examples_too_much_alike_to_split(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"data\.validation: the examples are too much alike"):
+    with pytest.raises(RequestError, match=r"data\.validation: too many duplicates"):
         run(tmp_path, train=source(tmp_path / "a.jsonl", ROWS[:1] * 9), validation=2)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(MachineError, match=r"tokens cannot be kept in .*TRAINWRIGHT_CACHE"):
+    with pytest.raises(MachineError, match=r"tokens cannot be stored in .*TRAINWRIGHT_CACHE"):
         run(tmp_path, train=source(tmp_path / "a.jsonl", ROWS))
 
 

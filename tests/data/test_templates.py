@@ -320,7 +320,7 @@ def test_a_system_text_that_moves_with_the_conversation() -> None:
 )
 def test_turns_that_cannot_be_told_apart(template: str) -> None:
     tokenizer = byte_level(IM, template, name_or_path="some/odd-model")
-    with pytest.raises(RequestError, match=r"chat template of odd-model.*cannot be told apart"):
+    with pytest.raises(RequestError, match=r"chat template of odd-model.*cannot be located"):
         encode_messages(tokenizer, HELLO)
 
 
@@ -328,7 +328,7 @@ def test_a_refused_conversation_is_named_by_its_place() -> None:
     template = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this') }}{% endif %}" + CHATML
     encoder = ChatEncoder(byte_level(IM, template))
     refused = [{"role": "user", "content": "no"}, HELLO[1]]
-    with pytest.raises(TurnsError, match="refuses the conversation: not this") as caught:
+    with pytest.raises(TurnsError, match="rejects the conversation: not this") as caught:
         encoder.encode([HELLO, MORE, refused])
     assert caught.value.index == 2
 

@@ -157,7 +157,7 @@ def test_of_a_text_that_is_wrong_nothing_is_left(tmp_path: Path, monkeypatch: py
     (tmp_path / "blank.txt").write_bytes(b" ")
     (tmp_path / "there").mkdir()
     for name in ("new", "there"):
-        with pytest.raises(RequestError, match="holds no text"):
+        with pytest.raises(RequestError, match="has no text"):
             made(tmp_path / name, tmp_path / "blank.txt")
     assert not (tmp_path / "new").exists()
     assert not list((tmp_path / "there").iterdir())
@@ -190,7 +190,7 @@ def test_a_process_that_is_killed_from_outside_ends_the_work_and_it_goes_on(tmp_
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGKILL)
 
-    with pytest.raises(MachineError, match=r"ended from outside.*fewer --processes"):
+    with pytest.raises(MachineError, match=r"was killed.*fewer --processes"):
         made(tmp_path / "out", file, report=kill, processes=2)
     assert made(tmp_path / "out", file).fingerprint == made(tmp_path / "whole", file).fingerprint
 
@@ -235,9 +235,9 @@ def test_what_cannot_be_tokenized_is_refused_with_its_place(tmp_path: Path) -> N
         "binary.txt": "binary.txt: not UTF-8 text at byte 1,000,000",
         "zero.txt": "zero.txt: not text: a zero byte at 4",
         "empty.txt": "empty.txt is empty",
-        "blank.txt": "blank.txt holds no text",
+        "blank.txt": "blank.txt has no text",
         "none.txt": "none.txt",
-        "shards": "shards is tokenised already; name the text",
+        "shards": "shards is already tokenized; use the original text",
     }.items():
         with pytest.raises(RequestError, match=said):
             made(tmp_path / f"out-{name}", tmp_path / name)
@@ -261,7 +261,7 @@ def test_shards_that_are_not_whole_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=rf"{last.name} is cut short: .* of {len(content):,}"):
         Shards.open(tmp_path / "out")
     last.unlink()
-    with pytest.raises(RequestError, match=f"{last.name} is not there"):
+    with pytest.raises(RequestError, match=f"{last.name} is missing"):
         Shards.open(tmp_path / "out")
 
 
@@ -276,7 +276,7 @@ def test_shards_of_another_tokenizer_and_of_another_text_are_refused(tmp_path: P
         made(tmp_path / "out", file, tokenizer=other)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("")
-    with pytest.raises(RequestError, match="holds other files"):
+    with pytest.raises(RequestError, match="has other files"):
         made(tmp_path / "taken", file)
 
 
@@ -292,7 +292,7 @@ def test_a_corpus_is_checked_as_it_is_trained_on_and_is_no_rows(tmp_path: Path) 
     ((source, key),) = sources(tmp_path / "wrong.txt")
     (problem,) = check_corpus(source, bytes_tokenizer(), key=key).problems
     assert "wrong.txt: not UTF-8 text at byte 3" in problem
-    with pytest.raises(RequestError, match="holds token shards, which task pretrain alone reads"):
+    with pytest.raises(RequestError, match="has token shards, which only task pretrain reads"):
         read_rows(str(tmp_path / "out"))
 
 

@@ -128,10 +128,10 @@ def test_prepare_and_style_keep_them(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"tool_calls": [{"function": {}}]}, r"a\.jsonl:1: messages\[1\]\.tool_calls\[0\] has no name"),
-        ({"tool_calls": [{"name": "f", "arguments": "{"}]}, r"messages\[1\]\.tool_calls\[0\]\.arguments are no JSON"),
-        ({"tool_calls": [{"name": "f", "arguments": [1]}]}, r"arguments should be an object and is a list"),
-        ({"tool_calls": "nothing"}, r"messages\[1\]: tools and calls are JSON, and this is not"),
-        ({"role": "user", "tool_calls": [call("f")]}, r"only the assistant calls tools"),
+        ({"tool_calls": [{"name": "f", "arguments": "{"}]}, r"messages\[1\]\.tool_calls\[0\]\.arguments are not JSON"),
+        ({"tool_calls": [{"name": "f", "arguments": [1]}]}, r"arguments should be an object, not a list"),
+        ({"tool_calls": "nothing"}, r"messages\[1\]: tools and calls must be JSON"),
+        ({"role": "user", "tool_calls": [call("f")]}, r"only assistant turns may have them"),
     ],
 )
 def test_wrong_calls_are_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:

@@ -30,7 +30,7 @@ def test_what_summing_in_another_order_changes_is_the_same_run(tmp_path: Path) -
     assert result.parting() is None
     assert result.verdict() == (
         "the same run: over 2 steps losses differ by at most 4.0e-06 and gradient norms by 5.0e-06 "
-        "(allowed is 1e-05, relative)"
+        "(tolerance 1e-05, relative)"
     )
 
 
@@ -49,7 +49,7 @@ def test_where_runs_part_the_first_step_and_the_number_are_named(
 ) -> None:
     result = compared(tmp_path, [{}, fields, fields])
     assert result.parting() == said
-    assert result.verdict() == f"NOT the same run: {said} (allowed is 1e-05, relative)"
+    assert result.verdict() == f"NOT the same run: {said} (tolerance 1e-05, relative)"
 
 
 def test_half_precision_is_allowed_more(tmp_path: Path) -> None:

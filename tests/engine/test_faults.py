@@ -238,7 +238,7 @@ def test_a_model_that_cannot_be_written_is_told_with_the_checkpoint_that_there_i
     newest = checkpoints(started.run).steps()[-1]
     assert newest < 12
     assert "final could not be written: File too large; the training is done, but" in ended.stderr
-    assert f"its newest checkpoint is of step {newest}: make room, then --resume" in ended.stderr
+    assert f"its newest checkpoint is of step {newest}: free disk space, then --resume" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert column(runs.resumed(started.run), "loss") == column(uninterrupted, "loss")
 
@@ -321,7 +321,9 @@ def test_a_stop_whose_checkpoint_fails_does_not_end_as_if_saved(runs: Runs, coun
     ended = started.wait()
     assert ended.code == 4, ended.stdout + ended.stderr
     assert "stopped by a signal, but the checkpoint of step" in ended.stderr
-    assert f"the one of step {step} stands" in ended.stderr and "stopped after a checkpoint" not in ended.stderr
+    assert (
+        f"the checkpoint of step {step} is valid" in ended.stderr and "stopped after a checkpoint" not in ended.stderr
+    )
     assert [fault["action"] for fault in events(run, "fault")] == ["stop"]
     (run / "checkpoints").unlink()
     directory.rename(run / "checkpoints")

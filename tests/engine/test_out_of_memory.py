@@ -94,9 +94,9 @@ def test_one_process_goes_on_with_half_the_micro_batch(runs: Runs) -> None:
     run, ended = limited(runs, ROOM, *WIDE, *spread(1, "single"))
     assert ended.code == 0, ended.stdout + ended.stderr
     fault, *_ = halvings(run)
-    assert fault["rank"] == 0 and "asked for" in fault["detail"] and "ulimit -d" in fault["detail"]
+    assert fault["rank"] == 0 and "requested" in fault["detail"] and "ulimit -d" in fault["detail"]
     step = fault["step"]
-    assert fault["action"] == f"micro-batch 8 -> 4, accumulation 2 -> 4; step {step} is done again"
+    assert fault["action"] == f"micro-batch 8 -> 4, accumulation 2 -> 4; step {step} is repeated"
     assert fault["action"] in ended.stdout
     same_run(run, unlimited)
     assert len(events(run, "start")) == 1
@@ -219,7 +219,7 @@ def test_an_evaluation_is_done_again_in_halves_and_training_stays_as_it_is(
     run, ended = limited(runs, 560, *settings)
     assert ended.code == 0, ended.stdout + ended.stderr
     faults = events(run, "fault")
-    assert faults[0]["action"] == "validation in micro-batches of 4 and not 8; it is done again"
+    assert faults[0]["action"] == "validation in micro-batches of 4 instead of 8; it is repeated"
     assert all(fault["kind"] == "out_of_memory" and fault["action"].startswith("validation") for fault in faults)
     same_run(run, unlimited)
     assert rows_kept(run) == 8
@@ -246,7 +246,7 @@ def test_a_kill_that_the_kernel_did_not_count_is_not_taken_for_the_end_of_memory
     victim = max(psutil.Process(started.pid).children(recursive=True), key=lambda worker: worker.memory_info().rss)
     os.kill(victim.pid, signal.SIGKILL)
     ended = started.wait()
-    assert ended.code == 4 and "was killed (SIGKILL) from outside" in ended.stderr
+    assert ended.code == 4 and "was killed by an external SIGKILL" in ended.stderr
     assert started.run is not None
     assert len(events(started.run, "start")) == 1 and not events(started.run, "fault")
     assert rows_kept(started.run) == 2

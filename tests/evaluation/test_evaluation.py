@@ -162,7 +162,7 @@ def test_long_texts_are_split_and_lose_nothing(evaluate: Evaluate, model: str, p
     named = ("--metrics", "loss")
     ended = evaluate(model, "--data", data, "--max-length", "16", *named, out="texts")
     assert ended.code == 0, ended.stderr
-    assert "3 rows split at the longest that is allowed; nothing is lost" in ended.stdout
+    assert "3 rows split at the maximum length; no token is lost" in ended.stdout
     plain, total, count = model_of("llama", positions=512), 0.0, 0
     for text in texts:
         ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
@@ -177,7 +177,7 @@ def test_long_texts_are_split_and_lose_nothing(evaluate: Evaluate, model: str, p
     assert len(samples) == metrics["metrics"]["loss"]["n"] == len(texts)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("one source", marks=pytest.mark.slow), "a mixture"])
+@pytest.mark.parametrize("kind", [pytest.param("single source", marks=pytest.mark.slow), "a mixture"])
 def test_a_run_is_measured_on_the_rows_that_it_held_back(
     runs: Runs, evaluate: Evaluate, place: Path, kind: str
 ) -> None:
@@ -194,7 +194,7 @@ def test_a_run_is_measured_on_the_rows_that_it_held_back(
     seen = events(run, "evaluate")[-1]["metrics"]
     for name in ("loss", "perplexity", "token_accuracy"):
         assert values(metrics)[name] == pytest.approx(seen[name], rel=1e-5), name
-    if kind == "one source":
+    if kind == "single source":
         assert len(samples) == 12 and "sources" not in metrics
         return
     sources = metrics["sources"]
@@ -208,7 +208,7 @@ def test_a_run_is_measured_on_the_rows_that_it_held_back(
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "an empty turn": ({"messages": [{**USER, "content": " "}, ASSISTANT]}, "a turn of the user, is empty"),
+    "an empty turn": ({"messages": [{**USER, "content": " "}, ASSISTANT]}, "a user turn, is empty"),
     "roles out of order": (
         {"messages": [USER, {"role": "system", "content": "s"}, ASSISTANT]},
         "the roles are out of order",
@@ -251,14 +251,14 @@ def refusing(directory: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--metrics", "f2"), "'f2' is no metric"),
+        (("--metrics", "f2"), "unknown metric 'f2'"),
         (("--metrics", "answer"), "needs --answer-pattern"),
         (("--metrics", "f1", "--answer-pattern", "number"), "has no effect"),
         (("--metrics", "loss", "--full"), "--full: has no effect"),
-        (("--format", "preference"), "no layout of rows to measure on"),
-        (("--quick", "--limit", "3"), "cannot be had with --full or --limit"),
+        (("--format", "preference"), "--format: unknown format"),
+        (("--quick", "--limit", "3"), "cannot be combined with --full or --limit"),
         (("--relearning-steps", "3"), "has no effect without --benchmark"),
-        (("--answer-pattern", "("), "is no regular expression"),
+        (("--answer-pattern", "("), "is not a regular expression"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(

@@ -49,7 +49,7 @@ def test_an_answer_is_one_value_that_the_schema_accepts(tmp_path: Path, answer: 
     [
         ("{", "not JSON"),
         ("[]", "should be an object"),
-        ({"type": "objekt"}, "no JSON Schema: at type"),
+        ({"type": "objekt"}, "not a JSON Schema: at type"),
         ({"properties": {"a": {"minimum": "x"}}}, "at properties/a/minimum"),
     ],
 )

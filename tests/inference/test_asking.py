@@ -66,7 +66,7 @@ def test_every_line_of_a_text_file_that_is_not_empty_is_a_prompt(tmp_path: Path)
 def test_a_text_file_without_prompts_or_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     for content, message in (
-        (b"\n  \n", f"--file: {file} holds no prompts"),
+        (b"\n  \n", f"--file: {file} has no prompts"),
         (b"fine\n\xff\n", f"{file}:2: not UTF-8"),
     ):
         file.write_bytes(content)
@@ -77,10 +77,10 @@ def test_a_text_file_without_prompts_or_that_is_no_text_is_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"colour": "red"}, "nothing is asked: it has colour"),
+        ({"colour": "red"}, "no prompt: the row has colour"),
         ({"question": "  "}, "the field question is empty"),
         ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "out of order: turn 1 is tool after user"),
-        ({"messages": [{"role": "pirate", "content": "a"}]}, "the role 'pirate'"),
+        ({"messages": [{"role": "pirate", "content": "a"}]}, "the unknown role 'pirate'"),
         ({"messages": []}, "an empty list"),
     ],
 )
@@ -120,5 +120,5 @@ def test_a_template_that_refuses_a_conversation_is_named() -> None:
     tokenizer = bytes_tokenizer()
     refuses = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not that') }}{% endif %}"
     tokenizer.chat_template = refuses + tokenizer.chat_template
-    with pytest.raises(RequestError, match="refuses the conversation: not that"):
+    with pytest.raises(RequestError, match="rejects the conversation: not that"):
         Asker(tokenizer, plain=False)([user("no")])

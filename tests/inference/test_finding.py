@@ -64,13 +64,16 @@ def test_an_unfinished_run_is_its_best_checkpoint(run: Path, runs: Runs) -> None
     copy = runs.copied(run)
     shutil.rmtree(copy / "final")
     assert find_model(str(copy)).origin == find_model(str(copy), checkpoint="best").origin
-    with pytest.raises(RequestError, match=r"--checkpoint final: .* has none, it is not finished"):
+    with pytest.raises(RequestError, match=r"--checkpoint final: .* is not finished"):
         find_model(str(copy), checkpoint="final")
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "reason"),
-    [("7", "has no such step; there are checkpoints of step 3, 6, 9"), ("last", "say final, best, newest or a step")],
+    [
+        ("7", "has no such step; there are checkpoints of step 3, 6, 9"),
+        ("last", "choose from final, best, newest or a step"),
+    ],
 )
 def test_a_checkpoint_that_is_not_there_is_refused(run: Path, checkpoint: str, reason: str) -> None:
     with pytest.raises(RequestError, match=rf"--checkpoint {checkpoint}: .*{reason}"):
@@ -83,12 +86,12 @@ def test_a_damaged_checkpoint_is_refused_by_name(run: Path, runs: Runs) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(RequestError, match=f"{file.name} is not what was written"):
+    with pytest.raises(RequestError, match=f"{file.name} is damaged"):
         find_model(str(copy), checkpoint="3")
 
 
 def test_only_a_run_has_checkpoints_to_choose_from(run: Path) -> None:
-    with pytest.raises(RequestError, match=r"--checkpoint best: .* is no run"):
+    with pytest.raises(RequestError, match=r"--checkpoint best: .* is not a run"):
         find_model(str(run / "final"), checkpoint="best")
 
 
@@ -112,7 +115,7 @@ def test_the_precision_is_the_one_asked_for(run: Path) -> None:
 def test_a_model_too_large_for_the_machine_is_refused(run: Path) -> None:
     small = Machine("small", "cpu", 2, 300_000, ())
     found = find_model(str(run))
-    with pytest.raises(MachineError, match=r"of weights, and .* every process holds a whole copy; use --dtype bf16"):
+    with pytest.raises(MachineError, match=r"of weights, and .* every process holds a full copy; use --dtype bf16"):
         check_fits(found, torch.float32, small, 1)
     roomy = Machine("roomy", "cpu", 2, 3_000_000, ())
     check_fits(found, torch.float32, roomy, 1)
@@ -145,7 +148,7 @@ def test_an_adapter_is_found_on_its_base_with_its_run_and_without(adapted: Path,
 
 
 def test_an_adapter_goes_on_a_plain_model_only(adapted: Path, run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"--adapter: .* is not a plain model already"):
+    with pytest.raises(RequestError, match=r"--adapter: .* already has an adapter"):
         find_model(str(adapted), adapter=str(adapted))
     with pytest.raises(RequestError, match=r"--adapter: .* has no adapter_config.json"):
         find_model(str(run), adapter=str(tmp_path))
@@ -153,5 +156,5 @@ def test_an_adapter_goes_on_a_plain_model_only(adapted: Path, run: Path, tmp_pat
     with pytest.raises(RequestError, match="is an adapter of"):  # other weights than it was trained on
         load(found, torch.float32, CPU)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(RequestError, match="does not say of which model it is"):
+    with pytest.raises(RequestError, match="does not name its base model"):
         find_model(str(tmp_path))

@@ -82,7 +82,7 @@ def test_an_answer_ends_with_the_positions_of_the_model() -> None:
     model = model_of("llama", positions=32)
     (answer,) = answer_batch(model, TOKENIZER, [PROMPTS[0]], GREEDY, Stop(frozenset()))
     assert len(answer.tokens) == 32 - len(PROMPTS[0]) and not answer.complete
-    with pytest.raises(RequestError, match="32 tokens and the model 32 positions"):
+    with pytest.raises(RequestError, match="32 tokens, but the model has 32 positions"):
         answer_batch(model, TOKENIZER, [[97] * 32], GREEDY, Stop(frozenset()))
     with pytest.raises(RequestError, match="empty"):
         answer_batch(model, TOKENIZER, [[]], GREEDY, Stop(frozenset()))

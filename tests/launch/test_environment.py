@@ -204,16 +204,16 @@ SHELL = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TAS
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        (TORCHRUN, r"torchrun has started this one as rank 5 of 8; use `torchrun … -m trainwright\.worker RECIPE`"),
-        (SLURM, r"srun has .* rank 5 of 7; use `srun … python -m trainwright\.worker RECIPE`.* unset SLURM_PROCID"),
+        (TORCHRUN, r"torchrun started this one as rank 5 of 8; use `torchrun … -m trainwright\.worker RECIPE`"),
+        (SLURM, r"srun started .* rank 5 of 7; use `srun … python -m trainwright\.worker RECIPE`.* unset SLURM_PROCID"),
         (OPEN_MPI, r"use `mpirun … python -m trainwright\.worker RECIPE`.* unset OMPI_COMM_WORLD_RANK"),
         (HYDRA, r"use `mpiexec … python -m trainwright\.worker RECIPE`"),
         (
             {"RANK": "1", "WORLD_SIZE": "2"},
-            r"set RANK and WORLD_SIZE has .* use `python -m trainwright\.worker RECIPE`",
+            r"set RANK and WORLD_SIZE started .* use `python -m trainwright\.worker RECIPE`",
         ),
         ({"ACCELERATE_MIXED_PRECISION": "no"}, r"use `accelerate launch … -m trainwright\.worker RECIPE`"),
-        ({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch has started this one as rank 5 of 8"),
+        ({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch started this one as rank 5 of 8"),
     ],
 )
 def test_one_of_several_processes_does_not_start_others(variables: dict[str, str], said: str) -> None:

@@ -24,7 +24,7 @@ def test_what_is_enough() -> None:
 
 def test_too_few_files() -> None:
     said = shortage(24, 2**26, 2, 2)
-    assert said is not None and "24 files open here (ulimit -n)" in said and "`ulimit -n 1024`" in said
+    assert said is not None and "the limit of open files is 24 (ulimit -n)" in said and "`ulimit -n 1024`" in said
     said = shortage(1024, 2**26, 8, 1024)
     assert said is not None and "a run of 1024 processes needs 8448" in said
 
@@ -42,7 +42,7 @@ def trainwright(*before: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_a_shell_with_few_files_is_refused_in_words(tmp_path: Path) -> None:
     done = trainwright("sh", "-c", 'ulimit -n 24; exec "$@"', "sh", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
-    assert done.stderr.startswith("error: a process may have 24 files open here (ulimit -n)")
+    assert done.stderr.startswith("error: the limit of open files is 24 (ulimit -n)")
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 

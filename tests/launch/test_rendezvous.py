@@ -80,13 +80,13 @@ def test_the_members_of_a_job_meet(first: Meeting, place: tuple[str, int]) -> No
 )
 def test_a_member_of_another_job_is_refused(first: Meeting, place: tuple[str, int], job: Job, says: str) -> None:
     said = refusal(place, job)
-    assert f"is rank 0 of another run ({says}): two jobs use port {place[1]}" in said
+    assert f"is of another run ({says}): two jobs use port {place[1]}" in said
     assert first.early == []
 
 
 def test_a_member_that_is_there_already_is_refused(first: Meeting, place: tuple[str, int]) -> None:
     second = meet("rank", 1, 2, place, JOB, 10, FIX)
-    assert f"rank 1 of the run at 127.0.0.1:{place[1]} is there already: two jobs use port" in refusal(place)
+    assert f"rank 1 of the run at 127.0.0.1:{place[1]} is already there: two jobs use port" in refusal(place)
     assert first.early == []
     second.close()
 
@@ -111,7 +111,7 @@ def test_another_program_at_the_port_is_told_from_rank_0(place: tuple[str, int],
         threading.Thread(target=serve, daemon=True).start()
         said = refusal(place)
         listener.shutdown(socket.SHUT_RDWR)
-    assert f"what listens at 127.0.0.1:{place[1]} is not rank 0 of this run: another program has port" in said
+    assert f"port {place[1]} at 127.0.0.1:{place[1]} is used by another program, not rank 0 of this run" in said
 
 
 def test_what_a_stranger_sends_harms_nobody(first: Meeting, place: tuple[str, int]) -> None:

@@ -78,13 +78,13 @@ def test_every_difference_that_makes_another_run_is_named_with_both_values_and_i
     text = RECIPE.replace("1e-3", "2e-3").replace("hidden_size: 64", "hidden_size: 96, attention_bias: true")
     Path("tiny.yaml").write_text(text)
     assert refused(run, Path("tiny.yaml"), "data.max_length=64", "train.mixed_precision=bf16") == [
-        f"tiny.yaml: says something else than {run}, the run to be resumed",
+        f"tiny.yaml: differs from {run}, the run to resume",
         "  model.config.hidden_size: 64 in the run, now 96 (tiny.yaml:2)",
         "  model.config.attention_bias: nothing in the run, now true (tiny.yaml:2)",
         "  data.max_length: 1024 in the run, now 64 (override 'data.max_length=64')",
         "  optimizer.learning_rate: 0.001 in the run, now 0.002 (tiny.yaml:4)",
         "  train.mixed_precision: no in the run, now bf16 (override 'train.mixed_precision=bf16')",
-        f"put the value back, leave the recipe out (trainwright train --resume {run}), or start a new run "
+        f"restore the value, or leave out the recipe (trainwright train --resume {run}), or start a new run "
         "(without --resume)",
     ]
 
@@ -99,9 +99,9 @@ def test_an_override_that_the_run_began_with_and_that_is_left_out_now_is_a_diffe
 def test_an_override_alone_is_refused_too() -> None:
     run = a_run()
     assert refused(run, None, "train.seed=1") == [
-        f"--resume {run}: this cannot change when a run is resumed",
+        f"--resume {run}: these values cannot change when a run is resumed",
         "  train.seed: 0 in the run, now 1 (override 'train.seed=1')",
-        "leave the override out, or start a new run (without --resume)",
+        "remove the override, or start a new run (without --resume)",
     ]
 
 
@@ -140,7 +140,7 @@ def test_what_only_spreads_measures_or_keeps_the_run_changes_and_is_told(
 def test_a_run_becomes_longer_and_nothing_else(override: str) -> None:
     lines = refused(a_run(), None, override)
     assert lines[1].startswith("  train.max_steps: 30 in the run, now ")
-    assert lines[1].endswith("; a run can be made longer and nothing else")
+    assert lines[1].endswith("; only the length of a run can change")
 
 
 def test_auto_in_the_recipe_is_what_the_run_has_and_an_override_with_auto_is_chosen_anew() -> None:
@@ -219,7 +219,7 @@ def test_a_number_of_processes_that_was_chosen_follows_the_strategy_and_one_that
 def test_a_key_of_another_strategy_that_the_user_wrote_is_refused_by_its_place() -> None:
     run = planned("fsdp", "parallel.num_processes=2", "parallel.reshard_after_forward=false")
     assert "parallel.reshard_after_forward" not in run_directory.chosen(run)
-    with pytest.raises(RequestError, match=r"reshard_after_forward: has no effect under parallel\.strategy ddp"):
+    with pytest.raises(RequestError, match=r"reshard_after_forward: has no effect with parallel\.strategy ddp"):
         read_request(["parallel.strategy=ddp"], str(run))
     both = ["parallel.strategy=ddp", "parallel.reshard_after_forward=true"]
     assert read_request(both, str(run)).recipe.parallel.strategy == "ddp"

@@ -19,7 +19,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "
     [({}, 4), ({"SLURM_GPUS_ON_NODE": "2"}, 2), ({"SLURM_NTASKS": "", "SLURM_NTASKS_PER_NODE": "3"}, 3)],
 )
 def test_a_plain_line_in_an_allocation_of_several_nodes(more: dict[str, str], each: int) -> None:
-    with pytest.raises(RequestError, match=r"2 nodes, and this command trains on one; .*--nodes 1") as caught:
+    with pytest.raises(RequestError, match=r"2 nodes, but this command trains on one; .*--nodes 1") as caught:
         refuse_more_nodes(["my recipe.yaml", "train.seed=1", "parallel.num_processes=1"], None, {**BATCH, **more})
     command = f"srun --nodes=2 --ntasks-per-node={each} python -m trainwright.worker 'my recipe.yaml' train.seed=1"
     assert f"`{command}`" in str(caught.value)

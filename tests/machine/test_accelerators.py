@@ -69,8 +69,8 @@ def test_devices_of_the_driver_that_nvml_cannot_open(tmp_path: Path) -> None:
         (1, Nvml(1, None, 11), CUDA, None, "the NVIDIA driver runs CUDA 11, and torch 2.13.0 needs CUDA 12.8: update"),
         (1, Nvml(1, None, 12, (0,)), CUDA, None, "GPU 0 is split by MIG"),
         (0, Nvml(1, None, 12), CUDA, "MIG-5a8b", "slices of a GPU split by MIG are not supported"),
-        (0, Nvml(4, None, 12), CUDA, "7", "CUDA_VISIBLE_DEVICES is '7', which names none of the 4 NVIDIA GPUs"),
-        (0, Nvml(4, None, 12), CUDA, "NoDevFiles", "names none of the 4"),
+        (0, Nvml(4, None, 12), CUDA, "7", "CUDA_VISIBLE_DEVICES is '7', which selects none of the 4 NVIDIA GPUs"),
+        (0, Nvml(4, None, 12), CUDA, "NoDevFiles", "selects none of the 4"),
         (4, Nvml(4, None, 12), CUDA, None, ""),
         (1, Nvml(4, None, 13), CUDA, "2", ""),
         (1, Nvml(4, None, None), CUDA, "2", ""),
@@ -98,8 +98,8 @@ def test_accelerators_of_others(tmp_path: Path) -> None:
 
 
 def test_gpus_that_were_set_aside_and_are_not_there(tmp_path: Path) -> None:
-    assert "SLURM_GPUS_ON_NODE is 4, and no GPU is found here" in reasons(tmp_path, SLURM_GPUS_ON_NODE="4")
-    assert "CUDA_VISIBLE_DEVICES is 0,1, and no GPU is found here" in reasons(tmp_path, CUDA_VISIBLE_DEVICES="0,1")
+    assert "SLURM_GPUS_ON_NODE is 4, but no GPU was found" in reasons(tmp_path, SLURM_GPUS_ON_NODE="4")
+    assert "CUDA_VISIBLE_DEVICES is 0,1, but no GPU was found" in reasons(tmp_path, CUDA_VISIBLE_DEVICES="0,1")
     assert reasons(tmp_path, SLURM_GPUS_ON_NODE="0") == ""
     assert reasons(tmp_path, SLURM_GPUS_ON_NODE="4", CUDA_VISIBLE_DEVICES="") == ""
 
@@ -117,7 +117,7 @@ def test_a_recipe_that_leaves_the_device_open_stops_where_one_cannot_be_used() -
 
 def test_a_recipe_that_asks_for_a_gpu_does_not_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_device(WITH_GPU, "cuda") == WITH_GPU
-    with pytest.raises(MachineError, match=r"parallel\.device: cuda, but no GPU is found here .*a processor"):
+    with pytest.raises(MachineError, match=r"parallel\.device: cuda, but no GPU was found .*a processor"):
         with_device(PLAIN, "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(MachineError, match="CUDA_VISIBLE_DEVICES is '', which hides them"):

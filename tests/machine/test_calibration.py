@@ -170,8 +170,8 @@ def _off_by(times: float) -> Calibration:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (calibration(disturbance=0.6), "other programs had the cores in 60% of the times"),
-        (_off_by(2.0), "predicted 50% wrong in the median"),
+        (calibration(disturbance=0.6), "other programs used the cores during 60% of the measurements"),
+        (_off_by(2.0), "the median error for held-out sizes is 50%"),
     ],
 )
 def test_a_bad_calibration_does_not_take_the_place_of_a_good_one(tmp_path: Path, bad: Calibration, says: str) -> None:
@@ -181,7 +181,7 @@ def test_a_bad_calibration_does_not_take_the_place_of_a_good_one(tmp_path: Path,
     good = _off_by(1.1)
     assert keep_trusted(good, MACHINE, tmp_path) is None
     refused = keep_trusted(bad, MACHINE, tmp_path)
-    assert refused is not None and f"the one of {good.measured} stays" in refused
+    assert refused is not None and f"the one of {good.measured} is kept" in refused
     assert current_calibration(MACHINE, tmp_path) == good
 
 

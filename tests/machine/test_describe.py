@@ -55,10 +55,10 @@ def test_a_machine_is_read(text: str, nodes: int, devices: int, card: str, name:
         ("8xH10O", "did you mean H100"),
         ("8xA100", "which one, A100-40GB or A100-80GB?"),
         ("64xH100", "write NODES x DEVICES x CARD, such as 8x8xH100"),
-        ("8xH100@400Gb", "a network joins nodes, and this is one; write 2x8xH100@400Gb"),
-        ("2x8xH100@fast", "fast after the @ is no network; write the rate of a node, such as @400Gb"),
-        ("2x8xH100@", "nothing after the @ is no network"),
-        ("2x8xH100@0Gb", "is no network"),
+        ("8xH100@400Gb", "a network needs several nodes; write 2x8xH100@400Gb"),
+        ("2x8xH100@fast", "fast after the @ is not a network; write the rate of a node, such as @400Gb"),
+        ("2x8xH100@", "nothing after the @ is not a network"),
+        ("2x8xH100@0Gb", "is not a network"),
     ],
 )
 def test_a_malformed_machine_is_refused_with_the_form(text: str, said: str) -> None:
@@ -82,7 +82,7 @@ def test_what_was_not_said_is_listed() -> None:
 def test_what_training_does_not_run_on_is_planned_only() -> None:
     assert parse_machine("8xH100").planned_only is None
     for text, vendor in (("8xMI300X", "AMD"), ("8xGaudi3", "Intel")):
-        said = "planned only: training runs on NVIDIA GPUs and on CPUs, not on those of " + vendor
+        said = "planning only: training runs on NVIDIA GPUs and on CPUs, not on those of " + vendor
         assert parse_machine(text).planned_only == said
 
 

@@ -32,7 +32,7 @@ def test_what_is_written_is_taken_for_this_machine(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(first))
     found = detect()
     assert {**asdict(found), "described_by": None} == asdict(MACHINES[kind])
-    assert cluster_of(found).assumptions[0] == f"this machine is as {first} describes it (TRAINWRIGHT_MACHINE)"
+    assert cluster_of(found).assumptions[0] == f"this machine is described by {first} (TRAINWRIGHT_MACHINE)"
 
     written = trainwright("machine", "--json", cwd=tmp_path, TRAINWRIGHT_MACHINE=str(first))
     assert written.returncode == 0, written.stderr

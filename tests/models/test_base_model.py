@@ -97,7 +97,7 @@ def test_other_weights_of_the_model_are_warned_of_and_another_model_is_refused(
     other = Path(shutil.copytree(tmp_path / "small", tmp_path / "retrained" / "small"))
     weights = {name: tensor + 0.01 for name, tensor in load_file(other / "model.safetensors").items()}
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RequestError, match=r"is an adapter of .*small .*and model.name is .*retrained/small"):
+    with pytest.raises(RequestError, match=r"is an adapter of .*small .*but model.name is .*retrained/small"):
         check_adapter(on(other, tmp_path / "on-plain"), 0)
 
 
@@ -157,6 +157,6 @@ def test_an_adapter_whose_base_is_gone_says_which_it_was(gguf: Path, tmp_path: P
     trained(gguf, tmp_path / "adapter")
     gguf.unlink()
     with pytest.raises(
-        RequestError, match=r"is an adapter of .*small.gguf \(.*SHA-256 .*, which is not there; name the"
+        RequestError, match=r"is an adapter of .*small.gguf \(.*SHA-256 .*, which was not found; pass the"
     ):
         find_model(str(tmp_path / "adapter"))

@@ -125,7 +125,7 @@ def test_it_is_converted_once_and_again_for_other_content(tmp_path: Path, cache:
     write_gguf(file, llama(), GGMLQuantizationType.Q8_0, pre="who-knows")
     first, precision = convert_gguf(file, "model.name", lines.append)
     assert precision == "fp32"
-    assert len(lines) == 2 and lines[0].startswith("converting small.gguf") and "'who-knows' is not known" in lines[1]
+    assert len(lines) == 2 and lines[0].startswith("converting small.gguf") and "'who-knows' is unknown" in lines[1]
     os.utime(file)
     assert convert_gguf(file, "model.name", lines.append)[0] == first
     assert len(lines) == 2
@@ -157,9 +157,9 @@ def test_damaged_files_are_named(tmp_path: Path, cache: Path) -> None:
     write_gguf(file, llama(), GGMLQuantizationType.Q8_0)
     whole = file.read_bytes()
     for content, message in (
-        (b"not a GGUF at all", "damaged or no GGUF"),
-        (whole[:1000], "damaged or no GGUF"),
-        (whole[:-5000], "damaged or no GGUF file .*bytes of"),
+        (b"not a GGUF at all", "damaged or not a GGUF"),
+        (whole[:1000], "damaged or not a GGUF"),
+        (whole[:-5000], "damaged or not a GGUF file .*bytes of"),
         (whole.replace(b"llama", b"lamma"), "architecture lamma, which cannot be converted"),
     ):
         file.write_bytes(content)

@@ -145,9 +145,9 @@ def test_gpt2_has_124_million_parameters() -> None:
         ({"variant": "gpt5"}, "gpt2-medium"),
         ({"norm": "rms"}, "no architecture of transformers has learned, rms, gelu_tanh"),
         ({"qk_norm": True}, "position_embedding rotary"),
-        ({"variant": "modern", "num_key_value_heads": 5}, "12 cannot share num_key_value_heads 5"),
-        ({"hidden_size": 100}, "no multiple"),
-        ({"layers": 3}, "model.config.layers: no key of gpt"),
+        ({"variant": "modern", "num_key_value_heads": 5}, "12 is not divisible by num_key_value_heads 5"),
+        ({"hidden_size": 100}, "not a multiple"),
+        ({"layers": 3}, "model.config.layers: not a key of gpt"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused(config: dict[str, Any], said: str) -> None:

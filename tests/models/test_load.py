@@ -76,7 +76,7 @@ def test_fresh_model_has_the_tokenizers_vocabulary_and_ids() -> None:
         ({**LLAMA, "model_type": "lama"}, r"model\.config is of an architecture .* not have \(lama, perhaps llama\)"),
         (
             {**LLAMA, "model_type": "vit"},
-            r"model\.config is no language model \(vit\); Trainwright trains decoder-only",
+            r"model\.config is not a language model \(vit\); Trainwright trains decoder-only",
         ),
         ({**LLAMA, "model_type": "t5"}, r"model\.config is an encoder-decoder model \(t5\); Trainwright trains"),
         ({"hidden_size": 8}, r"model_type: missing"),
@@ -110,7 +110,7 @@ def test_values_that_only_the_model_code_refuses_are_a_wrong_request(tmp_path: P
     section = fresh({**LLAMA, "hidden_act": "os.system"})
     for make in (load_model, lambda section: empty_model(load_config(section))):
         with pytest.raises(
-            RequestError, match=r"no llama can be made of this configuration \(KeyError: 'os\.system'\)"
+            RequestError, match=r"cannot create a llama from this configuration \(KeyError: 'os\.system'\)"
         ):
             make(section)
     config = saved(tmp_path) / "config.json"
@@ -164,7 +164,7 @@ def test_weights_of_another_shape_or_depth_are_refused(tmp_path: Path) -> None:
 def test_other_tokenizer_must_fit_the_embeddings(tmp_path: Path) -> None:
     small = LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"}, vocab_size=100)
     saved(tmp_path, small)
-    with pytest.raises(RequestError, match=r"model\.tokenizer: it has 259 tokens, and the model only 100"):
+    with pytest.raises(RequestError, match=r"model\.tokenizer: it has 259 tokens, but the model has only 100"):
         load_config(ModelSection(name=str(tmp_path), tokenizer="bytes"))
     saved(tmp_path, GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=300))
     model = load_model(ModelSection(name=str(tmp_path), tokenizer="bytes"))
@@ -187,7 +187,7 @@ def test_chat_template_is_text_or_a_file_and_is_checked(tmp_path: Path) -> None:
     assert load_tokenizer(fresh(LLAMA, chat_template=text)).chat_template == text
     (tmp_path / "t.jinja").write_text(text)
     assert load_tokenizer(fresh(LLAMA, chat_template=str(tmp_path / "t.jinja"))).chat_template == text
-    with pytest.raises(RequestError, match=r"chat_template: .*no\.jinja is no file"):
+    with pytest.raises(RequestError, match=r"chat_template: .*no\.jinja is neither a file"):
         load_tokenizer(fresh(LLAMA, chat_template=str(tmp_path / "no.jinja")))
     with pytest.raises(RequestError, match=r"model\.chat_template, line 2"):
         load_tokenizer(fresh(LLAMA, chat_template="a\n{% for m in messages %}{{ m }"))

@@ -131,7 +131,7 @@ def test_what_rounding_takes_away_is_refused(tmp_path: Path) -> None:
 
 def test_places_that_are_taken_and_models_without_adapter_are_refused(tmp_path: Path) -> None:
     section, _ = trained(base(tmp_path / "base"), tmp_path / "adapter")
-    with pytest.raises(RequestError, match="the base model itself"):
+    with pytest.raises(RequestError, match="is the base model, which is never overwritten"):
         merge(section, 0, tmp_path / "base")
     with pytest.raises(RequestError, match="exists"):
         merge(section, 0, tmp_path / "adapter")

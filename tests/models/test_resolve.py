@@ -66,9 +66,7 @@ def test_misspelt_paths_name_the_nearest(tmp_path: Path) -> None:
 def test_a_file_has_no_gguf_file_in_it(tmp_path: Path) -> None:
     (tmp_path / "weights").touch()
     message = refusal(ModelSection(name=str(tmp_path / "weights"), gguf_file="a.gguf"))
-    assert (
-        message == f"model.gguf_file: has no effect, as model.name {tmp_path / 'weights'} is a file itself; remove it"
-    )
+    assert message == f"model.gguf_file: has no effect, because model.name {tmp_path / 'weights'} is a file; remove it"
 
 
 def test_incomplete_directories_are_named(tmp_path: Path) -> None:
@@ -76,7 +74,7 @@ def test_incomplete_directories_are_named(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     assert "has no config.json: the directory is empty" in refusal(section)
     (tmp_path / "m" / "adapter_config.json").touch()
-    assert "it holds an adapter, not a model" in refusal(section)
+    assert "it is an adapter, not a model" in refusal(section)
     saved(tmp_path / "m")
     weights = tmp_path / "m" / "model.safetensors"
     whole = weights.read_bytes()
@@ -112,7 +110,7 @@ def test_id_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert source.origin == f"someone/small from the Hugging Face cache, revision {REVISION[:12]}"
     assert load_model(section).config.vocab_size == len(load_tokenizer(section)) == 259
     (repository / "snapshots" / REVISION / "model.safetensors").unlink()
-    assert "not whole in the Hugging Face cache" in refusal(section)
+    assert "incomplete in the Hugging Face cache" in refusal(section)
     assert len(load_tokenizer(ModelSection(config=CONFIG, tokenizer="someone/small"))) == 259
 
 
@@ -121,7 +119,7 @@ def test_unknown_id_fails_at_once_with_what_was_tried(tmp_path: Path, monkeypatc
     message = refusal(ModelSection(name="HuggingFaceTB/SmolLM2-135M-Instuct"))
     assert message.startswith("model.name: HuggingFaceTB/SmolLM2-135M-Instuct was not found: no such local path")
     assert "did you mean HuggingFaceTB/SmolLM2-135M-Instruct?" in message
-    assert "give a local directory" in message
+    assert "use a local directory" in message
     with pytest.raises(RequestError, match=r"model\.tokenizer: some/tokenizer was not found"):
         load_tokenizer(ModelSection(config=CONFIG, tokenizer="some/tokenizer"))
 

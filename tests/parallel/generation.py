@@ -31,7 +31,7 @@ def same_texts_without_room(cases: list[list[str]]) -> None:
             assert not reasons and len(whole) == 3
             assert generate(task, strategy, reasons.append, available_memory=0) == whole
             (reason,) = reasons
-            assert "all weights together take 0." in reason and "has room for 0.0 MiB" in reason, reason
+            assert "the full weights need 0." in reason and "has only 0.0 MiB" in reason, reason
             generate(task, other, reasons.append)
             assert step(task, strategy) == step(task, other), "what was gathered for texts has changed the training"
         assert said, "all texts were empty"

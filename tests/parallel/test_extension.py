@@ -100,8 +100,8 @@ def test_its_limits_are_checked(install: Install, run: Run) -> None:
     check = ("-m", "trainwright", "recipe", "check", str(TINY), "parallel.strategy=flat")
     for override, said in (
         ("train.mixed_precision=bf16", "train.mixed_precision: flat sums gradients in fp32 alone; set it to no"),
-        ("parallel.num_processes=1", "flat runs at least 2 processes, but parallel.num_processes is 1"),
-        ("parallel.replicate_size=2", "has no effect under parallel.strategy flat; it belongs to fsdp"),
+        ("parallel.num_processes=1", "flat needs at least 2 processes, but parallel.num_processes is 1"),
+        ("parallel.replicate_size=2", "has no effect with parallel.strategy flat, only with fsdp"),
     ):
         ended = run(*check, override)
         assert ended.returncode == 2 and said in ended.stderr, ended.stderr

@@ -193,15 +193,20 @@ def test_a_key_that_one_strategy_reads_chooses_it(runs: Runs) -> None:
     few = (ON_ROWS, "train.max_steps=2", "parallel.num_processes=2")
     start = events(runs.trained(*few, "parallel.wrap=[LlamaDecoderLayer]"), "start")[0]
     assert start["strategy"] == "fsdp"
-    assert "parallel.strategy fsdp: parallel.wrap belongs to it" in start["reasons"]
+    assert "parallel.strategy fsdp: required by parallel.wrap" in start["reasons"]
     ended = runs.train(*few, "parallel.offload_optimizer=true").wait()
     assert ended.code == 2
-    assert "parallel.offload_optimizer: belongs to zero1, zero2, zero3; set parallel.strategy" in ended.stderr
+    assert (
+        "parallel.offload_optimizer: has an effect only with zero1, zero2, zero3; set parallel.strategy" in ended.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("replicas", "said"),
-    [(3, "cannot be divided into 3 equal replicas"), (2, "shard nothing; make it less, or use parallel.strategy ddp")],
+    [
+        (3, "cannot be divided into 3 equal replicas"),
+        (2, "do not shard anything; lower it, or use parallel.strategy ddp"),
+    ],
 )
 def test_replicas_that_do_not_fit_the_processes_are_refused(runs: Runs, replicas: int, said: str) -> None:
     sizes = ("parallel.num_processes=2", f"parallel.replicate_size={replicas}")

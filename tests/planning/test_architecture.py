@@ -206,7 +206,7 @@ def test_an_unknown_family_is_left_to_the_caller() -> None:
         ),
         ({"model_type": "llama", **SMALL, "num_hidden_layers": 0}, "num_hidden_layers: expected a whole number"),
         ({"model_type": "llama", **SMALL, "num_key_value_heads": 3}, "4 attention heads cannot share 3"),
-        ({"model_type": "llama", **SMALL, "hidden_size": 50}, "hidden_size 50 is no multiple of 4 heads"),
+        ({"model_type": "llama", **SMALL, "hidden_size": 50}, "hidden_size 50 is not a multiple of 4 heads"),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(config: dict[str, Any], said: str) -> None:
@@ -219,7 +219,7 @@ def test_what_is_missing_or_wrong_is_named(config: dict[str, Any], said: str) ->
 def test_sizes_that_no_machine_has_room_for_are_refused(key: str) -> None:
     """A plan of them would not come to an end."""
     for model_type in ("llama", "qwen3_moe"):
-        with pytest.raises(RequestError, match=r"config\.json: these sizes make .* parameters"):
+        with pytest.raises(RequestError, match=r"config\.json: these sizes give .* parameters"):
             from_config({"model_type": model_type, **SMALL, **EXPERTS, "vocab_size": 10**13, key: 10**13})
     found = from_config({"model_type": "llama", **SMALL, "hidden_size": 65536, "intermediate_size": 2**18})
     assert found is not None and found.parameters().total > 10**11

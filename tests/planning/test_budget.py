@@ -44,7 +44,7 @@ def test_time_and_money_follow_from_the_speed() -> None:
     assert found is not None
     assert float(found[1].replace(",", "")) == pytest.approx(8 * hours, rel=0.01)
     assert float(found[2].replace(",", "")) == pytest.approx(16 * hours, rel=0.01)
-    assert "20 for each of 8,030,261,248 parameters" in said
+    assert "20 per parameter (8,030,261,248 parameters)" in said
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_documents_are_looked_at_before_they_are_prepared(tmp_path: Path, mixed:
     train = [{"source": source, "format": "documents"}] if mixed else source
     data = {"train": train, **({} if mixed else {"format": "documents"})}
     workload, assumptions = facts_of(recipe(tmp_path, data=data))
-    assert workload.row_tokens < 80 and "by the characters of the first 1;" in assumptions[0]
+    assert workload.row_tokens < 80 and "from the characters of the first 1;" in assumptions[0]
 
 
 def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
     examples = TokenDataset.from_examples([([1] * 8, [True] * 8)] * 10, "x")
     remember(asked.model, asked.data, 0, examples, tmp_path / "cache")
     workload, assumptions = facts_of(asked)
-    few = "train.global_batch_size is 12, and there are 10 examples to train on: a step has each about 1.2 times"
+    few = "train.global_batch_size 12 exceeds the 10 examples to train on: each step uses every example about 1.2 times"
     assert (workload.steps, workload.row_tokens, assumptions) == (2, 8, (few,))
-    for size, told in ((10, []), (10**9, ["a step has each about 100,000,000 times"])):
+    for size, told in ((10, []), (10**9, ["each step uses every example about 100,000,000 times"])):
         train = asked.train.model_copy(update={"global_batch_size": size})
         remarks = facts_of(asked.model_copy(update={"train": train})).assumptions
         assert [remark.rpartition(": ")[2] for remark in remarks] == told
@@ -152,17 +152,17 @@ def test_full_rows_hold_documents_as_long_as_asked(tmp_path: Path) -> None:
 
 
 def test_examples_that_a_model_has_no_positions_for_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"data\.max_length: 256 is over the 128 positions of the model"):
+    with pytest.raises(RequestError, match=r"data\.max_length: 256 exceeds the model's 128 positions"):
         full(tmp_path, config={"max_position_embeddings": 128})
     short = {**CONFIG, "max_position_embeddings": 64}
-    with pytest.raises(RequestError, match="128 is over the 64 positions"):
+    with pytest.raises(RequestError, match="128 exceeds the model's 64 positions"):
         facts_of(recipe(tmp_path, model={"config": short}))
 
 
 def test_a_family_that_is_not_known_is_told_for_a_model_by_itself(tmp_path: Path) -> None:
     sizes = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 512}
     facts = full(tmp_path, config={"model_type": "opt", **sizes})
-    assert facts.assumptions[1].startswith("opt is not known here")
+    assert facts.assumptions[1].startswith("opt is not in the catalogue")
 
 
 def test_adapters_go_on_models_that_have_learnt_something(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_an_unknown_model_is_refused_with_the_nearest() -> None:
     assert known_model("meta-llama/Llama-3.1-9B") is None
     with pytest.raises(RequestError, match=r"did you mean meta-llama/Llama-3\.1-8B, meta-llama/Llama-3\.1-70B"):
         find_model("meta-llama/Llama-3.1-9B")
-    with pytest.raises(RequestError, match=r"Any other model is planned from .*config\.json"):
+    with pytest.raises(RequestError, match=r"For other models, pass .*config\.json"):
         find_model("someone/something-else-altogether")
 
 

@@ -103,7 +103,7 @@ def test_nodes_share_out_a_number_that_fits() -> None:
     request = for_nodes(Request(wanted, "some", None), machine(4), nodes=2)
     assert request.recipe.parallel.num_processes == 6
     assert request.reasons == (
-        "parallel.num_processes 6: 3 on each of 2 nodes, 4 (one for every GPU) would contradict "
+        "parallel.num_processes 6: 3 on each of 2 nodes, 4 (one per GPU) would contradict "
         "train.gradient_accumulation_steps",
     )
 

@@ -385,8 +385,8 @@ def test_what_is_compiled_is_compared_as_the_others_are() -> None:
     made = plan(SMALL, "8xH100", steps=100_000)
     assert made.chosen.choice.compile and made.found.best is not None and not made.found.best.choice.compile
     fsdp = next(line for line in table(made) if line.startswith(" fsdp"))
-    assert "as fast" in fsdp or "1.0" in fsdp
-    assert any("chosen, and compiled" in line for line in table(made))
+    assert "same speed" in fsdp or "1.0" in fsdp
+    assert any("chosen; compiled" in line for line in table(made))
 
 
 def test_a_disturbed_calibration_is_told() -> None:

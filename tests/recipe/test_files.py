@@ -67,8 +67,8 @@ def test_what_a_shell_hands_over_from_another_command_is_read() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"num_hidden_layers": 10**9}, r"^c: num_hidden_layers: 1,000,000,000 layers are more than any model has"),
-        ({"vocab_size": 10**12}, r"^c: vocab_size: 1,000,000,000,000 tokens are more than any model has"),
+        ({"num_hidden_layers": 10**9}, r"^c: num_hidden_layers: 1,000,000,000 layers are too many"),
+        ({"vocab_size": 10**12}, r"^c: vocab_size: 1,000,000,000,000 tokens are too many"),
         ({"n_layer": 10**5}, "n_layer"),
         ({"text_config": {"num_hidden_layers": 10**6}}, r"^c: text_config\.num_hidden_layers: "),
         ({"num_experts": 10**9}, "experts"),

@@ -187,7 +187,7 @@ def test_a_study_is_no_recipe() -> None:
     assert load_study(STUDY, ["benchmark=tofu:forget05"]).unlearning(
         "npo", Path("full"), {"forget": "f", "retain": "r"}
     )
-    with pytest.raises(RequestError, match="is a study of unlearning and no recipe; run trainwright unlearn-study"):
+    with pytest.raises(RequestError, match="is an unlearning study, not a recipe; run trainwright unlearn-study"):
         load_recipe(STUDY)
 
 

@@ -135,8 +135,11 @@ def of(name: str, **options: int) -> Any:
         (replaced("10/rewards", np.full((45, 3), b"1")), "rewards of goal 10 is of type .S1; numbers are expected"),
         (replaced("3/dones", np.zeros((45, 3), bool)), "an episode of 45 steps, but darkroom ends one after 20"),
         (lambda opened: [opened.pop("3/dones"), opened.create_group("3/dones")], "goal 3 has no array dones"),
-        (lambda opened: opened.attrs.__setitem__("environment", "darkroom"), "environment is no JSON object with name"),
-        (lambda opened: opened.attrs.__setitem__("source", "[1]"), "the attribute source is no JSON object"),
+        (
+            lambda opened: opened.attrs.__setitem__("environment", "darkroom"),
+            "environment is not a JSON object with name",
+        ),
+        (lambda opened: opened.attrs.__setitem__("source", "[1]"), "the attribute source is not a JSON object"),
         (lambda opened: opened["10"].attrs.__delitem__("task"), "goal 10 has no attribute task with the 2 numbers"),
         (lambda opened: opened.move("10", "81"), "has a goal 81, but darkroom has 81"),
         (
@@ -172,7 +175,7 @@ def test_a_damaged_file_is_refused(file: Path) -> None:
 
 
 def test_what_is_no_file_of_histories_is_refused(tmp_path: Path, some: dict[int, History]) -> None:
-    with pytest.raises(RequestError, match="there is no such file; trainwright collect makes one"):
+    with pytest.raises(RequestError, match="no such file; create it with trainwright collect"):
         Histories(tmp_path / "none.h5")
     with pytest.raises(RequestError, match="is a directory"):
         Histories(tmp_path)
@@ -180,7 +183,7 @@ def test_what_is_no_file_of_histories_is_refused(tmp_path: Path, some: dict[int,
     with pytest.raises(RequestError, match="is not a readable HDF5 file"):
         Histories(tmp_path / "text.h5")
     other = as_the_reference_writes(tmp_path / "other.h5", {81: some[3]})
-    with pytest.raises(RequestError, match="has a goal 81, but darkroom has 81; the file does not say"):
+    with pytest.raises(RequestError, match="has a goal 81, but darkroom has 81; the file does not name"):
         Histories(other)
 
 

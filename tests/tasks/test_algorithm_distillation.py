@@ -221,15 +221,15 @@ def test_histories_of_another_source_than_the_recipes_are_told_of() -> None:
     for unknown in ({}, {"name": "scripted"}, made_by):
         assert other_source(section, unknown) is None
     warning = other_source(section, {**made_by, "steps": 200})
-    assert warning is not None and "was made with steps 200, and the recipe has 400" in warning
+    assert warning is not None and "was made with steps 200, but the recipe has 400" in warning
     warning = other_source(section, SourceSection().algorithm)
-    assert warning is not None and "was made with name ppo, and the recipe has q-learning" in warning
+    assert warning is not None and "was made with name ppo, but the recipe has q-learning" in warning
 
 
 def test_a_context_that_no_history_fills_is_warned_of(file: Path) -> None:
     assert short_histories(windows_of(file, steps=48)) is None
     warning = short_histories(windows_of(file, steps=49))
-    assert warning is not None and "history (subsample 2) has 48 steps, and a window holds 49" in warning
+    assert warning is not None and "history (subsample 2) has 48 steps, but a window has 49" in warning
 
 
 def world(rank: int = 0, size: int = 1, results: list[Any] | None = None) -> Any:

@@ -319,7 +319,7 @@ def test_a_run_is_not_resumed_against_another_reference(runs: Runs, data: Path, 
     shutil.copy(other / "final" / "model.safetensors", model / "model.safetensors")
     refused = runs.resume(run, "train.max_steps=9").wait()
     assert refused.code == 2
-    assert "the weights to start from are not those" in refused.stderr
+    assert "the initial weights are not those" in refused.stderr
 
 
 @pytest.mark.slow
@@ -356,7 +356,7 @@ def test_labelled_rows_need_kto_and_pairs_need_room(runs: Runs, data: Path, answ
     one = runs.train(*settings(answers), recipe=TINY_DPO).wait()
     assert one.code == 2 and "labelled rows, for task: dpo with dpo.loss: kto" in one.stderr
     two = runs.train(*settings(data), "dpo.loss=kto", "data.pack_length=200", recipe=TINY_DPO).wait()
-    assert two.code == 2 and "data.pack_length: 200 does not hold 2 answers" in two.stderr
+    assert two.code == 2 and "data.pack_length: 200 is too small for 2 answers" in two.stderr
     three = runs.train(f"data.train={data}").wait()
     assert three.code == 2 and "preference rows, for task: dpo" in three.stderr
 

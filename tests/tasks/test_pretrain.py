@@ -198,14 +198,14 @@ def test_recipes_are_read_and_planned(path: Path, tmp_path: Path) -> None:
     [
         (("train.max_tokens=0",), "max_tokens"),
         (("train.max_tokens=5",), "train.max_steps and train.max_tokens"),
-        (("optimizer.name=muon", "parallel.strategy=zero2"), "Muon works on whole matrices"),
+        (("optimizer.name=muon", "parallel.strategy=zero2"), "Muon needs whole matrices"),
         (("train.initial_batch_size=2",), "batch_warmup_steps"),
-        (("train.initial_batch_size=8", "train.batch_warmup_steps=5"), "no less than"),
+        (("train.initial_batch_size=8", "train.batch_warmup_steps=5"), "not less than"),
         (("evaluate.metrics=[f1]",), "evaluate.metrics"),
         (("data.long_documents=cut",), "data.long_documents"),
         (("task=sft", "pretrain={}"), "has no effect with task sft"),
-        (("model.implementation=gpt",), "model.config.model_type gpt"),
-        (("model.adapter=lora",), "adapters are put on architectures of transformers"),
+        (("model.implementation=gpt",), "model.config.model_type to gpt"),
+        (("model.adapter=lora",), "adapters need a model of transformers"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: tuple[str, ...], said: str) -> None:

@@ -113,7 +113,7 @@ def test_every_objective_does_what_it_says(runs: Runs, recipe: Path, knowing: tu
 def test_a_retain_row_stands_beside_each_forget_row_and_none_much_more_often(runs: Runs, recipe: Path) -> None:
     run = run_of(runs, recipe, "npo", ONE)
     summary = "\n".join(events(run, "start")[0]["data"])
-    assert "16 rows to be forgotten, each beside one of 24 rows to be kept" in summary
+    assert "16 rows to forget, each paired with one of 24 rows to retain" in summary
     assert events(run, "start")[0]["epoch_examples"] == 16
 
 

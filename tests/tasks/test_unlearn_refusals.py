@@ -36,28 +36,31 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (("data.forget=null",), "data.forget: there is nothing to forget; name the rows"),
-        (("data.retain=null",), "data.retain: npo also trains on rows that are to stay known"),
+        (("data.forget=null",), "data.forget: no rows to forget; set it"),
+        (("data.retain=null",), "data.retain: npo also trains on retain rows"),
         (("data.train=pydoc",), "data.train: has no effect with task unlearn"),
-        (("data.validation=other.jsonl",), "data.validation: unlearning is measured on the rows to be forgotten"),
-        (("unlearn.objective=dpo", "data.idk=null"), "data.idk: dpo teaches refusals; name a file"),
-        (("unlearn.objective=idk_nll", "data.idk=null"), "data.idk: idk_nll teaches refusals"),
+        (("data.validation=other.jsonl",), "data.validation: unlearning is measured on forget and retain rows"),
+        (("unlearn.objective=dpo", "data.idk=null"), "data.idk: dpo trains on refusals; set it to a file"),
+        (("unlearn.objective=idk_nll", "data.idk=null"), "data.idk: idk_nll trains on refusals"),
         (("unlearn.objective=gradient_ascent",), "did you mean grad_ascent?"),
-        (("unlearn.delta=1",), "unlearn.delta: has no effect with unlearn.objective npo; it belongs to simnpo"),
-        (("unlearn.objective=pdu",), "unlearn.retain_limit: pdu keeps the retain loss under a limit"),
-        (("unlearn.retain_loss=activations",), "unlearn.retain_loss: npo steers no activations"),
-        (("unlearn.objective=grad_ascent", "unlearn.retain_loss=kl"), "unlearn.retain_loss: has no effect where"),
-        (("unlearn.objective=task_vector", "unlearn.alpha=1"), "unlearn.alpha: what is learnt of retain rows"),
-        (("unlearn.objective=wga", "unlearn.reference=some/model"), "unlearn.reference: wga compares the model with"),
+        (("unlearn.delta=1",), "unlearn.delta: has no effect with unlearn.objective npo, only with simnpo"),
+        (("unlearn.objective=pdu",), "unlearn.retain_limit: pdu keeps the retain loss below a limit"),
+        (("unlearn.retain_loss=activations",), "unlearn.retain_loss: npo does not steer activations"),
+        (("unlearn.objective=grad_ascent", "unlearn.retain_loss=kl"), "unlearn.retain_loss: has no effect if"),
+        (("unlearn.objective=task_vector", "unlearn.alpha=1"), "unlearn.alpha: what is learned from retain rows"),
+        (("unlearn.objective=wga", "unlearn.reference=some/model"), "unlearn.reference: wga uses no reference model"),
         (("unlearn.reference=base",), "unlearn.reference: without an adapter to start from"),
         (("unlearn.trainable=['(']",), "unlearn.trainable: ( is not a regular expression"),
         (("unlearn.trainable=['.*']", "model.adapter=lora"), "unlearn.trainable: an adapter trains its own matrices"),
-        (("evaluate.metrics=[rouge_l]",), "evaluate.metrics: unlearning holds no rows back"),
+        (("evaluate.metrics=[rouge_l]",), "evaluate.metrics: unlearning has no validation rows"),
         (("task=sft", "unlearn=null"), "data.forget: has no effect with task sft"),
         (("data.forget=nowhere.jsonl",), "data.forget: no file nowhere.jsonl"),
         (("data.idk=nowhere.txt", "unlearn.objective=dpo"), "data.idk: nowhere.txt: no such file"),
-        (("data.benchmark=tofu:forget02",), "'data.benchmark=tofu:forget02': data.benchmark: 'tofu:forget02' is no"),
-        (("data.benchmark=muse:news@no",), "'data.benchmark=muse:news@no': data.benchmark: there is no directory no"),
+        (
+            ("data.benchmark=tofu:forget02",),
+            "'data.benchmark=tofu:forget02': data.benchmark: unknown benchmark 'tofu:forget02'",
+        ),
+        (("data.benchmark=muse:news@no",), "'data.benchmark=muse:news@no': data.benchmark: no such directory no"),
     ],
 )
 def test_recipes_that_cannot_be_meant(recipe: Path, overrides: tuple[str, ...], says: str) -> None:
@@ -70,13 +73,13 @@ def test_rows_that_are_to_be_forgotten_and_kept_are_counted(recipe: Path) -> Non
     spaced = {key: text.replace(" ", "  ") for key, text in question(5, 35).items()}
     write(kept, [*rows, spaced, question(6, 42)])
     text = refused(recipe, f"data.retain={kept}", prepared=True)
-    assert "data.retain: 2 of its rows are to be forgotten too" in text
-    assert f"the first of them {kept}:9, which is {recipe.with_name('forget.jsonl')}:5 of data.forget" in text
+    assert "data.retain: 2 of its rows are also in data.forget" in text
+    assert f"the first of them {kept}:9 ({recipe.with_name('forget.jsonl')}:5 of data.forget)" in text
 
 
 def test_a_layer_that_is_not_there_says_how_many_there_are(recipe: Path) -> None:
     text = refused(recipe, "unlearn.objective=rmu", prepared=True)
-    assert "unlearn.layer: 7 is not there: the model has 2 blocks, 0 to 1" in text
+    assert "unlearn.layer: 7 does not exist: the model has 2 blocks, 0 to 1" in text
 
 
 def test_a_pattern_that_matches_nothing_shows_a_name(recipe: Path) -> None:
@@ -87,7 +90,7 @@ def test_a_pattern_that_matches_nothing_shows_a_name(recipe: Path) -> None:
 
 def test_what_only_later_blocks_have_cannot_be_trained_by_an_earlier_one(recipe: Path) -> None:
     asked = ("unlearn.objective=rmu", "unlearn.layer=0", r"unlearn.trainable=['model\.layers\.1\..*']")
-    assert "comes after unlearn.layer 0" in refused(recipe, *asked, prepared=True)
+    assert "it only matches parameters after unlearn.layer 0" in refused(recipe, *asked, prepared=True)
 
 
 def test_a_reference_with_another_tokenizer(recipe: Path, tmp_path: Path) -> None:
@@ -101,7 +104,7 @@ def test_a_reference_with_another_tokenizer(recipe: Path, tmp_path: Path) -> Non
     words = Tokenizer(WordLevel({word: place for place, word in enumerate("abcde")}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(other)
     text = refused(recipe, f"unlearn.reference={other}", prepared=True)
-    assert f"unlearn.reference: {other} has another tokenizer than the model" in text
+    assert f"unlearn.reference: {other} has a different tokenizer" in text
 
 
 def test_a_reference_that_is_not_there(recipe: Path, tmp_path: Path) -> None:
@@ -109,13 +112,13 @@ def test_a_reference_that_is_not_there(recipe: Path, tmp_path: Path) -> None:
     (run / "final").mkdir(parents=True)
     (run / "recipe.yaml").touch()
     text = refused(recipe, f"unlearn.reference={run}", prepared=True)
-    assert text == f"unlearn.reference: {run} has no config.json: it is a run, whose model is in final/ in there"
+    assert text == f"unlearn.reference: {run} has no config.json: it is a run directory; its model is in final/"
 
 
 def test_texts_cannot_be_refused(recipe: Path) -> None:
     texts = write(recipe.with_name("texts.jsonl"), [{"text": f"This is text number {n}."} for n in range(9)])
     text = refused(recipe, "unlearn.objective=idk_nll", f"data.forget={texts}")
-    assert f"data.forget: {texts}:1: is plain text, and a refusal answers a question" in text
+    assert f"data.forget: {texts}:1: is plain text, but refusals answer questions" in text
 
 
 def test_refusals_are_lines_or_objects(tmp_path: Path) -> None:
@@ -123,7 +126,7 @@ def test_refusals_are_lines_or_objects(tmp_path: Path) -> None:
     file.write_text('I cannot say.\n\n{"idk": "No idea."}\n"Ask others."\n')
     assert read_refusals(str(file)) == ("I cannot say.", "No idea.", "Ask others.")
     file.write_text(json.dumps({"a": "one", "b": "two"}) + "\n")
-    with pytest.raises(RequestError, match=r"idk\.jsonl:1: a refusal is one text, and here are 2"):
+    with pytest.raises(RequestError, match=r"idk\.jsonl:1: a refusal must be one text, not 2"):
         read_refusals(str(file))
 
 

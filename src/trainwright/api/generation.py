@@ -81,9 +81,9 @@ def generate(
         2
     """
     if prompts is None and file is None:
-        raise RequestError("generate: give prompts, or a file of them")
+        raise RequestError("generate: pass prompts, or a file of them")
     if prompts is not None and file is not None:
-        raise RequestError("--prompt and --file: give one of the two")
+        raise RequestError("--prompt and --file: pass only one of them")
     asked = GenerateAsked(
         model=fspath(model),
         file=None if file is None else fspath(file),
@@ -210,7 +210,7 @@ def _checked(asked: GenerateAsked) -> Machine:
     drawn = asked.top_p < 1 or asked.top_k is not None or asked.seed is not None
     if asked.temperature == 0 and drawn:
         raise RequestError(
-            "--top-p, --top-k and --seed: nothing is drawn at temperature 0; set --temperature, for instance to 0.7"
+            "--top-p, --top-k and --seed: have no effect at temperature 0; set --temperature, for instance to 0.7"
         )
     machine = detect()
     refuse_unusable(machine)
@@ -225,9 +225,9 @@ def _dtype(asked: GenerateAsked, machine: Machine) -> str:
 
 def _check(file: str | None, out: Path | None, num_processes: int | None, batch_size: int | None) -> None:
     if (file is None) != (out is None):
-        raise RequestError("--file and --out belong together: what is answered, and where the answers go")
+        raise RequestError("--file and --out must be used together: the prompts, and the file for the answers")
     if file is None and (num_processes is not None or batch_size is not None):
-        raise RequestError("--num-processes and --batch-size are for --file; one question is answered by one process")
+        raise RequestError("--num-processes and --batch-size are for --file; one prompt is answered by one process")
     if file is not None:
         from trainwright.data.sources.reading import check_source
 
@@ -242,7 +242,7 @@ def _is_plain(asked: GenerateAsked, chat: bool) -> bool:
     """Return whether texts are continued; ``chat``: the model was trained for conversations."""
     plain = asked.plain or not chat
     if plain and asked.system is not None:
-        raise RequestError("--system: the model continues texts, which have no system turn")
+        raise RequestError("--system: has no effect for a model that continues texts; remove it")
     return plain
 
 
@@ -272,9 +272,9 @@ def _prepare(asked: GenerateAsked, machine: Machine, processes: int, work: Path)
         try:
             prompts.append(asker(question))
             if positions is not None and len(prompts[-1]) >= positions:
-                raise RequestError(f"{len(prompts[-1]):,} tokens, and the model has only {positions:,} positions")
+                raise RequestError(f"{len(prompts[-1]):,} tokens, but the model has only {positions:,} positions")
             if FIELD in row:
-                raise RequestError(f"it has a field {FIELD} already, where the answer should go")
+                raise RequestError(f"the row already has a field {FIELD}, which is used for the answer")
         except RequestError as error:
             raise RequestError(f"--file: {place}: {error}") from None
     about = {"rows": questions.rows, "prompts": prompts, "plain": plain}

@@ -32,7 +32,7 @@ def join(asked: TrainingAsked, name: str, progress: bool) -> Path:
     from trainwright.launch.group.joined import JoinAsked
 
     if given := [key for key in _OF_OUR_LAUNCHER if getattr(asked, key) is not None]:
-        raise RequestError(f"{given[0]}: {name} has started the processes and says how they meet; leave it out")
+        raise RequestError(f"{given[0]}: {name} started the processes and sets their rendezvous; remove it")
     overrides = tuple(asked.with_number())
     seconds = asked.rendezvous_timeout or JoinAsked.seconds
     joined = JoinAsked(asked.recipe, overrides, asked.resume, seconds, asked.force, next(_started), os.getppid())

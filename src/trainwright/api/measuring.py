@@ -91,7 +91,7 @@ def measure(options: MeasureAsked) -> tuple[Path, list[str]]:
         if agent is not None:
             return directory, written(agent, directory)
     if given := [name for name, value in trial.items() if value is not None]:
-        raise RequestError(f"--{given[0]}: has no effect, as {model} is no agent that acts in an environment")
+        raise RequestError(f"--{given[0]}: has no effect, because {model} is not an agent that acts in an environment")
     machine = detect()
     asked = _checked(options, machine)
     processes = process_count(machine, options.num_processes)
@@ -133,9 +133,9 @@ def _checked(options: MeasureAsked, machine: Machine) -> Asked:
         names = _metrics(options.metrics, options.answer_pattern, options.json_schema)
         _refuse_idle(options.of_texts(), names)
     if options.quick and (options.full or options.limit is not None):
-        raise RequestError("--quick is 50 rows: it cannot be had with --full or --limit")
+        raise RequestError("--quick (50 rows) cannot be combined with --full or --limit")
     if options.full and options.limit is not None:
-        raise RequestError("--limit: so many rows are answered anyway; leave --full out")
+        raise RequestError("--limit: these rows are all answered; remove --full")
     _check_format(options.format)
     if options.data is not None:
         from trainwright.data.sources.reading import check_source
@@ -208,9 +208,7 @@ def _benchmark_metrics(options: MeasureAsked) -> tuple[str, ...]:
         raise RequestError(f"--{used}: is for rows of data, and --metrics or --benchmark ask for a benchmark's")
     names = () if options.metrics is None else _split(options.metrics)
     if unknown := [name for name in names if name not in METRICS]:
-        raise RequestError(
-            f"--metrics: {unknown[0]!r} is no metric of a benchmark of unlearning; there are {', '.join(METRICS)}"
-        )
+        raise RequestError(f"--metrics: unknown unlearning metric {unknown[0]!r}; choose from {', '.join(METRICS)}")
     return names
 
 
@@ -232,13 +230,13 @@ def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | N
     known = (*LIKELIHOODS, *METRICS.names())
     if unknown := [name for name in names if name not in known and METRICS.find(name) is None]:
         raise RequestError(
-            f"--metrics: {unknown[0]!r} is no metric; there are {', '.join(known)}, and those of --benchmark"
+            f"--metrics: unknown metric {unknown[0]!r}; choose from {', '.join(known)}, and those of --benchmark"
         )
     for name, (option, value) in settings.items():
         if name in names and value is None:
             raise RequestError(f"--metrics {name}: needs {option}")
         if name not in names and value is not None:
-            raise RequestError(f"{option}: has no effect, as --metrics leaves {name} out")
+            raise RequestError(f"{option}: has no effect, because --metrics does not include {name}")
     if answer_pattern is not None:
         extractor(answer_pattern)
     require("scipy", "a confidence interval")
@@ -260,9 +258,9 @@ def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
         (
             bool(given["--lm-eval"] and not given["--data"]),
             of_rows,
-            "as only tasks of --lm-eval are measured; name rows with --data",
+            "because only tasks of --lm-eval are measured; pass rows with --data",
         ),
-        (all(name in LIKELIHOODS for name in names), of_answers, "as no metric of --metrics is of answers"),
+        (all(name in LIKELIHOODS for name in names), of_answers, "because no metric in --metrics uses answers"),
     ]
     for applies, options, why in idle:
         if applies and (used := next((name for name in options if given[name] not in (None, False)), None)):
@@ -274,7 +272,7 @@ def _check_format(layout: str) -> None:
 
     known = ("auto", "documents", *SINGLE)
     if layout not in known:
-        raise RequestError(f"--format: {layout!r} is no layout of rows to measure on; there are {', '.join(known)}")
+        raise RequestError(f"--format: unknown format {layout!r}; choose from {', '.join(known)}")
 
 
 def _tasks(named: str | None, directory: str | None) -> tuple[str, ...]:
@@ -295,5 +293,5 @@ def _new_directory(wanted: str | None, model: str) -> Path:
         wanted = f"evaluations/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     directory = user_path(wanted)
     if directory.exists():
-        raise RequestError(f"--out: {directory} exists; choose another directory")
+        raise RequestError(f"--out: {directory} already exists; choose another directory")
     return directory

@@ -66,8 +66,8 @@ def check_finished(found: Found) -> None:
     """Raise RequestError for an adapter that exists only in a checkpoint."""
     if found.checkpoint is not None and found.section.adapter.type != "none":
         raise RequestError(
-            f"{found.origin} is a checkpoint of an adapter, and one is merged once its run is finished: go on with "
-            f"trainwright train --resume {found.run or 'RUN'}, then name the run or its final/"
+            f"{found.origin} is a checkpoint of an adapter, which cannot be merged before its run is finished: "
+            f"continue with trainwright train --resume {found.run or 'RUN'}, then pass the run or its final/"
         )
 
 
@@ -77,5 +77,5 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if name is not None and name not in dtypes:
-        raise RequestError(f"--dtype: {name} is none of {', '.join(dtypes)}")
+        raise RequestError(f"--dtype: unknown type {name!r}; choose from {', '.join(dtypes)}")
     return None if name is None else dtypes[name]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainwright.planning.plan import Plan as Details
     from trainwright.recipe import schema
 
-ONE = "plan one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B"
+ONE = "pass one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B"
 _TOKENS = 2048  # of a row, when planning a model without a recipe
 
 
@@ -140,7 +140,7 @@ def plan(
     from trainwright.activity import Activity, doing
 
     if price is not None and tokens is None:
-        raise RequestError("--price: is of a budget; give --tokens too, such as 20x")
+        raise RequestError("--price: needs --tokens, such as 20x")
     with Activity(sys.stderr if progress else None, "reading the recipe, its model and its data"):
         asked = _asked(recipe, overrides, model, sequence_length, global_batch_size, steps)
         facts, budget = _facts(asked, full=model is not None), None
@@ -148,7 +148,7 @@ def plan(
             from trainwright.planning.budget import tokens_of, with_budget
 
             if steps is not None:
-                raise RequestError("--tokens, --steps: both say how long the run is; give one")
+                raise RequestError("--tokens, --steps: both set the length of the run; pass only one")
             budget = tokens_of(tokens, facts.workload)
             facts = facts._replace(workload=with_budget(facts.workload, budget))
         doing("planning")

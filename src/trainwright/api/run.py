@@ -41,7 +41,7 @@ class Run:
     def __init__(self, directory: str | PathLike[str]) -> None:
         self.directory = user_path(directory)
         if not (self.directory / "recipe.yaml").is_file():
-            raise RequestError(f"{self.directory} is not a run: it has no recipe.yaml")
+            raise RequestError(f"{self.directory} is not a run directory: it has no recipe.yaml")
 
     @property
     def recipe(self) -> Recipe:

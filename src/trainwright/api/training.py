@@ -151,7 +151,7 @@ class TrainingAsked:
             return overrides
         written = next((a for a in overrides if a.startswith("parallel.num_processes=")), None)
         if written is not None and written.partition("=")[2].strip() != str(count):
-            raise RequestError(f"--num-processes {count} contradicts {written}; give one of the two")
+            raise RequestError(f"--num-processes {count} contradicts {written}; pass only one of them")
         return [*overrides, f"parallel.num_processes={count}"]
 
 
@@ -264,7 +264,7 @@ def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds:
         options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
         if given := [name for name, value in options.items() if value is not None]:
             verb = "are" if len(given) > 1 else "is"
-            raise RequestError(f"{' and '.join(given)} {verb} for several nodes; say how many with --nodes")
+            raise RequestError(f"{' and '.join(given)} {verb} for several nodes; pass --nodes")
         return None
     if rendezvous is None:
         raise RequestError(
@@ -273,7 +273,7 @@ def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds:
     if node_rank is None:
         raise RequestError(f"--nodes {nodes} needs --node-rank: 0 to {nodes - 1}, another one on every node")
     if node_rank >= nodes:
-        raise RequestError(f"--node-rank: nodes are counted from 0, so of {nodes} the last is {nodes - 1}")
+        raise RequestError(f"--node-rank: nodes are counted from 0, so with {nodes} nodes the last is {nodes - 1}")
     from trainwright.launch.request import parse_place
     from trainwright.launch.start import Meeting
 

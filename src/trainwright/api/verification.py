@@ -93,7 +93,7 @@ def _meaning(file: Path, overrides: tuple[str, ...]) -> Meaning:
     meaning = meaning_here(file, overrides, nodes=1 if alone else None)
     if meaning.nodes > 1:
         raise RequestError(
-            f"{file}: num_machines is {meaning.nodes}, and verify compares on this machine alone; say on how many "
+            f"{file}: num_machines is {meaning.nodes}, but verify uses this machine only; set the number of "
             "processes: parallel.num_processes=2"
         )
     return meaning

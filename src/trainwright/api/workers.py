@@ -53,7 +53,7 @@ def dtype_name(wanted: str, machine: Machine) -> str:
     if wanted == "auto":
         return "bf16" if machine.gpus and machine.has_bf16 else "fp32"
     if wanted not in ("fp32", "bf16", "fp16"):
-        raise RequestError(f"--dtype {wanted}: say fp32, bf16, fp16 or auto")
+        raise RequestError(f"--dtype {wanted}: choose from fp32, bf16, fp16, auto")
     return wanted
 
 
@@ -66,7 +66,7 @@ def work_directory(command: str) -> Iterator[Path]:
         yield directory
     except _WorkerFailed as error:
         kept = True
-        error.add_note(f"what the processes wrote is kept in {directory}")
+        error.add_note(f"the output of the processes is in {directory}")
         raise
     finally:
         if not kept:

@@ -49,10 +49,10 @@ def ablate(
     overrides: Overrides = None,
     over: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE,VALUE…", help="A key to vary, and what to set it to. As often as you like."),
+        typer.Option(metavar="KEY=VALUE,VALUE…", help="A key to vary and its values; repeatable."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Where the runs go. Default: ablations/<recipe>.")
+        Path | None, typer.Option(metavar="DIRECTORY", help="Directory of the runs. Default: ablations/<recipe>.")
     ] = None,
 ) -> None:
     """Train the unchanged recipe, and once for every distinct value of every key; compare the final metrics.
@@ -66,7 +66,7 @@ def ablate(
     variants = [Variant("", ""), *_variants(over or [])]
     fixed = overrides or []
     runs = _runs(recipe, fixed, variants)  # reads every recipe before the first of them is trained
-    repeated = [f"{variant.name} is trained once: as {run.name}" for variant, run in runs.items() if variant != run]
+    repeated = [f"{variant.name} is trained once, as {run.name}" for variant, run in runs.items() if variant != run]
     for line in repeated:
         say(line, file=sys.stderr)
     directory = user_path(out or Path("ablations") / recipe.stem)
@@ -87,12 +87,12 @@ def ablate(
 
 def _variants(over: Sequence[str]) -> list[Variant]:
     if not over:
-        raise RequestError("--over: name a key and what to set it to, such as --over train.seed=0,1,2")
+        raise RequestError("--over: pass a key and its values, such as --over train.seed=0,1,2")
     found = []
     for given in over:
         key, equals, values = given.partition("=")
         if not equals or not key or not values:
-            raise RequestError(f"--over {given}: is no KEY=VALUE,VALUE…")
+            raise RequestError(f"--over {given}: expected KEY=VALUE,VALUE…")
         found += [Variant(key, value) for value in _split(values)]
     return found
 
@@ -138,7 +138,7 @@ def _load(recipe: Path, fixed: Sequence[str], variant: Variant) -> Recipe:
 def _train(recipe: Path, fixed: Sequence[str], variant: Variant, run: Path) -> None:
     """Train one variant to its end, unless it is finished. Raises TrainwrightError if it ends early."""
     if (run / "final").is_dir():
-        say(f"{run} is finished already", file=sys.stderr)
+        say(f"{run} is already finished", file=sys.stderr)
         return
     from trainwright import api
 
@@ -155,7 +155,7 @@ def _last_metrics(run: Path) -> dict[str, Any]:
 
     measured = [event for event in read_events(run / "events.jsonl") if event["event"] == "evaluate"]
     if not measured:
-        raise TrainingError(f"{run}: measured nothing, so there is nothing to compare; set data.validation")
+        raise TrainingError(f"{run}: no metrics to compare; set data.validation")
     metrics: dict[str, Any] = measured[-1]["metrics"]
     return metrics
 

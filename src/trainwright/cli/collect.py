@@ -24,9 +24,11 @@ def collect(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe with task algorithm_distillation.")],
     overrides: Overrides = None,
     num_processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes that learn, one core each. Default: one for every core.")
+        int | None, typer.Option(min=1, help="Number of processes, one core each. Default: one per core.")
     ] = None,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw how the algorithm learnt.")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Plot the algorithm's learning curve to this file.")
+    ] = None,
 ) -> None:
     """Collect the histories that a recipe trains on.
 
@@ -40,7 +42,7 @@ def collect(
 
     section = section_of(load_recipe(recipe, overrides or []))
     if section is None:
-        raise RequestError(f"{recipe}: collects no histories; that is for recipes with task: algorithm_distillation")
+        raise RequestError(f"{recipe}: collect needs a recipe with task: algorithm_distillation")
     collection = _collection(section)
     if chart is not None:
         check_chart(chart)
@@ -53,8 +55,8 @@ def collect(
     )
     if source.name == "ppo" and source.steps <= source.ppo.rollout_steps:
         say(
-            f"note: algorithm_distillation.source.steps: ppo learns after every {source.ppo.rollout_steps} steps "
-            f"(ppo.rollout_steps), so in {source.steps} it only acts as it does at first",
+            f"note: algorithm_distillation.source.steps: ppo updates every {source.ppo.rollout_steps} steps "
+            f"(ppo.rollout_steps), so it does not learn in {source.steps}",
             file=sys.stderr,
         )
     began = time.monotonic()
@@ -63,7 +65,7 @@ def collect(
         with _Shown() as shown:
             made = collect_histories(collection, processes, shown)
     except KeyboardInterrupt:
-        say("stopped; finished tasks are kept: run the same command again to go on", file=sys.stderr)
+        say("stopped; finished tasks are kept: run the same command again to continue", file=sys.stderr)
         raise typer.Exit(EXIT_STOPPED) from None
     size = collection.path.stat().st_size / 2**20
     how = f"written in {time.monotonic() - began:,.0f} s" if made else "already collected"
@@ -83,7 +85,7 @@ def _collection(section: AlgorithmDistillationSection) -> Collection:
         if count > len(goals):
             raise RequestError(
                 f"algorithm_distillation.source.tasks: {count:,} is more than the {plural(len(goals), 'task')} of "
-                f"{section.environment} that are not held back; lower it, or set it to null for all"
+                f"{section.environment} that are not held out; lower it, or set it to null for all"
             )
         goals = goals[:count]
     path = user_path(section.histories)
@@ -129,7 +131,7 @@ def _summarise(path: Path, chart: Path | None) -> None:
     with Histories(path) as histories:
         curves = learning_curves(histories)
         if curves.shape[1] == 0:
-            say("no episode has come to an end: algorithm_distillation.source.steps is less than an episode")
+            say("no episode ended: algorithm_distillation.source.steps is shorter than an episode")
             return
         mean = np.nanmean(curves, axis=0)
         shown = sorted({round(place) for place in np.linspace(0, len(mean) - 1, min(len(mean), 8))})
@@ -138,4 +140,4 @@ def _summarise(path: Path, chart: Path | None) -> None:
         say(f"mean return: {by_episode}" + (f"; at best {best:.2f}" if np.isfinite(best) else ""))
         if chart is not None:
             draw_curves(histories, chart)
-            say(f"drawn in {chart}")
+            say(f"plot written to {chart}")

@@ -24,23 +24,23 @@ CONTEXT_SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
 
 
 def launch(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or with --module a module.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or a module with --module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Given to the script as they are.")
+        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Passed to the script unchanged.")
     ] = None,
     num_processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes to start. Default: as the file says, else one for every GPU."),
+        typer.Option(min=1, help="Number of processes. Default: from the Accelerate file, otherwise one per GPU."),
     ] = None,
     config_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="An Accelerate file. Default: Accelerate's own, where there is one."),
+        typer.Option(metavar="FILE", help="An Accelerate file. Default: Accelerate's default file, if it exists."),
     ] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU even where there are GPUs.")] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, as in python -m.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU even if there are GPUs.")] = False,
     logs: Annotated[
         Path | None,
-        typer.Option(metavar="DIRECTORY", help="For a log a process. Default: one of its own under runs/."),
+        typer.Option(metavar="DIRECTORY", help="Directory for one log per process. Default: a new one under runs/."),
     ] = None,
 ) -> None:
     """Start a script of your own, written for Accelerate or torch.distributed, in several processes.
@@ -81,7 +81,7 @@ def _check_script(script: str, module: bool) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(1, os.getcwd())
     if find_spec(script.partition(".")[0]) is None:
-        raise RequestError(f"--module: there is no module {script} here or installed")
+        raise RequestError(f"--module: no module {script} in this directory or installed")
 
 
 def _plan(config_file: Path | None, num_processes: int | None, cpu: bool) -> Plan:
@@ -117,8 +117,8 @@ def _plan_of_file(source: Source, num_processes: int | None, cpu: bool) -> Plan:
     meaning.refuse_problems(for_script=True)
     if meaning.nodes > 1:
         raise RequestError(
-            f"{source.place('num_machines')}: num_machines is {meaning.nodes}; launch starts the processes of one "
-            "machine: start a script of your own on several with torchrun, once on each"
+            f"{source.place('num_machines')}: num_machines is {meaning.nodes}; launch starts processes on one machine "
+            "only; for several, start the script with torchrun on each"
         )
     if num_processes is not None:
         meaning = replace(meaning, processes=num_processes)
@@ -138,9 +138,9 @@ def _plan_of_file(source: Source, num_processes: int | None, cpu: bool) -> Plan:
 
 def _sharded_on_cpu(meaning: Meaning) -> MachineError:
     return MachineError(
-        f"{meaning.source}: on a CPU Accelerate runs {meaning.distributed_type} as plain DDP, so the script would "
-        "not do what the file says; write distributed_type: MULTI_CPU for that. A recipe is sharded on a CPU "
-        f"too: trainwright train RECIPE --accelerate-config {meaning.source}"
+        f"{meaning.source}: on a CPU Accelerate runs {meaning.distributed_type} as plain DDP, without sharding; set "
+        "distributed_type: MULTI_CPU to accept that. Recipes are also sharded on CPUs: trainwright train RECIPE "
+        f"--accelerate-config {meaning.source}"
     )
 
 
@@ -148,8 +148,8 @@ def _check_gpus(processes: int, machine: Machine) -> None:
     gpus = len(machine.gpus)
     if gpus and processes > gpus:
         raise MachineError(
-            f"--num-processes: {processes} processes, but there {'are' if gpus > 1 else 'is'} {gpus} "
-            f"GPU{'s' * (gpus > 1)}; here would run: --num-processes {gpus}, or --cpu"
+            f"--num-processes: {processes} processes, but there {('are' if gpus > 1 else 'is')} {gpus} "
+            f"GPU{'s' * (gpus > 1)}; use --num-processes {gpus}, or --cpu"
         )
 
 

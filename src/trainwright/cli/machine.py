@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
     from trainwright.machine.measured.calibration import Calibration
 
-app = typer.Typer(invoke_without_command=True, help="Show a machine as plans see it.")
+app = typer.Typer(invoke_without_command=True, help="Show, measure and list machines for plans.")
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 
@@ -27,11 +27,11 @@ def show(
         str | None,
         typer.Option(
             metavar="MACHINE",
-            help="Show this machine in place of the one at hand: [NODES x] DEVICES x CARD [@ NETWORK], "
-            "such as 8xH100 or 4x8xA100-40GB@8x200Gb; or a FILE.json that --json wrote.",
+            help="Show this machine instead of the current one: [NODES x] DEVICES x CARD [@ NETWORK], such as 8xH100 "
+            "or 4x8xA100-40GB@8x200Gb; or a FILE.json written by --json.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show devices, memory, rates and links: of this machine, or of one that --on describes."""
     if context.invoked_subcommand is not None:
@@ -71,7 +71,7 @@ def show(
 
 @app.command()
 def calibrate(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this machine in under a minute, for plans to use; cached until torch or the driver changes.
 
@@ -181,16 +181,14 @@ def _calibration(machine: Machine) -> str:
 
     found = load_calibration(calibration_file(machine))
     if found is None:
-        return "none: `trainwright machine calibrate` measures what plans go by, in under a minute"
+        return "none: `trainwright machine calibrate` measures the rates for plans in under a minute"
     changed = found.outdated(machine)
     if changed:
-        return (
-            f"of {found.measured}, out of date ({', '.join(changed)}): `trainwright machine calibrate` makes a new one"
-        )
+        return f"of {found.measured}, out of date ({', '.join(changed)}): run `trainwright machine calibrate` again"
     errors = summary(found.errors("product/"))
-    text = f"of {found.measured}; matrix products that were held out are predicted within {errors}"
+    text = f"of {found.measured}; held-out matrix products are predicted within {errors}"
     if found.distrust is not None:
-        text += f"; {found.distrust}, so plans do not go by it: measure again without them"
+        text += f"; {found.distrust}, so plans do not use it: measure again without them"
     return text
 
 

@@ -30,7 +30,7 @@ from trainwright.text import say
 
 app = typer.Typer(
     name="trainwright",
-    help="Turns a recipe and some machines into a finished, checked training run.",
+    help="Plan, run and verify training from a recipe.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -86,5 +86,5 @@ def main() -> None:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of a Rust library; the input of tokenizers comes with a model
             raise
-        say(f"error: the tokenizer fails: {error}; its tokenizer.json may be at fault", file=sys.stderr)
+        say(f"error: the tokenizer failed: {error}; check its tokenizer.json", file=sys.stderr)
         sys.exit(EXIT_REQUEST)

@@ -17,37 +17,44 @@ def plan(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE] [SECTION.KEY=VALUE]...",
-            help="The recipe to plan, and values that replace its own; or --model instead.",
+            help="The recipe to plan, and overrides; or pass --model instead.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Plan without a recipe: a known model, a directory or a config.json."),
+        typer.Option(
+            metavar="NAME", help="Plan without a recipe, for a known model, a model directory or a config.json."
+        ),
     ] = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option(min=2, help="With --model: tokens of a row; 2048, or what the model is made for if that is less."),
+        typer.Option(
+            min=2, help="With --model: tokens per row. Default: 2048, or the model's context length if shorter."
+        ),
     ] = None,
-    global_batch_size: Annotated[int, typer.Option(min=1, help="With --model: rows of an optimizer step.")] = 64,
-    steps: Annotated[int | None, typer.Option(min=1, help="With --model: optimizer steps of the run.")] = None,
+    global_batch_size: Annotated[int, typer.Option(min=1, help="With --model: rows per optimizer step.")] = 64,
+    steps: Annotated[int | None, typer.Option(min=1, help="With --model: number of optimizer steps.")] = None,
     on: Annotated[
         str | None,
         typer.Option(
             metavar="MACHINE",
-            help="Plan for this machine, such as 8xH100 or 4x8xA100-40GB, or a FILE.json that "
-            "`trainwright machine --json` wrote, not for the one at hand.",
+            help="Plan for this machine instead of the current one, such as 8xH100 or 4x8xA100-40GB, or a FILE.json "
+            "written by `trainwright machine --json`.",
         ),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="BUDGET", help="Tokens to train on: 300B, or 20x for 20 a parameter.")
+        str | None,
+        typer.Option(metavar="BUDGET", help="Number of training tokens, such as 300B, or 20x for 20 per parameter."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(min=0, help="With --tokens: what an hour of a device costs, in any money.")
+        float | None, typer.Option(min=0, help="With --tokens: price of a device per hour, in any currency.")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show every candidate.")] = False,
-    chart: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory by part.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Show all candidates.")] = False,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Write a chart of the memory by part to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what fits, how fast it is and why, and the values chosen for `auto`.
 

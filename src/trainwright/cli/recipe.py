@@ -14,7 +14,7 @@ app = typer.Typer(no_args_is_help=True, help="Show, check and describe recipes."
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Values that replace those of the recipe, in YAML."),
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides of recipe values, in YAML."),
 ]
 
 
@@ -74,9 +74,9 @@ def objectives() -> None:
         facts = OBJECTIVES.get(name)
         section = UnlearnSection(objective=name)
         takes = {"gamma": 1.0, "alpha": 1.0, **facts.defaults}
-        parts = [f"{key} {'must be given' if value is None else value}" for key, value in takes.items()]
+        parts = [f"{key} {('required' if value is None else value)}" for key, value in takes.items()]
         if section.needs_reference_model:
-            parts.append("the reference beside the model")
+            parts.append("the reference model in memory")
         elif section.compares:
             parts.append("the reference's log-probabilities, computed once")
         if facts.idk:

@@ -25,12 +25,12 @@ _PORT = 29500
 def setup(
     config_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The file to write or show. Default: where Accelerate looks for it."),
+        typer.Option(metavar="FILE", help="The file to write or show. Default: Accelerate's default path."),
     ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Show the file and what it means on this machine.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Show the file and its effect on this machine.")] = False,
     yes: Annotated[
         bool,
-        typer.Option("--yes", help="Take every pre-filled answer; a file that is there is kept as FILE.bak."),
+        typer.Option("--yes", help="Accept all suggested answers; an existing file is kept as FILE.bak."),
     ] = False,
 ) -> None:
     """Write an Accelerate file for this machine, with suggested answers; replaces `accelerate config`.
@@ -41,9 +41,9 @@ def setup(
 
     path = config_file or default_path()
     if config_file is None and path.parts[0] == "~":
-        raise RequestError("this user has no home directory; say where the file is with --config-file")
+        raise RequestError("this user has no home directory; set the file's path with --config-file")
     if show and yes:
-        raise RequestError("--yes answers the questions of a new file, and --show asks none; give one of the two")
+        raise RequestError("--yes and --show: pass only one of them")
     if show:
         _show(path, is_default=config_file is None)
         return
@@ -59,7 +59,7 @@ def _show(path: Path, is_default: bool) -> None:
     from trainwright.machine.detect import detect
 
     if is_default and not path.is_file():
-        raise RequestError(f"{path}: there is no Accelerate file yet; `trainwright setup` writes one")
+        raise RequestError(f"{path}: no such Accelerate file; write one with `trainwright setup`")
     source = read(path)
     say(show(source, interpret(source), detect(), shutil.get_terminal_size((100, 24)).columns))
 
@@ -73,17 +73,17 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
     say(f"This machine: {machine.describe()}")
     replacing = yes
     if not yes:
-        say("Enter takes the answer in brackets.\n")
+        say("Press Enter to accept the answer in brackets.\n")
         if path.exists():
-            replacing = _ask(f"{path} is there already; replace it?", "no", _yes_or_no, "the old one is kept as .bak")
+            replacing = _ask(f"{path} already exists; replace it?", "no", _yes_or_no, "the old one is kept as .bak")
             if not replacing:
-                say(f"nothing written; `trainwright setup --show --config-file {path}` shows what is there")
+                say(f"nothing written; `trainwright setup --show --config-file {path}` shows the existing file")
                 return
         answers = _questions(answers, machine)
     values = file_values(answers)
     backup = write(path, values, replace=replacing)
     if backup is not None:
-        say(f"the file that was there is now {backup}")
+        say(f"the previous file is now {backup}")
     _say_how_to_use(path, answers, machine, is_default)
 
 
@@ -97,11 +97,11 @@ def _questions(answers: Answers, machine: Machine) -> Answers:
         answers = replace(answers, device=device, processes=gpus if device == "gpu" else min(2, machine.cpu_cores))
         if device == "cpu":
             answers = replace(answers, precision="no")
-    machines = _ask("machines", "1", _count(1), "that train together; each gets a file that differs in its number")
+    machines = _ask("machines", "1", _count(1), "that train together; each needs a file with its own number")
     if machines > 1:
         rank = _ask("number of this machine", "0", _count(0, machines - 1), "counted from 0")
-        host = _ask("address of machine 0", machine.hostname, str, "a name or IP that all of them reach")
-        port = _ask("port on machine 0", str(_PORT), _count(1, 65535), "a free one, open between them")
+        host = _ask("address of machine 0", machine.hostname, str, "a name or IP that all machines can reach")
+        port = _ask("port on machine 0", str(_PORT), _count(1, 65535), "a free port, open between the machines")
         answers = replace(answers, machines=machines, machine_rank=rank, main_ip=host, main_port=port)
     why = "one for each GPU" if answers.device == "gpu" else "more than two on a CPU gain nothing"
     most = gpus if answers.device == "gpu" else None
@@ -111,9 +111,9 @@ def _questions(answers: Answers, machine: Machine) -> Answers:
         explained = "; ".join(f"{name}: {spec.summary}" for name, spec in offered().items())
         answers = replace(answers, strategy=_ask("strategy", answers.strategy, _strategy, explained))
     if answers.device == "gpu" and spec_of(answers.strategy).offloads:
-        offload = _ask("offload to the host's memory", "no", _yes_or_no, "fits more, and is much slower")
+        offload = _ask("offload to the host's memory", "no", _yes_or_no, "saves GPU memory, but is much slower")
         answers = replace(answers, offload=offload)
-    why = "bf16 is multiplied in hardware here" if machine.has_bf16 else "no bf16 units here"
+    why = "this machine supports bf16 in hardware" if machine.has_bf16 else "no hardware support for bf16"
     choices = ("no", "bf16", "fp16") if answers.device == "gpu" else ("no", "bf16")
     precision = _ask("mixed precision", answers.precision, _one_of(choices), f"{', '.join(choices)}; {why}")
     return replace(answers, precision=precision)
@@ -126,7 +126,7 @@ def _ask(question: str, filled_in: str, read: Callable[[str], T], explained: str
         line = sys.stdin.readline()
         if not line:
             say()
-            raise RequestError("setup: no more answers on standard input; --yes takes the pre-filled ones")
+            raise RequestError("setup: standard input ended; use --yes to accept the suggested answers")
         try:
             return read(line.strip() or filled_in)
         except ValueError as error:
@@ -188,6 +188,6 @@ def _say_how_to_use(path: Path, answers: Answers, machine: Machine, is_default: 
         say(f"  {command}{'    your own Accelerate or torch script' * of_scripts}")
     if not becomes_ddp(meaning, machine):
         say(f"  accelerate launch{accelerate_option} SCRIPT")
-    say(f"  trainwright setup --show{option}    what it means here")
+    say(f"  trainwright setup --show{option}    its effect here")
     for remark in accelerate_remarks(source, meaning):
         say(f"note: {remark}")

@@ -29,7 +29,7 @@ def unlearn_study(
         list[str],
         typer.Argument(
             metavar="STUDY [KEY=VALUE]...",
-            help="The study's YAML file, and values that replace its own.",
+            help="The study's YAML file, and overrides.",
             show_default=False,
         ),
     ],
@@ -46,7 +46,7 @@ def unlearn_study(
     refuse_worker("unlearn-study")
     files = [argument for argument in arguments if "=" not in argument]
     if len(files) != 1:
-        raise RequestError("one study's file; values are given as key=value")
+        raise RequestError("expected one study file; pass overrides as key=value")
     study = load_study(Path(files[0]), [argument for argument in arguments if "=" in argument])
     require("matplotlib", "the plot of a study")
     require("scipy", "forget_quality")
@@ -81,7 +81,7 @@ class _StudySteps:
         results = Results.read(name, subset, self._directory / _EVALUATIONS, names)
         plot = draw(results, self._directory)
         if plot is None:
-            self._tell("no plot: nothing was measured of both what is forgotten and what is kept")
+            self._tell("no plot: needs a metric of the forget set and one of the retained knowledge")
         made = [*results.write(self._directory), *([] if plot is None else [plot])]
         self._tell(f"{', '.join(made)} are in {self._directory}/")
         return results
@@ -109,7 +109,7 @@ class _StudySteps:
         names = self._study.study.evaluate.metrics or usual(sets, given)
         for name in names:
             if name not in METRICS:
-                raise RequestError(f"{key}: {name} is no metric of a benchmark; there are {', '.join(METRICS)}")
+                raise RequestError(f"{key}: unknown benchmark metric {name!r}; choose from {', '.join(METRICS)}")
             if (why := missing(name, sets, given)) is not None:
                 raise RequestError(f"{key}: {name}: {why}")
         return names
@@ -146,7 +146,7 @@ class _StudySteps:
 
             shutil.rmtree(run)  # stopped before there was anything to resume from
         if resume:
-            self._do(f"goes on with {name}", lambda: api.resume(run, progress=True))
+            self._do(f"continuing with {name}", lambda: api.resume(run, progress=True))
         else:
             self._do(f"trains {name}", lambda: api.train(file, f"logging.run_directory={run}", progress=True))
 
@@ -181,8 +181,8 @@ class _StudySteps:
         file = self._directory / _ASKED / name
         if done and file.is_file() and file.read_text(encoding="utf-8") != text:
             raise RequestError(
-                f"{self._directory}: {name} was made as {file} says, and the study says otherwise now; choose another "
-                "directory=…, or remove what is to be made again"
+                f"{self._directory}: {name} was made with the settings in {file}, which differ from the study; choose "
+                "another directory=…, or remove what should be made again"
             )
         file.write_text(text, encoding="utf-8")
         return file

@@ -19,16 +19,20 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the direct
 
 
 def tensorboard(
-    directory: Annotated[Path, typer.Argument(metavar="[RUNS]", help="Where runs are.")] = Path("runs"),
+    directory: Annotated[Path, typer.Argument(metavar="[RUNS]", help="Directory of runs.")] = Path("runs"),
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[COMMAND]...", help="Run this, and stop showing when it ends.", show_default=False),
+        typer.Argument(
+            metavar="[COMMAND]...", help="Command to run; TensorBoard stops when it ends.", show_default=False
+        ),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="0: a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Port. 0: any free port.")] = 0,
 ) -> None:
     """Show curves on a local address; with a command, until it ends, and with its exit code."""
     if command is None and not directory.is_dir():
-        raise RequestError(f"RUNS: {directory} is no directory; runs are under runs/ where they were started")
+        raise RequestError(
+            f"RUNS: {directory} is not a directory; pass the runs/ directory of the working directory of training"
+        )
     port = _port(port)
     server = started(
         [sys.executable, "-m", "tensorboard.main", "--logdir", str(directory), "--host", _HOST, "--port", str(port)],
@@ -41,7 +45,7 @@ def tensorboard(
         code = _wait(server) if command is None else run_program(command)
     except FileNotFoundError:
         assert command is not None
-        raise RequestError(f"COMMAND: {command[0]} is no program") from None
+        raise RequestError(f"COMMAND: {command[0]}: program not found") from None
     except KeyboardInterrupt:  # for the server only
         code = 130
     finally:
@@ -53,7 +57,7 @@ def tensorboard(
 def _wait(server: subprocess.Popen[bytes]) -> int:
     code = server.wait()
     if code > 0:
-        raise MachineError(f"TensorBoard ended with {code}; python -m tensorboard.main says why")
+        raise MachineError(f"TensorBoard exited with code {code}; run python -m tensorboard.main to see why")
     return 0
 
 
@@ -64,5 +68,7 @@ def _port(wanted: int) -> int:
         try:
             listener.bind((_HOST, wanted))
         except OSError as error:
-            raise MachineError(f"--port {wanted}: {error.strerror}; choose another, or 0 for a free one") from None
+            raise MachineError(
+                f"--port {wanted}: {error.strerror}; choose another port, or 0 for any free one"
+            ) from None
         return int(listener.getsockname()[1])

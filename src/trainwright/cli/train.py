@@ -29,36 +29,40 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="RECIPE [SECTION.KEY=VALUE]...",
-            help="The recipe's YAML file, and values that replace its own. With --resume RUN that run's.",
+            help="The recipe's YAML file, and overrides. With --resume RUN, the recipe of that run.",
             show_default=False,
         ),
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="[RUN]", help="Continue this run; without a directory, the recipe's newest one."),
+        typer.Option(metavar="[RUN]", help="Resume this run; without a directory, the recipe's newest run."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run and why, and write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan without training or writing anything.")
+    ] = False,
     num_processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Worker processes, of all nodes together: parallel.num_processes in short."),
+        typer.Option(min=1, help="Number of worker processes on all nodes; short for parallel.num_processes."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Machines that train together; run this on each of them.")
+        int | None,
+        typer.Option(min=1, max=100_000, help="Number of machines that train together; run the command on each."),
     ] = None,
-    node_rank: Annotated[
-        int | None, typer.Option(min=0, help="Which of the nodes this one is, counted from 0.")
-    ] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node, from 0.")] = None,
     rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: an address of node 0.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0 for the rendezvous.")
     ] = None,
     rendezvous_timeout: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="How long the nodes wait for each other (600).")
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")
     ] = None,
     accelerate_config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Take processes, strategy and the like from this Accelerate file."),
+        typer.Option(
+            metavar="FILE",
+            help="Take the number of processes, strategy and related settings from this Accelerate file.",
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Start even where the plan says it does not fit.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even if the plan does not fit.")] = False,
 ) -> None:
     """Train a recipe.
 

@@ -14,10 +14,13 @@ from trainwright.errors import EXIT_TRAINING
 def verify(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 5,
     accelerate_config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Take processes, strategy and the like from this Accelerate file."),
+        typer.Option(
+            metavar="FILE",
+            help="Take the number of processes, strategy and related settings from this Accelerate file.",
+        ),
     ] = None,
 ) -> None:
     """Compare a few steps on one process with the recipe's strategy and processes, on this machine.

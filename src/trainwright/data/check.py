@@ -95,7 +95,7 @@ def check_rows(
     rows = iterate_source(source, limit, key, documents)
     first = list(islice(rows, 8))
     if not first:
-        raise RequestError(f"{key}: {source} holds no rows")
+        raise RequestError(f"{key}: {source} has no rows")
     columns = list(dict.fromkeys(name for _, row in first for name in row))
     look = functools.partial(_layout, kind, [row for _, row in first], wanted, f"{key}: {source}")
     found.layout = look(columns)

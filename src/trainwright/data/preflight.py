@@ -40,10 +40,7 @@ def check_data(recipe: Recipe) -> None:
 def refuse_unused_template(chat_template: str | None, layouts: Collection[str | None]) -> None:
     """Raise RequestError if ``chat_template`` is set and all ``layouts`` are text; None: not known yet."""
     if chat_template is not None and set(layouts) == {"text"}:
-        raise RequestError(
-            "model.chat_template: has no effect, as the rows are plain text, which no template is put around; remove "
-            "it, or use conversations"
-        )
+        raise RequestError("model.chat_template: has no effect on plain text rows; remove it, or use conversations")
 
 
 def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:

@@ -115,7 +115,7 @@ def _in_processes(
         except TrainwrightError as error:
             raise MachineError(f"measuring failed in one of {count} processes: {error}") from error
     if stopping.requested:
-        raise Stopped("stopped; nothing was measured to the end, and nothing was kept")
+        raise Stopped("stopped; the measurement was not finished, and nothing was saved")
     found: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return found
 

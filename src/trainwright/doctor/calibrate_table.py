@@ -32,9 +32,9 @@ def lines(calibration: Calibration) -> Iterator[str]:
         yield from _collectives(setting)
         yield from _in_step(setting)
     yield ""
-    yield "off by: median (worst) of what the curve says for sizes that were measured and left out of it"
+    yield "off by: median (worst) error of the curve for held-out sizes"
     yield f"all together: {summary(calibration.errors(''))}"
-    yield f"other programs had a core that was wanted in {calibration.disturbance:.0%} of the times"
+    yield f"other programs used the cores during {calibration.disturbance:.0%} of the measurements"
 
 
 def _products(setting: Setting) -> Iterator[str]:

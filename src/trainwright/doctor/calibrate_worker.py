@@ -27,8 +27,7 @@ _MOST_CALLS = 200
 _FEWEST_TYPICAL = 3  # calls
 _JOINT = 4  # factor on the slot: processes that wait for each other have irregular times
 _TOO_BUSY = (
-    "this machine is too busy to be measured: one round over everything takes more than its time; end what else runs "
-    "here, and measure again"
+    "this machine is too busy to measure: one round exceeds its time limit; stop other programs, and measure again"
 )
 
 

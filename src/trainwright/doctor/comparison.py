@@ -65,7 +65,7 @@ class Comparison:
 
     def verdict(self) -> str:
         """Return a line that states whether the runs are the same, and the largest differences."""
-        allowed = f"allowed is {self.tolerance:.0e}, relative"
+        allowed = f"tolerance {self.tolerance:.0e}, relative"
         reason = self.parting()
         if reason is not None:
             return f"NOT the same run: {reason} ({allowed})"

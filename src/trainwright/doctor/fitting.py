@@ -44,7 +44,7 @@ def fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tup
         for kept in range(min(MOST_LAYERS, layers - 1), 0, -1):
             if parameter_count(config, kept) * _BYTES <= memory * _USABLE:
                 cut = cut_model(model, kept, directory)
-                return cut, f"cut to its first {kept} of {layers} layers on both sides: {problem}"
+                return cut, f"both sides use only the first {kept} of {layers} layers: {problem}"
     except (ValueError, TypeError, AttributeError) as error:  # of a configuration with other names
         raise MachineError(f"{problem}; and the model cannot be cut to fewer layers: {error}") from error
-    raise MachineError(f"{problem}; not even one of its {layers} layers fits, so there is nothing to compare with")
+    raise MachineError(f"{problem}; not even one of its {layers} layers fits, so it cannot be compared")

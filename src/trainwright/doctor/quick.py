@@ -347,7 +347,7 @@ def _together(asked: Mapping[str, Any], sides: Sequence[Side], told: Sequence[Ma
         kept = _without_spoilt(rows)
         settings.append({"processes": side.processes, "threads": side.threads, "launch": launch, "samples": kept})
     if not settings:
-        sys.exit("not even the first products were done in time: other programs have the cores")
+        sys.exit("the first matrix products did not finish in time: other programs use the cores")
     return {"settings": settings, "spoilt": sum(one.is_spoilt for one in best) / len(best)}
 
 

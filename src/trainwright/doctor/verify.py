@@ -87,7 +87,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
                     _rehearse(side, steps, stopping)
             except TrainwrightError as error:
                 if kept := error.exit_code == EXIT_TRAINING:  # its message names a log
-                    error.add_note(f"what both sides wrote is kept in {directory}")
+                    error.add_note(f"the output of both sides is in {directory}")
                 raise
         return _compare(sides, TOLERANCES[recipe.train.mixed_precision], out)
     finally:
@@ -105,8 +105,8 @@ def reference_of(recipe: Recipe) -> Recipe:
     one = ParallelSection(strategy="single", num_processes=1)
     if recipe.parallel.is_one_process:
         raise RequestError(
-            "parallel.strategy: this recipe runs on one process here (single), which is what others are compared "
-            "with; choose one to compare, for instance parallel.strategy=fsdp parallel.num_processes=2"
+            "parallel.strategy: this recipe runs on one process here (single), which is the reference; choose "
+            "another strategy to compare, for instance parallel.strategy=fsdp parallel.num_processes=2"
         )
     # Dropout is drawn for each micro-batch, so the micro-batches must be equal.
     steps = train.gradient_accumulation_steps
@@ -151,7 +151,7 @@ def _rehearse(side: Side, steps: int, stopping: Stopping) -> None:
     entry = functools.partial(_work, side, steps)
     code = launch(entry, processes=side.processes, logs=side.run / "logs", stopping=stopping)
     if code == EXIT_STOPPED or stopping.requested:
-        raise Stopped("stopped; nothing is compared and nothing was kept")
+        raise Stopped("stopped; nothing was compared or kept")
 
 
 def _work(side: Side, steps: int) -> int:

@@ -45,7 +45,7 @@ class EventLog:
         if _is_gone(self._path):
             raise TrainingError(
                 f"{self._path} is gone: the run's directory was deleted or moved, or its file system is no longer "
-                "mounted; put it back, or --resume the run in its new place"
+                "mounted; restore it, or --resume the run at its new path"
             )
         record: Record = {"event": event.kind_of_event, "time": time.time(), **event.record()}
         try:

@@ -89,8 +89,12 @@ def _detail(error: BaseException) -> str:
     said = " ".join(str(error).split())
     if found := _ASKED_CUDA.search(said):
         asked, capacity, free = found.groups()
-        return f"{asked} asked for, {free} of {capacity} free"
-    asked = f"{size(int(found[1]))} asked for" if (found := _ASKED_CPU.search(said)) else said[:200] or "no memory"
+        return f"{asked} requested, {free} of {capacity} free"
+    asked = (
+        f"{size(int(found[1]))}{size(int(found[1]))} requested"
+        if (found := _ASKED_CPU.search(said))
+        else said[:200] or "no memory"
+    )
     return ", ".join([asked, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
 
 

@@ -23,8 +23,8 @@ def compare(one: Measured, other: Measured) -> Comparison:
     notes = []
     if one.tokens != other.tokens and any(name in LIKELIHOODS for name in names):
         notes.append(
-            "the two have other tokenizers, chat templates or lengths, so their likelihoods are of other texts and are "
-            "not compared"
+            "the two models have different tokenizers, chat templates or lengths, so their likelihoods cannot be "
+            "compared"
         )
         names = [name for name in names if name not in LIKELIHOODS]
     return Comparison({name: difference(one.columns[name], other.columns[name]) for name in names}, notes)

@@ -169,7 +169,7 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     """Return the sampling settings of a task. Raises RequestError for unsupported ones."""
     known = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
     if unknown := [key for key, value in settings.items() if key not in known and value is not None]:
-        raise RequestError(f"--lm-eval: the task sets {', '.join(unknown)} for its answers, which is not known here")
+        raise RequestError(f"--lm-eval: the task sets {', '.join(unknown)} for its answers, which is not supported")
     return Sampling(
         max_new_tokens=int(settings["max_gen_toks"]),
         temperature=float(settings.get("temperature") or 0.0) if settings.get("do_sample") else 0.0,
@@ -194,5 +194,5 @@ def _results(model: Any, tasks: Sequence[str], directory: str | None, limit: int
         raise
     except (OSError, ConnectionError, ValueError) as error:  # of the datasets library and of the Hub's client
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RequestError(f"--lm-eval {','.join(tasks)}: the tasks' data cannot be had or used: {reason}") from error
+        raise RequestError(f"--lm-eval {','.join(tasks)}: the tasks' data cannot be loaded: {reason}") from error
     return {task: dict(metrics) for task, metrics in found["results"].items()}

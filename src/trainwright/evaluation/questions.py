@@ -45,7 +45,7 @@ class ValidationQuestions:
         asked = [n for n in whole if spans[n][0] > 0]
         if not asked:
             raise RequestError(
-                "evaluate.metrics: no validation row asks something that it also answers in full within data.max_length"
+                "evaluate.metrics: no validation row has a prompt and a full answer within data.max_length"
             )
         chosen = [asked[place] for place in drawn(len(asked), section.generation_limit)]
         self._prompts: list[list[int]] = []

@@ -90,7 +90,7 @@ class Rows:
 
     def _turns(self, index: int) -> list[Message]:
         example = self.examples[index]
-        assert not isinstance(example, str), "a text asks nothing"
+        assert not isinstance(example, str), "a text has no prompt"
         return example
 
 
@@ -234,7 +234,7 @@ def encode(
         if not kept:
             raise RequestError(
                 f"{key}: {rows.place(place)}: its {len(ids):,} tokens have no answer within the first {ends[0][1]:,}; "
-                "raise --max-length, as far as the model goes, or remove the row"
+                "raise --max-length up to the model's limit, or remove the row"
             )
         begin = max(1, _last_run(flags))
         last_turn.append(sum(flags[begin : kept[-1][1]]))

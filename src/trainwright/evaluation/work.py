@@ -80,7 +80,7 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
         encoded.save(work / side)
     names = [name for name in asked.metrics if name in judged or name in LIKELIHOODS]
     if not names:
-        raise RequestError("--metrics: nothing is left to measure")
+        raise RequestError("--metrics: no metric to compute")
     origins = Origins(_names(rows), rows.numbers, rows.parts)
     about = {"origins": asdict(origins), "names": names, "answered": len(places)}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
@@ -154,13 +154,13 @@ def _measure(asked: Asked, work: Path, side: str, loaded: Loaded, world: World, 
 
 def _notes(measured: Measured, rows: EncodedRows, asked: Asked) -> Iterator[str]:
     if rows.cut:
-        yield f"{plural(rows.cut, 'row')} cut to the longest that is allowed"
+        yield f"{plural(rows.cut, 'row')} truncated to the maximum length"
     if rows.split:
-        yield f"{plural(rows.split, 'row')} split at the longest that is allowed; nothing is lost"
+        yield f"{plural(rows.split, 'row')} split at the maximum length; no token is lost"
     unfinished = sum(sample.complete is False for sample in measured.samples)
     if unfinished:
         cut = they(unfinished, "answer", "were cut")
-        yield f"{cut} at {plural(asked.max_new_tokens, 'token')}; --max-new-tokens allows more"
+        yield f"{cut} at {plural(asked.max_new_tokens, 'token')}; raise --max-new-tokens for longer ones"
 
 
 def _harness(asked: Asked, side: Path, loaded: Loaded, world: World, stage: Stage) -> None:
@@ -197,12 +197,12 @@ def _rows_of_run(found: Found) -> Rows:
     """Return the validation rows of the run."""
     recipe = found.recipe
     if recipe is None:
-        raise RequestError(f"--data: {found.origin} is not of a run, which would have validation rows; name the rows")
+        raise RequestError(f"--data: {found.origin} is not a run with validation rows; pass the rows")
     data = recipe.data
     if recipe.spec.no_validation_rows is not None:
         raise RequestError(f"--data: {found.origin} is of {recipe.spec.no_validation_rows}")
     if not data.validation:
-        raise RequestError(f"--data: {found.origin} is of a run without validation rows; name the rows")
+        raise RequestError(f"--data: {found.origin} is of a run without validation rows; pass the rows")
     prepared = prepare_data(data, load_tokenizer(found.section), seed=recipe.train.seed, cache=cache_root())
     held = prepared.held_back()
     own = data.validation_source
@@ -243,7 +243,7 @@ def _check_room(encoded: EncodedRows, rows: Rows, positions: int | None, key: st
     for place, prompt in zip(encoded.prompts.places, encoded.prompts.tokens, strict=True):
         if positions is not None and len(prompt) >= positions:
             raise RequestError(
-                f"{key}: {rows.place(place)}: its question has {plural(len(prompt), 'token')}, and the model only "
+                f"{key}: {rows.place(place)}: its question has {plural(len(prompt), 'token')}, but the model has only "
                 f"{positions:,} positions; shorten or remove the row"
             )
 

@@ -18,7 +18,7 @@ def check_answer_file(out: Path) -> None:
     if out.suffix.lower() not in _WRITERS:
         raise RequestError(f"--out: {out} should end in {', '.join(_WRITERS)}")
     if out.exists():
-        raise RequestError(f"--out: {out} exists; choose another file")
+        raise RequestError(f"--out: {out} already exists; choose another file")
 
 
 def write_answers(out: Path, rows: Sequence[Row]) -> None:

@@ -72,7 +72,7 @@ def read_questions(source: str, key: str) -> Questions:
         found.places.append(place)
     found.notes.extend([] if lines else source_notes(source, key))
     if not found.rows:
-        raise RequestError(f"{key}: {source} holds no {'prompts, a line each' if lines else 'rows'}")
+        raise RequestError(f"{key}: {source} has no {('prompts, one per line' if lines else 'rows')}")
     return found
 
 
@@ -149,7 +149,7 @@ def _layout(row: Row) -> Layout:
         return check_format([*row, *([answer] if answer else ())], name)
     except RequestError:
         fields = ", ".join(dict.fromkeys(field for field, _ in _FIELDS.values()))
-        raise RequestError(f"nothing is asked: it has {', '.join(row) or 'no fields'}, and none of {fields}") from None
+        raise RequestError(f"no prompt: the row has {', '.join(row) or 'no fields'}, and none of {fields}") from None
 
 
 def _is_answered(turns: list[Any]) -> bool:

@@ -76,7 +76,7 @@ def find_model(
     elif (path / _RECIPE).is_file():
         found = _of_run(path, checkpoint)
     else:
-        _refuse_choice(checkpoint, f"{model} is no run")
+        _refuse_choice(checkpoint, f"{model} is not a run")
         found = _of_adapter(path) if (path / _ADAPTER).is_file() else Found(model, ModelSection(name=model))
     if of_texts and found.recipe is not None and not found.recipe.has_texts:
         raise RequestError(
@@ -88,7 +88,7 @@ def find_model(
 
 def _refuse_choice(checkpoint: str | None, why: str) -> None:
     if checkpoint is not None:
-        raise RequestError(f"--checkpoint {checkpoint}: {why}; it chooses among the checkpoints of a run's directory")
+        raise RequestError(f"--checkpoint {checkpoint}: {why}; --checkpoint is for run directories")
 
 
 def _of_run(run: Path, wanted: str | None) -> Found:
@@ -97,21 +97,21 @@ def _of_run(run: Path, wanted: str | None) -> Found:
     has_final = (run / _FINAL).is_dir()
     if wanted == "final" or (wanted is None and has_final):
         if not has_final:
-            raise RequestError(f"--checkpoint final: {run} has none, it is not finished; {_held(steps)}")
+            raise RequestError(f"--checkpoint final: {run} is not finished; {_held(steps)}")
         return _final(run)
     if wanted is not None and wanted.isdigit():
         if int(wanted) not in steps:
             raise RequestError(f"--checkpoint {wanted}: {run} has no such step; {_held(steps)}")
         return _checkpoint(_opened(checkpoints.path(int(wanted))))
     if wanted not in (None, "best", "newest"):
-        raise RequestError(f"--checkpoint {wanted}: say final, best, newest or a step; {_held(steps)}")
+        raise RequestError(f"--checkpoint {wanted}: choose from final, best, newest or a step; {_held(steps)}")
     newest, refused = checkpoints.latest()
     if newest is None:
         raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{_reasons(refused)}")
     progress = newest.state.get("progress")
     best = progress.get("best_step") if isinstance(progress, dict) else None
     if wanted == "best" and best is None:
-        raise RequestError(f"--checkpoint best: {run} was not measured on validation rows; {_held(steps)}")
+        raise RequestError(f"--checkpoint best: {run} has no validation results; {_held(steps)}")
     if wanted != "newest" and best in steps:
         return _checkpoint(_opened(checkpoints.path(best)))
     if wanted == "best":
@@ -164,16 +164,16 @@ def _base_section(path: Path) -> ModelSection:
 
     recorded = BaseModel.read(path)
     name = recorded.name if recorded is not None else _json(path / _ADAPTER).get("base_model_name_or_path")
-    other = "name the model, and the adapter with --adapter"
+    other = "pass the base model, and the adapter with --adapter"
     if not isinstance(name, str) or not name:
-        raise RequestError(f"{path}/{_ADAPTER} does not say of which model it is; {other}")
+        raise RequestError(f"{path}/{_ADAPTER} does not name its base model; {other}")
     if recorded is not None and recorded.is_fresh and not user_path(name).exists():
         raise RequestError(
-            f"{path} is an adapter of a model without files ({name}); name the run, which can make it again"
+            f"{path} is an adapter of a randomly initialized model ({name}); pass the run, which can recreate the model"
         )
     if Path(name).is_absolute() and not Path(name).exists():
         details = "" if recorded is None else f" ({recorded.details})"
-        raise RequestError(f"{path} is an adapter of {name}{details}, which is not there; {other}")
+        raise RequestError(f"{path} is an adapter of {name}{details}, which was not found; {other}")
     return ModelSection(name=name, gguf_file=None if recorded is None else recorded.gguf_file)
 
 
@@ -187,9 +187,9 @@ def _with_adapter(found: Found, adapter: str) -> Found:
     if not (directory / _ADAPTER).is_file() and (directory / _FINAL / _ADAPTER).is_file():
         directory = directory / _FINAL
     if not (directory / _ADAPTER).is_file():
-        raise RequestError(f"--adapter: {directory} has no {_ADAPTER}; give the directory of an adapter")
+        raise RequestError(f"--adapter: {directory} has no {_ADAPTER}; pass the directory of an adapter")
     if found.checkpoint is not None or found.section.adapter.type != "none":
-        raise RequestError(f"--adapter: {found.origin} is not a plain model already; put the adapter on its base model")
+        raise RequestError(f"--adapter: {found.origin} already has an adapter; pass its base model")
     return replace(found, origin=f"{found.origin} with {directory}", section=_adapted(found.section, directory))
 
 

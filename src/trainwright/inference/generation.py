@@ -71,7 +71,9 @@ def new_token_limit(model: PreTrainedModel, prompt: Sequence[int], sampling: Sam
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     left = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - len(prompt))
     if left < 1:
-        raise RequestError(f"the prompt has {len(prompt):,} tokens and the model {positions:,} positions; shorten it")
+        raise RequestError(
+            f"the prompt has {len(prompt):,} tokens, but the model has {positions:,} positions; shorten it"
+        )
     return left
 
 
@@ -151,5 +153,5 @@ def _new_cache(model: PreTrainedModel) -> Any:
     from transformers import DynamicCache
 
     if not any(name in inspect.signature(model.forward).parameters for name in _CACHE_NAMES):
-        raise RequestError(f"{type(model).__name__} keeps its past in a way of its own, which is not known here")
+        raise RequestError(f"{type(model).__name__} has an unsupported kind of cache")
     return DynamicCache(config=model.config)

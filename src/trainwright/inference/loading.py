@@ -82,7 +82,7 @@ def check_fits(found: Found, dtype: torch.dtype, machine: Machine, processes: in
             fix = "use fewer processes (--num-processes)"
         raise MachineError(
             f"{found.origin} has {needed / 2**30:,.1f} GiB of weights, and {where} has {memory / 2**30:,.1f} GiB: "
-            f"every process holds a whole copy; {fix}"
+            f"every process holds a full copy; {fix}"
         )
 
 

@@ -29,8 +29,8 @@ def warning() -> str | None:
     if os.environ.get("SLURM_TASK_PID") != str(os.getppid()) or not _is_shell(os.getppid()):
         return None
     return (
-        "this command is a line of a job script: on scancel, preemption and the time limit Slurm ends the script's "
-        "shell, and then this run before it can write a last checkpoint; put exec or srun before the command"
+        "this command runs in a job script: on scancel, preemption and at the time limit, Slurm ends the script's "
+        "shell and this run before it can write a last checkpoint; put exec or srun before the command"
     )
 
 

@@ -46,8 +46,8 @@ def open_files_in_words() -> Iterator[None]:
             raise
         whose = "this process" if error.errno == errno.EMFILE else "the machine"
         raise MachineError(
-            f"{whose} has as many files open as it may, and {error.filename or 'a connection'} is one more; "
-            "raise the limit (ulimit -n), then --resume this run"
+            f"{whose} reached the limit of open files at {error.filename or 'a connection'}; raise the limit (ulimit "
+            "-n), then --resume this run"
         ) from error
 
 
@@ -66,14 +66,14 @@ def shortage(files: int | None, shared: int | None, local: int, world: int) -> s
     needed = needed_files(local, world)
     if files is not None and files < needed:
         return (
-            f"a process may have {files} files open here (ulimit -n), and a run of {world} "
-            f"process{'es' * (world > 1)} needs {needed}; raise it: `ulimit -n {max(1024, needed)}`, or nofile in "
-            "/etc/security/limits.conf, or docker run --ulimit nofile=65536"
+            f"the limit of open files is {files} (ulimit -n), but a run of {world} process{'es' * (world > 1)} needs "
+            f"{needed}; raise it: `ulimit -n {max(1024, needed)}`, or nofile in /etc/security/limits.conf, or docker "
+            "run --ulimit nofile=65536"
         )
     if shared is not None and shared < _SHARED_BYTES:
         return (
-            f"{_SHARED} has {shared:,} bytes free, and processes need {_SHARED_BYTES:,} there to talk to each other; "
-            "remove what programs that are gone have left in it, or give a container more (docker run --shm-size=1g)"
+            f"{_SHARED} has {shared:,} bytes free, but processes need {_SHARED_BYTES:,} to communicate; remove files "
+            "left there by ended programs, or give the container more (docker run --shm-size=1g)"
         )
     return None
 

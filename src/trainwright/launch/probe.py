@@ -83,9 +83,10 @@ def fit(run: Path, stopping: Stopping) -> None:
         rows = recipe.train.micro_batch_size
         if not isinstance(rows, int) or rows == 1:
             raise MachineError(
-                f"the run's fullest step was tried and does not fit: {found.error}; `trainwright plan` shows what would"
+                f"the run's largest step was tested and does not fit: {found.error}; `trainwright plan` shows what "
+                "would fit"
             )
-        why = f"train.micro_batch_size {halved(rows)}: {rows} was tried, and its fullest step ran out of memory"
+        why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"
         run_directory.change(run, run_directory.recipe_text(with_rows(recipe, halved(rows))), why)
 
 

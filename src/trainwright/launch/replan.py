@@ -39,7 +39,7 @@ def take(run: Path) -> tuple[Recipe, int | None] | None:
         for key in keys:
             old, new = getattr(getattr(before, section), key), getattr(getattr(recipe, section), key)
             if old != new:
-                why = f"{section}.{key} {new}: {old} proved slower than planned, and the run was told to change it"
+                why = f"{section}.{key} {new}: {old} was slower than planned (train.replan: auto)"
                 run_directory.change(run, text, why)
     run_directory.expect(run, {"step_time": offer["seconds"]}, offer)
     return recipe, offer.get("threads")

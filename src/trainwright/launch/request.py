@@ -49,7 +49,9 @@ def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
     """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files."""
     files = [a for a in arguments if "=" not in a]
     if len(files) > 1:
-        raise RequestError(f"one recipe a run, not {len(files)} ({', '.join(files)}); overrides are section.key=value")
+        raise RequestError(
+            f"expected one recipe, not {len(files)} ({', '.join(files)}); overrides have the form section.key=value"
+        )
     return Path(files[0]) if files else None, [a for a in arguments if "=" in a]
 
 
@@ -61,7 +63,7 @@ def request_of(
     `resume` is None for a new run, else the run directory, or "" for the recipe's newest run. Raises RequestError.
     """
     if recipe is None and not resume:
-        raise RequestError("no recipe given; for instance: trainwright train recipes/sft/tiny.yaml")
+        raise RequestError("no recipe; pass one, for instance: trainwright train recipes/sft/tiny.yaml")
     if resume is None:
         assert recipe is not None
         overrides, reasons = _under(overrides, meaning, recipe, resumed=False)
@@ -106,7 +108,7 @@ def for_started(request: Request, processes: int, launcher: str) -> Request:
             "or set parallel.strategy to auto"
         )
     if parallel.num_processes == "auto":
-        reasons += (f"parallel.num_processes {processes}: as many as {launcher} started",)
+        reasons += (f"parallel.num_processes {processes}: the number that {launcher} started",)
     elif parallel.num_processes != processes:
         raise MachineError(
             f"parallel.num_processes: the recipe asks for {parallel.num_processes} process"
@@ -128,7 +130,7 @@ def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
     if parallel.is_one_process:
         raise RequestError(
             f"parallel.strategy: {parallel.strategy} runs one process, but --nodes is {nodes}; set it to auto, or "
-            "leave --nodes out"
+            "remove --nodes"
         )
     processes = parallel.num_processes
     reasons = request.reasons
@@ -138,8 +140,8 @@ def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
         reasons += (f"parallel.num_processes {processes}: {each} on each of {nodes} nodes, {why}",)
     if processes % nodes:
         raise RequestError(
-            f"parallel.num_processes: {processes} processes cannot be divided over --nodes {nodes} equally; "
-            f"set it to {max(1, processes // nodes) * nodes}, or auto"
+            f"parallel.num_processes: {processes} processes cannot be divided over --nodes {nodes} equally; set it to "
+            f"{max(1, processes // nodes) * nodes} or auto"
         )
     return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 

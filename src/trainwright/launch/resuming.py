@@ -105,7 +105,7 @@ class _Change(NamedTuple):
         if self.path == _DIRECTORY:
             yield f"{dotted(self.path)}: {run} in the run, now {self.new} {said}"
         elif self.path in _MAY_GROW:
-            longer = "; a run can be made longer and nothing else"
+            longer = "; only the length of a run can change"
             yield f"{dotted(self.path)}: {_text(self.old)} in the run, now {_text(self.new)} {said}{longer}"
         else:
             for path, old, new in _parts(self.path, self.old, self.new):
@@ -195,10 +195,10 @@ def _refuse(run: Path, path: Path | Tree | None, changes: list[_Change]) -> None
         return
     resume = f"trainwright train --resume {run}"
     if path is None:
-        first, fix = f"--resume {run}: this cannot change when a run is resumed", "leave the override out"
+        first, fix = f"--resume {run}: these values cannot change when a run is resumed", "remove the override"
     else:
-        first = f"{path}: says something else than {run}, the run to be resumed"
-        fix = f"put the value back, leave the recipe out ({resume})"
+        first = f"{path}: differs from {run}, the run to resume"
+        fix = f"restore the value, or leave out the recipe ({resume})"
     lines = "".join(f"\n  {line}" for change in changes for line in change.differences(run))
     raise RequestError(f"{first}{lines}\n{fix}, or start a new run (without --resume)")
 

@@ -38,7 +38,7 @@ def create(wanted: str, stem: str) -> Path:
         try:
             directory.mkdir(parents=True)
         except OSError as error:
-            raise RequestError(f"logging.run_directory: {directory} cannot be made: {error.strerror}") from error
+            raise RequestError(f"logging.run_directory: {directory} cannot be created: {error.strerror}") from error
         return directory
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):

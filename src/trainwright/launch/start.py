@@ -219,7 +219,7 @@ def _launched(
     code = launch(entry, processes=processes, **more)
     while code == EXIT_STOPPED and not stopping.requested and (changed := take(run)) is not None:
         recipe, threads = changed
-        say(f"going on as {recipe.parallel.strategy} on {recipe.parallel.num_processes}")
+        say(f"continuing with {recipe.parallel.strategy} on {recipe.parallel.num_processes}")
         _set_threads(resolved.plan.chosen.choice.threads, threads)
         code = launch(again, processes=int(recipe.parallel.num_processes), **more)
     return code
@@ -242,4 +242,4 @@ def _left(run: Path, stopping: Stopping) -> str:
     if stopping.left == CHECKPOINT:
         return "stopped after a checkpoint"
     said = "killed" if stopping.left == NEWEST else "stopped before another step"
-    return f"{said}; the newest whole checkpoint is kept ({checkpoints.path(steps[-1])})"
+    return f"{said}; the newest complete checkpoint is kept ({checkpoints.path(steps[-1])})"

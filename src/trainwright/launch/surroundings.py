@@ -32,8 +32,8 @@ def refuse_more_nodes(arguments: Sequence[str], nodes: int | None, variables: Ma
     if nodes is not None or there < 2 or in_slurm_step(given):
         return
     raise RequestError(
-        f"this Slurm allocation has {there} nodes, and this command trains on one; start a process for every device "
-        f"of all of them with `{srun_line(given, there, arguments)}`, or give --nodes 1 to leave the others idle"
+        f"this Slurm allocation has {there} nodes, but this command trains on one; start one process per device on "
+        f"all nodes with `{srun_line(given, there, arguments)}`, or pass --nodes 1 to leave the others idle"
     )
 
 
@@ -64,8 +64,8 @@ def not_followed(
     if nodes is None and alone and not given.has("RANK") and (address := given.text("MASTER_ADDR")) is not None:
         port = given.text("MASTER_PORT") or "29500"
         yield (
-            f"MASTER_ADDR is {address}, which is not used: this trains on this machine alone; for several give each "
-            f"--nodes N --node-rank R --rendezvous {address}:{port}"
+            f"MASTER_ADDR is {address}, which is not used: this command trains on this machine only; for several, "
+            f"pass on each --nodes N --node-rank R --rendezvous {address}:{port}"
         )
     tasks = number_of(given, "SLURM_NTASKS")
     if given.has("SLURM_JOB_ID") and not in_slurm_step(given) and tasks > 1 and tasks != processes:

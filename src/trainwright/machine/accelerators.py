@@ -65,7 +65,7 @@ def with_device(machine: Machine, asked: str) -> Machine:
     if asked == "cuda" and not machine.gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if hidden is None else f"; CUDA_VISIBLE_DEVICES is {hidden!r}, which hides them"
-        raise MachineError(f"parallel.device: cuda, but no GPU is found here ({machine.describe()}){why}; {ON_PURPOSE}")
+        raise MachineError(f"parallel.device: cuda, but no GPU was found ({machine.describe()}){why}; {ON_PURPOSE}")
     return machine
 
 
@@ -139,11 +139,11 @@ def _nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: str | No
         yield f"CUDA_VISIBLE_DEVICES is {visible!r}: slices of a GPU split by MIG are not supported; {_whole_gpu()}"
         return
     if chosen == 0:
-        yield f"CUDA_VISIBLE_DEVICES is {visible!r}, which names none of the {gpus}: unset it, or ask for a GPU"
+        yield f"CUDA_VISIBLE_DEVICES is {visible!r}, which selects none of the {gpus}: unset it, or select a GPU"
         return
     if nvml.mig:
         which = ", ".join(map(str, nvml.mig))
-        yield f"GPU {which} is split by MIG, of which a process can use one slice alone; {_whole_gpu()}"
+        yield f"GPU {which} is split by MIG, and a process can use only one slice; {_whole_gpu()}"
     if build.cuda is None:
         kind = "a ROCm build" if build.hip else "a build for CPUs"
         yield (
@@ -175,7 +175,7 @@ def _asked_for(variables: Mapping[str, str]) -> Iterator[str]:
     names = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
     for name in names:
         if (value := variables.get(name, "").strip()) not in ("", "0" if name == "SLURM_GPUS_ON_NODE" else ""):
-            yield f"{name} is {value}, and no GPU is found here: look at nvidia-smi, or unset it"
+            yield f"{name} is {value}, but no GPU was found: check nvidia-smi, or unset it"
             return
 
 

@@ -93,7 +93,7 @@ def find_card(name: str) -> Card:
     near = difflib.get_close_matches(key, [*_by_name(), *_ambiguous()], n=6, cutoff=0.5)
     found = dict.fromkeys(_by_name()[word].name if word in _by_name() else word.upper() for word in near)
     hint = f"; did you mean {_listed(list(found)[:3])}?" if found else "."
-    raise RequestError(f"{name}: no such card in the catalogue{hint} `trainwright machine cards` shows all there are")
+    raise RequestError(f"{name}: no such card in the catalogue{hint} `trainwright machine cards` lists all cards")
 
 
 def _with_limit(card: Card, watts: int) -> Card:
@@ -101,8 +101,8 @@ def _with_limit(card: Card, watts: int) -> Card:
         return card
     if not _LEAST_POWER * card.watts <= watts <= card.watts:
         raise RequestError(
-            f"{card.name}-{watts}W: its power can be limited to {math.ceil(_LEAST_POWER * card.watts)} W at the least, "
-            f"and it takes {card.watts} W at the most"
+            f"{card.name}-{watts}W: its power limit must be from {math.ceil(_LEAST_POWER * card.watts)} to "
+            f"{card.watts} W"
         )
     return replace(card, name=f"{card.name}-{watts}W", watts=watts, aliases=())
 

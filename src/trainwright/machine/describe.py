@@ -68,7 +68,7 @@ class Cluster:
     def planned_only(self) -> str | None:
         """Why the machine can only be planned, not trained on; None if it can be trained on."""
         vendor = self.card.vendor
-        return None if vendor in TRAINED_ON else f"planned only: {TRAINING_RUNS_ON}, not on those of {vendor}"
+        return None if vendor in TRAINED_ON else f"planning only: {TRAINING_RUNS_ON}, not on those of {vendor}"
 
     @property
     def usable_bytes(self) -> int:
@@ -91,7 +91,9 @@ def parse_machine(text: str) -> Cluster:
     nodes, devices = (counts[0], counts[1]) if len(counts) == 2 else (1, counts[0] if counts else 1)
     _check_counts(text, nodes, devices, card)
     if found["network"] is not None and nodes == 1:
-        raise RequestError(f"{text}: a network joins nodes, and this is one; write 2x{text} for two, or leave it out")
+        raise RequestError(
+            f"{text}: a network needs several nodes; write 2x{text} for two nodes, or remove the network"
+        )
     host = max(_LEAST_HOST_BYTES, 2 * devices * card.nominal_bytes)
     assumptions = [
         f"{host / 2**30:.0f} GiB of host memory and {_CORES_PER_DEVICE * devices} cores a node",
@@ -119,11 +121,11 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
     """
     assumptions: list[str] = []
     if machine.described_by is not None:
-        assumptions.append(f"this machine is as {machine.described_by} describes it (TRAINWRIGHT_MACHINE)")
+        assumptions.append(f"this machine is described by {machine.described_by} (TRAINWRIGHT_MACHINE)")
     gpus = machine.gpus
     card = _card_of(min(gpus, key=lambda gpu: gpu.memory_bytes), assumptions) if gpus else cpu_card(machine)
     if len({gpu.name for gpu in gpus}) > 1:
-        assumptions.append(f"the GPUs differ, and all are taken for the smallest, {card.name}")
+        assumptions.append(f"the GPUs differ; all are planned as the smallest, {card.name}")
     devices = max(1, len(gpus))
     if nodes > 1 and network_bits is None:
         count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
@@ -162,8 +164,8 @@ def _adapters(text: str, written: str | None, card: Card, assumptions: list[str]
     found = _NETWORK.match(written)
     if found is None or not float(found["rate"]) or found["count"] == "0":
         raise RequestError(
-            f"{text}: {written or 'nothing'} after the @ is no network; write the rate of a node, such as "
-            "@400Gb, or its adapters, such as @8x400Gb"
+            f"{text}: {written or 'nothing'} after the @ is not a network; write the rate of a node, such as @400Gb, "
+            "or its adapters, such as @8x400Gb"
         )
     return int(found["count"] or 1), float(found["rate"]) * {"g": 1e9, "t": 1e12}[found["unit"]]
 
@@ -185,7 +187,7 @@ def _card_of(gpu: Gpu, assumptions: list[str]) -> Card:
         key=lambda card: (_apart(card.capability, gpu.capability), abs(math.log(card.memory_bytes / gpu.memory_bytes))),
     )
     assumptions.append(
-        f"{gpu.name} is not in the catalogue, and taken to be as fast as {like.name}; `trainwright machine calibrate` "
+        f"{gpu.name} is not in the catalogue; assumed as fast as {like.name}; `trainwright machine calibrate` "
         "measures it"
     )
     return replace(

@@ -58,4 +58,4 @@ def read_machine(file: Path) -> Machine:
     return replace(found, described_by=str(file), is_here=False)
 
 
-_ADVICE = "write the file with `trainwright machine --json` on the machine that is meant"
+_ADVICE = "write the file with `trainwright machine --json` on that machine"

@@ -200,7 +200,7 @@ def check_model(model: CausalLM, batch: Batch, tolerance: float = 1e-3) -> None:
     if problem is not None and model.packed:
         raise RequestError(f"data.pack_length: {name} does not keep packed documents apart ({problem}); set it to null")
     if problem is not None:
-        raise RequestError(f"model: {name} computes its logits in a way that is not known here ({problem})")
+        raise RequestError(f"model: {name} computes its logits in an unsupported way ({problem})")
 
 
 def _documents(batch: Batch) -> Iterator[Batch]:

@@ -54,7 +54,7 @@ def making(config: PretrainedConfig, where: str = "model") -> Iterator[None]:
         raise
     except NOT_MADE as error:
         what = f"{type(error).__name__}: {error}"
-        raise RequestError(f"{where}: no {config.model_type} can be made of this configuration ({what})") from error
+        raise RequestError(f"{where}: cannot create a {config.model_type} from this configuration ({what})") from error
 
 
 def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -75,12 +75,12 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     if "rope_parameters" in known:
         known |= OLDER_ROPE_KEYS
     if unknown := [key for key in fields if key not in known]:
-        lines = [f"model.config.{key}: no key of {kind}{_nearest(key, known)}" for key in unknown]
+        lines = [f"model.config.{key}: not a key of {kind}{_nearest(key, known)}" for key in unknown]
         raise RequestError("\n".join(lines))
     size = fields.setdefault("vocab_size", len(tokenizer))
     if isinstance(size, int) and size < len(tokenizer):
         raise RequestError(
-            f"model.config.vocab_size: {size:,} is less than the tokenizer's {len(tokenizer):,} tokens; leave it out"
+            f"model.config.vocab_size: {size:,} is less than the tokenizer's {len(tokenizer):,} tokens; remove it"
         )
     for name in SPECIAL_IDS:
         fields.setdefault(name, getattr(tokenizer, name))
@@ -104,7 +104,7 @@ def set_dropout(config: PretrainedConfig, probability: float) -> None:
         setattr(part, SOURCE_DROPOUT, before)
         found |= bool(before)
     if not found and probability > 0:
-        raise RequestError(f"model.dropout: {config.model_type} has no dropout; leave model.dropout out")
+        raise RequestError(f"model.dropout: {config.model_type} has no dropout; remove model.dropout")
 
 
 def restore_source(config: PretrainedConfig) -> PretrainedConfig:
@@ -132,7 +132,7 @@ def _dropout_values(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
 def _causal_kind(fields: Mapping[str, Any]) -> str:
     kind = fields.get("model_type")
     if not isinstance(kind, str):
-        raise RequestError("model.config.model_type: missing; name an architecture, such as llama")
+        raise RequestError("model.config.model_type: missing; set it to an architecture, such as llama")
     check_supported(fields, "model.config")
     if kind == GPT:
         from trainwright.models.gpt.model import register

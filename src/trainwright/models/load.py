@@ -63,7 +63,9 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     else:
         source = resolve(model, weights=False)
         if source.directory is None:
-            raise RequestError('model.tokenizer: a fresh model needs one: "bytes" (built in), an id or a directory')
+            raise RequestError(
+                'model.tokenizer: required for a randomly initialized model: "bytes" (built in), an id or a directory'
+            )
         tokenizer = tokenizer_from(source.directory, "model.name")
     if model.chat_template is not None:
         tokenizer.chat_template = _chat_template(model.chat_template)
@@ -178,7 +180,7 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     if absent := sorted(report["missing_keys"]):
         raise RequestError(
             f"model.name: {directory} lacks {plural(len(absent), 'tensor')} of {type(model).__name__} "
-            f"({', '.join(absent[:3])}); its weights and its config.json do not belong together"
+            f"({', '.join(absent[:3])}); its weights do not match its config.json"
         )
     if unused := sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS)):
         logger.warning("%s: %d tensors are not used: %s", directory, len(unused), ", ".join(unused[:3]))
@@ -262,8 +264,8 @@ def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     size = config.get_text_config().vocab_size
     if len(tokenizer) > size:
         raise RequestError(
-            f"model.tokenizer: it has {len(tokenizer):,} tokens, and the model only {size:,} embeddings; "
-            "leave model.tokenizer out to use the model's own"
+            f"model.tokenizer: it has {len(tokenizer):,} tokens, but the model has only {size:,} embeddings; remove "
+            "model.tokenizer to use the model's tokenizer"
         )
     for name in SPECIAL_IDS:
         setattr(config, name, getattr(tokenizer, name))
@@ -296,7 +298,7 @@ def _chat_template(text: str) -> str:
     if "{" not in text:
         file = user_path(text)
         if not file.is_file():
-            raise RequestError(f"{where}: {text} is no file, and no Jinja template either")
+            raise RequestError(f"{where}: {text} is neither a file nor a Jinja template")
         where, text = f"{where}: {file}", _text_of(file, where)
     try:
         _compile_jinja_template(text)

@@ -10,9 +10,9 @@ from typing import Any
 
 from trainwright.errors import RequestError
 
-_DISTANCE = "its attention takes the distance between tokens from their places in the row (ALiBi)"
-_WHOLE_ROW = "its attention is not told where documents begin"
-_STATE = "the state of its recurrent layers goes on from one document into the next"
+_DISTANCE = "its attention uses the distance between tokens in the row (ALiBi)"
+_WHOLE_ROW = "its attention does not know where documents begin"
+_STATE = "the state of its recurrent layers continues from one document into the next"
 _OWN_ATTENTION = {
     **dict.fromkeys(("bloom", "mpt"), _DISTANCE),
     **dict.fromkeys(("falcon", "nemotron", "openai-gpt", "stablelm"), _WHOLE_ROW),

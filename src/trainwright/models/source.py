@@ -85,7 +85,7 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
         kind = model.config.get("model_type", "model")
         return ModelSource(None, dict(model.config), f"fresh {kind}, initialised from the seed")
     if model.name is None:
-        raise RequestError("model: neither name nor config is given; set model.name or model.config")
+        raise RequestError("model: neither name nor config is set; set model.name or model.config")
     found = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
     check_directory(found.directory, "model.name", weights=weights)
     return ModelSource(found.directory, None, found.origin, found.gguf, found.package)
@@ -98,7 +98,7 @@ def locate(
     say = notify or logger.info
     path = user_path(name)
     if path.is_file() and gguf_file is not None:
-        raise RequestError(f"model.gguf_file: has no effect, as {key} {name} is a file itself; remove it")
+        raise RequestError(f"model.gguf_file: has no effect, because {key} {name} is a file; remove it")
     if path.is_file() or name.endswith(".gguf"):
         return _from_gguf(_existing(path, key), key, f"GGUF file {path}", say)
     if path.is_dir():
@@ -122,10 +122,12 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
             raise RequestError(
                 f"{key}: {directory} is a diffusion model (diffusers); Trainwright trains decoder-only language models"
             )
-        hint = "it holds an adapter, not a model; name its base here, and it in model.adapter.start_from"
+        hint = (
+            "it is an adapter, not a model; set this key to its base model, and model.adapter.start_from to the adapter"
+        )
         if "adapter_config.json" not in files:
             of_run = {"recipe.yaml", "final"} <= set(files)
-            hint = "it is a run, whose model is in final/ in there" if of_run else _holds(files)
+            hint = "it is a run directory; its model is in final/" if of_run else _holds(files)
         raise RequestError(f"{key}: {directory} has no config.json: {hint}")
     for shard in _weight_files(directory, files, key) if weights else ():
         check_safetensors(shard, key)
@@ -162,7 +164,9 @@ def _shards(index: Path, key: str) -> list[str]:
     named = content.get("weight_map") if isinstance(content, dict) else None
     shards = list(named.values()) if isinstance(named, dict) else []
     if not shards or not all(isinstance(shard, str) for shard in shards):
-        raise RequestError(f"{key}: {index} is damaged: its weight_map names no file for each tensor; get it again")
+        raise RequestError(
+            f"{key}: {index} is damaged: its weight_map does not name a file for each tensor; download it again"
+        )
     if outside := sorted({shard for shard in shards if shard in ("", ".", "..") or "/" in shard or "\\" in shard}):
         raise RequestError(
             f"{key}: {index} names files that are not in its directory ({', '.join(outside[:3])}), which are not read"
@@ -175,7 +179,7 @@ def check_safetensors(file: Path, key: str) -> None:
     try:
         read_header(file)
     except (DamagedFile, OSError) as error:
-        raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); get it again") from error
+        raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); download it again") from error
 
 
 def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> Located:
@@ -195,7 +199,7 @@ def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
         return _from_gguf(file, key, origin, say, package.partition(" ")[0])
     tried = [
         f"no such local path{_near_here(Path(name))}",
-        "not whole in the Hugging Face cache",
+        "incomplete in the Hugging Face cache",
         f"not in an installed package{_near(name)}",
     ]
     directory = _download(name, key, weights, tried, say)
@@ -241,11 +245,11 @@ def _packaged(name: str) -> tuple[Path | None, str]:
 def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    fix = "give a local directory, or run once where the hub can be reached"
+    fix = "use a local directory, or run once with access to the hub"
     if name in PACKAGED_MODELS:
         fix = f"`{PACKAGED_MODELS[name][2]}`, {fix}"
     if constants.is_offline_mode():
-        raise _not_found(name, key, [*tried, "the hub is switched off (HF_HUB_OFFLINE)"], fix)
+        raise _not_found(name, key, [*tried, "the hub is disabled (HF_HUB_OFFLINE)"], fix)
     try:
         # This short request comes first: it fails at once without a network, and reports a wrong id.
         HfApi().model_info(name, timeout=HUB_TIMEOUT)
@@ -271,7 +275,7 @@ def _hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
             "not in the Hugging Face cache",
             f"the hub answered: {_first_line(error)}",
         ]
-        raise _not_found(f"{name}, file {file},", key, tried, "give the path of a local GGUF file") from error
+        raise _not_found(f"{name}, file {file},", key, tried, "use the path of a local GGUF file") from error
 
 
 def _not_found(name: str, key: str, tried: list[str], fix: str) -> RequestError:

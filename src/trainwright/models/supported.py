@@ -71,8 +71,8 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
         mxfp4 = isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
         which = "a copy of it in bf16, such as unsloth/gpt-oss-20b-BF16" if mxfp4 else "the model they were made from"
         raise RequestError(
-            f"{where} has quantised weights, which can neither be trained nor merged into; use {which} "
-            "(model.adapter.quantisation quantises it as it is loaded)"
+            f"{where} has quantised weights, which cannot be trained or merged into; use {which} "
+            "(model.adapter.quantisation quantizes it while loading)"
         )
 
 
@@ -92,7 +92,7 @@ def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
     if kind is None or kind == GPT:
         return None  # a missing model_type is reported when the rest is read
     if not isinstance(kind, str):
-        return f"a configuration whose model_type is no name ({str(kind)[:40]})"
+        return f"a configuration whose model_type is not a name ({str(kind)[:40]})"
     named = _by_name(kind, config) or _by_head(config)
     if named is not None:
         return f"{named} ({kind})"
@@ -131,10 +131,10 @@ def _by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     if kind in CONFIG_MAPPING_NAMES:
-        return f"no language model ({kind})"
+        return f"not a language model ({kind})"
     code = config.get("auto_map")
     if isinstance(code, Mapping):
-        return f"a model with code of its own, which is never run ({kind})"
+        return f"a model with custom code, which is never run ({kind})"
     near = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
     meant = f", perhaps {near[0]}" if near else ""
     return f"of an architecture that transformers {transformers.__version__} does not have ({kind}{meant})"

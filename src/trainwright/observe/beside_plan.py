@@ -41,8 +41,8 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
         return
     if measured.get("throttled", 0.0) >= _THROTTLED:
         yield (
-            f"the container's limit on CPU time stopped the run in {measured['throttled']:.0%} of its periods: it has "
-            "fewer cores than it can see"
+            f"the container's limit on CPU time stopped the run in {measured['throttled']:.0%} of its periods: it may "
+            "use fewer cores than it sees"
         )
     if measured.get("waited", 0.0) >= _WAITED:
         yield f"the process waited for a core {measured['waited']:.0%} of the time: {_beside(measured)}"
@@ -51,7 +51,10 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
     planned, threads = predicted.get("threads"), measured.get("threads")
     if planned is not None and threads is not None and threads < planned:
         counted = plural(int(threads), "thread")
-        yield f"{counted} a process where the plan counted on {planned:.0f}: OMP_NUM_THREADS, or fewer cores"
+        yield (
+            f"{counted} per process, but the plan assumed {planned:.0f}: OMP_NUM_THREADS is set, or there are fewer "
+            "cores"
+        )
     if measured.get("steps") == 0:
         yield "only the first steps were measured, which are slower than the rest"
     if predicted.get("calibrated") == 0 and not predicted.get("measured"):

@@ -68,7 +68,7 @@ def _introduction(recipe: Recipe, start: Event, is_adapter: bool, base: BaseMode
     what = f"An adapter ({recipe.model.adapter.type})" if is_adapter else "A model"
     name = recipe.model.name
     is_gguf = "dequantised" in start.get("weights", "")
-    of = start.get("weights", "a fresh model") if name is None or is_gguf else name
+    of = start.get("weights", "a randomly initialized model") if name is None or is_gguf else name
     if base is not None:
         of = str(base)
     steps, devices = start.get("max_steps"), start.get("world_size", 1)
@@ -86,8 +86,8 @@ def _usage(recipe: Recipe, name: str, weights: Path) -> str:
     lines = loading(weights, name, published=True)
     if lines is None:
         return (
-            "The adapter's base is a fresh model that only its run can make again. Merge the adapter into it, and "
-            "publish that: `trainwright merge RUN --out DIRECTORY`."
+            "The adapter's base model is randomly initialized and exists only in its run. Merge the adapter, and "
+            "publish the merged model: `trainwright merge RUN --out DIRECTORY`."
         )
     return f"```python\n{lines}\n\n{asking(weights)}\n```"
 
@@ -95,7 +95,7 @@ def _usage(recipe: Recipe, name: str, weights: Path) -> str:
 def _metrics(events: Sequence[Event]) -> Iterator[str]:
     measured = [event for event in events if event["event"] == "evaluate"]
     if not measured:
-        yield "Nothing was measured on held-out data."
+        yield "No evaluation on held-out data."
         return
     first, last = measured[0], measured[-1]
     yield f"| on held-out data | before (step {first['step']}) | after (step {last['step']}) |"

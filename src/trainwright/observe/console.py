@@ -49,7 +49,7 @@ class ConsoleObserver:
         """Show an event."""
         if "write_error" in event and not self._told_write_error:
             self._told_write_error = True
-            self._write(f"note: events.jsonl cannot be written ({event['write_error']}); training goes on")
+            self._write(f"note: events.jsonl cannot be written ({event['write_error']}); training continues")
         self._stop_ticker()
         self._remaining.see(event)
         handler = self._handlers.get(event["event"])
@@ -214,5 +214,5 @@ def _batch(event: Event) -> str:
     if event.get("batch_varies"):  # varies in examples, or in the packs that they fill
         accumulated += " in the first step"
     if asked is not None and asked != steps:
-        accumulated += f"; train.gradient_accumulation_steps is {asked}, for which the batch has too few packs"
-    return f"{examples} a step: micro-batches of {event['micro_batch_size']}, {accumulated}"
+        accumulated += f"; train.gradient_accumulation_steps is {asked}, but the batch has too few packs"
+    return f"{examples} per step: micro-batches of {event['micro_batch_size']}, {accumulated}"

@@ -101,15 +101,15 @@ class PlanWatch:
         if offer is not None:
             said += f". {_in_words(offer, found)}"
             if self._watched.replan:
-                said += "; the run goes on so after its next checkpoint (train.replan: auto)"
+                said += "; the run switches after its next checkpoint (train.replan: auto)"
                 keep(self._watched.run / REPLAN, json.dumps(offer))
         details = {"step": step, "predicted": expected, "measured": found, "cause": cause, "offer": offer}
         self._emit(Notice(message=said, kind="plan", details=details))
 
     def _inside(self) -> str:
         if self._watched.chosen.get("compile"):
-            return "compiled models are predicted less well; the next plan goes by what this run takes"
-        return "the prediction itself is wrong here; the next plan goes by what this run takes"
+            return "compiled models are predicted less accurately; the next plan uses the times of this run"
+        return "the prediction was wrong; the next plan uses the times of this run"
 
     def _offer(self, found: float, slower: float) -> dict[str, Any] | None:
         """Return the fastest of the other candidates, if it is much faster even when slowed by the same cause.
@@ -154,7 +154,7 @@ def _outside(waiting: Mapping[str, float], faults: float) -> tuple[str | None, f
         said = f"the host of this virtual machine gave {stolen:.0%} of its CPU time to others"
         return said, 1 / max(_LEAST, 1 - stolen)
     if faults > _FAULTS:
-        return f"memory is short: {faults:.0f} pages a step were read from disk", math.inf
+        return f"memory is low: {faults:.0f} pages per step were read from disk", math.inf
     return None, 1.0
 
 

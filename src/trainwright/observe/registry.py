@@ -41,4 +41,4 @@ class _Guarded:
         except Exception as error:
             self._observer = None
             said = f"{type(error).__name__}: {error}"
-            self._tell(f"observer {self._name} failed at {event['event']} ({said}); it is shown nothing more")
+            self._tell(f"observer {self._name} failed at {event['event']} ({said}); it receives no more events")

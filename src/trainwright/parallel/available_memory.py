@@ -26,7 +26,7 @@ def memory_shortage(world: World, wanted: int, available: int | None) -> str | N
     if wanted <= least:
         return None
     rank = available_by_rank.index(least)
-    return f"all weights together take {_size(wanted)}, and rank {rank} has room for {_size(least)}"
+    return f"the full weights need {_size(wanted)}, but rank {rank} has only {_size(least)} available"
 
 
 def _free(world: World) -> int:

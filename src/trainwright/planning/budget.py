@@ -24,11 +24,11 @@ def tokens_of(written: str, workload: Workload) -> float:
     """
     match = _WRITTEN.fullmatch(written.strip())
     if match is None:
-        raise RequestError(f"--tokens {written}: write a number such as 300B, or 20x for 20 tokens a parameter")
+        raise RequestError(f"--tokens {written}: use a number such as 300B, or 20x for 20 tokens per parameter")
     number, unit = float(match[1]), match[2].upper()
     tokens = number * (workload.architecture.parameters().total if unit == "X" else _UNITS[unit])
     if tokens < 1:
-        raise RequestError(f"--tokens {written}: a budget of no tokens trains nothing")
+        raise RequestError(f"--tokens {written}: the budget must be above zero")
     return tokens
 
 
@@ -66,7 +66,7 @@ def words(plan: Plan, tokens: float, price: float | None) -> Iterator[str]:
     size, steps = plan.workload.architecture.parameters().total, plan.workload.steps
     unit = "GPU hours" if plan.cluster.device == "cuda" else "hours of the machine"
     each = found["tokens_per_parameter"]
-    yield f"{tokens:.3g} tokens, {each:.3g} for each of {size:,} parameters, in {steps:,} steps"
+    yield f"{tokens:.3g} tokens, {each:.3g} per parameter ({size:,} parameters), in {steps:,} steps"
     line = f"{found['hours']:,.3g} hours, {found['device_hours']:,.3g} {unit}"
     yield line if price is None else f"{line}, {found['cost']:,.2f} at {price:g} an hour"
-    yield f"about {found['expected_loss']:.2f} nats a token of web text, by the fit of arXiv 2203.15556"
+    yield f"about {found['expected_loss']:.2f} nats per token of web text, by the fit of arXiv 2203.15556"

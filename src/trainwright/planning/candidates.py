@@ -202,10 +202,10 @@ def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
     """Return the precision for this hardware if the recipe leaves it open and nothing was measured, and the reason."""
     rates = cluster.card.rates
     if "bf16" in rates or cluster.card.capability >= (8, 0):
-        return "bf16", "the hardware multiplies in it"
+        return "bf16", "supported by the hardware"
     if cluster.device == "cuda" and rates.get("fp16", 0.0) > 2 * rates.get("fp32", 1.0):
-        return "fp16", "no bf16 units here; fp16 with loss scaling is several times as fast as fp32"
-    return "no", "no bf16 units here, so fp32"
+        return "fp16", "no hardware support for bf16; fp16 with loss scaling is several times as fast as fp32"
+    return "no", "no hardware support for bf16, so fp32"
 
 
 def precision_for(constraints: Constraints, cluster: Cluster) -> MixedPrecision:

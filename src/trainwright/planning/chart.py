@@ -38,9 +38,9 @@ def draw(plan: Plan, file: Path) -> None:
             widths.append(parts[group] / max(1, sum(parts.values())) * one.needed_bytes / 2**30)
         axes.barh(names, widths, left=left, color=colour, label=group)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.axvline(plan.chosen.available_bytes / 2**30, color="#a33", linestyle="--", label="to be had")
+    axes.axvline(plan.chosen.available_bytes / 2**30, color="#a33", linestyle="--", label="available")
     axes.invert_yaxis()
-    axes.set_xlabel("GiB, all processes" if plan.cluster.device == "cpu" else "GiB a device")
+    axes.set_xlabel("GiB, all processes" if plan.cluster.device == "cpu" else "GiB per device")
     axes.set_title(f"{plan.workload.architecture.family}, {plan.cluster.name}")
     axes.legend(loc="lower right", fontsize="small")
     save_chart(figure, file)

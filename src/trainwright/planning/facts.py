@@ -285,11 +285,14 @@ def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, st
     try:
         if architecture.config:
             traced.numbers(architecture.config, "none", 4, batch, input_wants=True)
-            return architecture, f"{family} is not known here: the memory of its blocks was traced with fake tensors"
+            return (
+                architecture,
+                f"{family} is not in the catalogue: the memory of its blocks was traced with fake tensors",
+            )
         reason = ""
     except traced.TraceError as error:
         reason = f" ({error})"
-    llama = f"{family} is not known here and cannot be traced{reason}: planned as a llama of its sizes"
+    llama = f"{family} is not in the catalogue and cannot be traced{reason}: planned as a llama of the same sizes"
     return replace(architecture, config=""), llama
 
 
@@ -349,12 +352,12 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
     if guess is None:
         longest = each * data.max_length
         whole = "data.max_length" if each == 1 else f"{each} times data.max_length"
-        assumptions.append(f"every example has {whole}, {longest} tokens: the data is not here yet")
+        assumptions.append(f"every example has {whole}, {longest} tokens: the data is not available yet")
         return Lengths((longest,), None, 1.0, exact=False)
     guess = replace(guess, quantiles=tuple(each * length for length in guess.quantiles))
     assumptions.append(
-        f"examples of {guess.mean:.0f} tokens in the mean, by the characters of the first {len(rows)}; "
-        "they are counted when the data has been prepared once"
+        f"examples of {guess.mean:.0f} tokens on average, estimated from the characters of the first {len(rows)}; "
+        "counted exactly once the data has been prepared"
     )
     return guess
 

@@ -227,7 +227,7 @@ def _rates(basis: Basis) -> tuple[str, ...]:
     calibration = basis.calibration
     if calibration is None or calibration.distrust is None:
         return ()
-    return (f"the calibration is not to be trusted: {calibration.distrust}; `trainwright machine calibrate` again",)
+    return (f"the calibration is unreliable: {calibration.distrust}; run `trainwright machine calibrate` again",)
 
 
 def constraints_of(recipe: Recipe) -> Constraints:
@@ -308,7 +308,7 @@ def _impossible(constraints: Constraints, workload: Workload) -> str:
     given = ", ".join(f"{key} {value}" for key, value in constraints.fixed.items())
     rows = "packs" if workload.packed else "rows"
     return (
-        f"no number of processes and no strategy agrees with all of {given} for a global batch of "
+        f"no number of processes and strategy match all of {given} for a global batch of "
         f"{workload.global_batch_rows:.0f} {rows}; set one of them to auto"
     )
 

@@ -16,12 +16,12 @@ def choose_processes(recipe: Recipe, machine: Machine, nodes: int = 1) -> tuple[
     allow, or else the nearest larger one. If they allow none, return the usual number.
     """
     if machine.gpus:
-        usual, why, most = len(machine.gpus), "one for every GPU", len(machine.gpus)
+        usual, why, most = len(machine.gpus), "one per GPU", len(machine.gpus)
     else:
         usual, why = min(2, machine.cpu_cores), "no GPU, and more than two on a CPU gain nothing"
         most = machine.cpu_cores
     if usual > recipe.train.global_batch_size:
-        usual, why = recipe.train.global_batch_size, "a global batch has no more examples"
+        usual, why = recipe.train.global_batch_size, "the global batch has no more examples"
     against = contradictions(with_processes(recipe, usual * nodes))
     if against:
         for count in chain(range(usual - 1, 0, -1), range(usual + 1, most + 1)):

@@ -51,7 +51,7 @@ def verdict(judged: Judged, best: Judged | None) -> str:
         return "chosen"
     ratio = judged.time.seconds / best.time.seconds
     if ratio < 1.02:
-        return "as fast, and not as simple"
+        return "same speed, more complex"
     part = _slower_part(judged, best)
     return f"{ratio:.2f} times the step time{f': {part}' if part else ''}"
 
@@ -76,9 +76,9 @@ def shortage(nearest: Judged, cluster: Cluster, out: Sequence[Suggestion]) -> st
             f"which {_too_large(nearest)}"
         )
     if not out:
-        return f"{text}. Nothing that is known here would make it fit"
+        return f"{text}. No known change would make it fit"
     ways = "".join(f"\n  {way.change}: {_size(way.judged)}{_speed(way.judged)}" for way in out)
-    return f"{text}. What would fit:{ways}\n`train --force` starts it all the same"
+    return f"{text}. Changes that would make it fit:{ways}\nuse `train --force` to start it anyway"
 
 
 def _too_large(judged: Judged) -> str:
@@ -130,11 +130,11 @@ def _why_processes(chosen: Judged, found: Found, workload: Workload, cluster: Cl
         return f"with {nearest_count} a step would take {ratio:.2f} times as long even at the peak rate"
     if not others or chosen.time is None:
         if count == 1 and cluster.devices == 1 and cluster.device == "cuda":
-            return "there is one GPU"
+            return "only one GPU"
         if count >= workload.global_batch_rows:
-            return "a global batch has no more rows"
+            return "the global batch has no more rows"
         if cluster.device == "cuda":
-            return "one for every GPU" if count == cluster.devices else "the most that goes with what is written out"
+            return "one per GPU" if count == cluster.devices else "the most that the set values allow"
         return "as many as fit"
     nearest = min(others, key=lambda one: one.time.seconds if one.time else float("inf"))
     assert nearest.time is not None
@@ -155,11 +155,11 @@ def _why_strategy(chosen: Judged, found: Found) -> str:
 
 def _why_recompute(chosen: Judged) -> str:
     if not chosen.runs:
-        return "what needs least"
+        return "the least memory"
     fits = f"{_size(chosen)}{', which is close' if chosen.is_close else ''}"
     if chosen.choice.activation_checkpointing == "none":
         return f"everything fits, {fits}"
-    return f"faster than smaller micro-batches without it; {fits}"
+    return f"faster than smaller micro-batches without recomputation; {fits}"
 
 
 def _why_micro_batch(chosen: Judged, constraints: Constraints, workload: Workload) -> str:
@@ -178,5 +178,7 @@ def _why_micro_batch(chosen: Judged, constraints: Constraints, workload: Workloa
 
 def _why_compile(choice: Choice, workload: Workload) -> str:
     if choice.compile:
-        return "it saves several times the minute that it takes at the start"
-    return "it would not save what it takes at the start" if workload.steps else "compiling takes a minute at the start"
+        return "saves much more than the minute of compilation at the start"
+    return (
+        "compile time would exceed the time saved" if workload.steps else "compiling would take a minute at the start"
+    )

@@ -101,8 +101,8 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
     asked = recipe.parallel.device
     if asked not in ("auto", cluster.device):
         raise MachineError(
-            f"parallel.device: {asked}, but {cluster.name} is planned for its {'GPUs' if asked == 'cpu' else 'CPU'}; "
-            f"set it to {cluster.device} or auto"
+            f"parallel.device: {asked}, but the plan for {cluster.name} uses its "
+            f"{('GPUs' if asked == 'cpu' else 'CPU')}; set it to {cluster.device} or auto"
         )
     recipe = _with_implied_strategy(recipe, remarks)
     _check_offload(recipe, cluster)
@@ -116,7 +116,7 @@ def _with_implied_strategy(recipe: Recipe, remarks: list[str]) -> Recipe:
     if (implied := implied_strategy(recipe.parallel)) is None:
         return recipe
     name, key = implied
-    remarks.append(f"parallel.strategy {name}: {key} belongs to it")
+    remarks.append(f"parallel.strategy {name}: required by {key}")
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": name})})
 
 
@@ -155,7 +155,7 @@ def _check_processes(recipe: Recipe, cluster: Cluster, remarks: list[str], check
     if asked > rows:
         remarks.append(
             f"parallel.num_processes: a step has {rows} example{'s' * (rows > 1)} for {asked} processes: correct, but "
-            f"{asked - rows} of them {'have' if asked - rows > 1 else 'has'} nothing to do"
+            f"{asked - rows} of them {('are' if asked - rows > 1 else 'is')} idle"
         )
 
 
@@ -175,6 +175,6 @@ def _check_precision(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> No
 def _check_offload(recipe: Recipe, cluster: Cluster) -> None:
     if recipe.train.activation_offload and cluster.device == "cpu":
         raise MachineError(
-            "train.activation_offload: there is no GPU here, so activations are in the host's memory already; "
-            "set it to false, or train.activation_checkpointing to full to save memory"
+            "train.activation_offload: there is no GPU, so activations are already in the host's memory; set it to "
+            "false, or train.activation_checkpointing to full to save memory"
         )

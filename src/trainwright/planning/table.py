@@ -85,7 +85,7 @@ def words(plan: Plan) -> Iterator[str]:
     yield from _labelled("step", [_time_line(time.parts, time.seconds)])
     speed = f"{time.tokens_per_second:,.0f} tokens/s"
     if chosen.choice.num_processes > 1 and plan.cluster.device == "cuda":
-        speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} a device"
+        speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} per device"
     if time.mfu is not None:
         measured = " that was measured" if plan.cluster.device == "cpu" else ""
         speed += f", {time.mfu:.0%} of the peak rate{measured}"
@@ -101,12 +101,12 @@ def summary(plan: Plan) -> str:
     trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
     place = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
     low, high = (size(round(value)) for value in chosen.errors.memory.of(chosen.memory.total))
-    memory = f"{size(chosen.memory.total)} ({low} to {high}) a process"
+    memory = f"{size(chosen.memory.total)} ({low} to {high}) per process"
     if time is None:
         return f"{place}, {memory} of {size(chosen.available_bytes)}: it does not fit"
     slow, fast = chosen.errors.speed.of(time.tokens_per_second)
     speed = f"{time.tokens_per_second:,.0f} ({slow:,.0f} to {fast:,.0f}) tokens/s"
-    line = f"{place}, {memory}{', which is close' * chosen.is_close}, {span(time.seconds)} a step, {speed}"
+    line = f"{place}, {memory}{', which is close' * chosen.is_close}, {span(time.seconds)} per step, {speed}"
     steps = plan.workload.steps
     return line if steps is None else f"{line}, {span(steps * time.seconds)} for {plural(steps, 'step')}"
 
@@ -139,7 +139,7 @@ def _row(one: Judged, memory: str, *, chosen: bool) -> str:
 
 
 def _chosen_words(one: Judged) -> str:
-    return "chosen, and compiled, as the others are not" if one.choice.compile else "chosen"
+    return "chosen; compiled, unlike the others" if one.choice.compile else "chosen"
 
 
 def _bar(one: Judged, scale: int) -> str:
@@ -158,25 +158,25 @@ def _memory_lines(chosen: Judged) -> Iterator[str]:
     parts = {**chosen.memory.parts, **chosen.memory.overhead}
     largest = sorted(parts.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} {size(taken)}" for name, taken in largest if taken > 0.005 * chosen.memory.total)
-    yield f"{size(chosen.memory.total)} a process at the fullest: {shown}"
+    yield f"{size(chosen.memory.total)} per process at the fullest: {shown}"
     if chosen.is_close:
-        yield f"{closeness(chosen)}, of {size(chosen.available_bytes)}: the fullest step is tried before training"
+        yield f"{closeness(chosen)}, of {size(chosen.available_bytes)}: the largest step is tested before training"
     else:
         runs = _of_runs(chosen.errors, chosen.errors.memory.runs)
-        yield f"{between(chosen)} is what {SHARE * 10:.0f} of 10 such runs take ({runs})"
+        yield f"{between(chosen)} is the range of {SHARE * 10:.0f} of 10 such runs ({runs})"
 
 
 def _speed_interval(errors: Errors, predicted: float) -> str:
     low, high = errors.speed.of(predicted)
     runs = _of_runs(errors, errors.speed.runs)
-    return f"{low:,.0f} to {high:,.0f} tokens/s is what {SHARE * 10:.0f} of 10 such runs reach ({runs})"
+    return f"{low:,.0f} to {high:,.0f} tokens/s is the range of {SHARE * 10:.0f} of 10 such runs ({runs})"
 
 
 def _of_runs(errors: Errors, count: int) -> str:
     """Return which runs an interval is from."""
     if not count:
-        return f"{errors.words}: too few such runs are known, so all that are"
-    return f"{errors.words}: {plural(count, 'run')} beside their plans"
+        return f"{errors.words}: too few such runs, so all known runs are used"
+    return f"{errors.words}: {plural(count, 'run')} compared with their plans"
 
 
 def _phases(chosen: Judged) -> list[str]:
@@ -199,7 +199,7 @@ def _rates_line(plan: Plan) -> str:
         return plan.basis.trouble
     if (measured := plan.basis.measurement) is not None:
         line = f"times from rates measured on this machine ({measured.measured}): {rates_in_words(measured)}"
-        return f"{line}; `trainwright machine calibrate` measures more"
+        return f"{line}; `trainwright machine calibrate` measures them in more detail"
     # Any other machine may only be described, and not be present.
     here = plan.cluster.device == "cpu"
     return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * here}"
@@ -212,7 +212,7 @@ def _own_runs(plan: Plan) -> Iterator[str]:
     way = "" if correction.exact else ", run in other ways"
     yield (
         f"this machine's own runs: {correction.runs}{way}, within {correction.spread:.0%}; they took "
-        f"{correction.seconds:.2f} times what rates say, and times are corrected by it"
+        f"{correction.seconds:.2f} times the predicted time, and times are corrected by this factor"
     )
 
 

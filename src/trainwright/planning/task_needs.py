@@ -57,7 +57,8 @@ def trained(needs: Needs, architecture: Architecture, assumptions: list[str]) ->
     found = frozenset((w.unit, w.name) for w in weights if _wanted(w, patterns, last))
     if not found:
         assumptions.append(
-            f"all parameters are trained: what {key} matches in a {architecture.family} is not known here"
+            f"all parameters assumed trainable: the parameter names of {architecture.family} are unknown, so {key} "
+            "cannot be matched"
         )
     return found or None
 

@@ -31,7 +31,7 @@ _WMDP_CORPORA = "cais/wmdp-corpora"
 _WMDP_SUBJECTS = {"bio": "biology", "chem": "chemistry", "cyber": "cybersecurity"}
 _NAMES = (
     "tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books, wmdp:bio, wmdp:chem, wmdp:cyber, each with "
-    "@DIRECTORY where it is on this machine, or files@forget=FILE,retain=FILE,holdout=FILE"
+    "@DIRECTORY for a local copy, or files@forget=FILE,retain=FILE,holdout=FILE"
 )
 KEY = "--benchmark"
 
@@ -85,7 +85,7 @@ def find_benchmark(name: str, key: str = KEY) -> Benchmark:
         return _muse(name, _Place(place or _MUSE[part], key))
     if kind == "wmdp" and part in _WMDP_SUBJECTS:
         return _wmdp(name, part, place, key)
-    raise RequestError(f"{key}: {name!r} is no benchmark; there are {_NAMES}")
+    raise RequestError(f"{key}: unknown benchmark {name!r}; choose from {_NAMES}")
 
 
 def is_elsewhere(name: str) -> bool:
@@ -109,8 +109,8 @@ class _Place:
         self._directory = path if path.is_dir() else None
         if self._directory is None and not _may_be_on_the_hub(place):
             raise RequestError(
-                f"{key}: there is no directory {path}; name one that has the benchmark's files after the @, or "
-                "leave the @ and what follows it out to take them from the Hub"
+                f"{key}: no such directory {path}; after the @, give the directory of the benchmark's files, or "
+                "remove the @ part to load them from the Hub"
             )
 
     def find(self, config: str, split: str = "") -> str | None:
@@ -130,7 +130,7 @@ class _Place:
         if found is None:
             name = f"{config}/{split}" if split else config
             raise RequestError(
-                f"{self._key}: {self._directory} has no {name}, with one of the endings {', '.join(_SUFFIXES)}"
+                f"{self._key}: {self._directory} has no file {name} with one of the suffixes {', '.join(_SUFFIXES)}"
             )
         return found
 
@@ -185,8 +185,8 @@ def _wmdp(name: str, part: str, place: str, key: str) -> Benchmark:
     local = bool(place) and user_path(place).is_file()
     if place and not local and not _may_be_on_the_hub(place):
         raise RequestError(
-            f"{key}: there is no file {place}; after the @ of wmdp stands one with question, choices and answer in its "
-            "rows; leave it out to take the Hub's"
+            f"{key}: no such file {place}; after wmdp's @, give a file of rows with question, choices and answer, or "
+            "remove the @ part to load it from the Hub"
         )
     source = place if local else f"{place or _WMDP}:wmdp-{part}:test"
     training = {}
@@ -205,7 +205,9 @@ def _files(name: str, places: str, key: str) -> Benchmark:
     for part in places.split(","):
         each, equals, source = part.partition("=")
         if each not in known or not equals or not source:
-            raise RequestError(f"{key}: {part!r} in {name!r}: say {', '.join(f'{known_}=FILE' for known_ in known)}")
+            raise RequestError(
+                f"{key}: {part!r} in {name!r} is invalid; use {', '.join(f'{known_}=FILE' for known_ in known)}"
+            )
         found[each] = source
     if "forget" not in found:
         raise RequestError(f"{key}: {name!r} names no rows to forget; add forget=FILE")

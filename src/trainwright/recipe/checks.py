@@ -52,17 +52,17 @@ def _task(recipe: Recipe) -> Iterator[Contradiction]:
                 why = f"has no effect with task {recipe.task}, which trains on data.train"
                 yield Contradiction((f"data.{key}", "task"), f"{why}; remove it, or set task to {name}")
     if recipe.data.train is None:
-        yield Contradiction(("data.train",), "there is nothing to train on; name the rows")
+        yield Contradiction(("data.train",), "no training data; set it to the rows to train on")
 
 
 def _model(recipe: Recipe) -> Iterator[Contradiction]:
     model = recipe.model
     if model.name is None and model.config is None:
-        yield Contradiction(("model.name",), "no model given; set model.name, or model.config for a fresh one")
+        yield Contradiction(("model.name",), "no model; set model.name, or model.config for a randomly initialized one")
     if model.name is not None and model.config is not None:
         yield Contradiction(
             ("model.name", "model.config"),
-            "model.name and model.config are both given; keep one and set the other to null",
+            "model.name and model.config are both set; keep one and set the other to null",
         )
     if model.config is not None:
         if not isinstance(model.config.get("model_type"), str):
@@ -74,24 +74,24 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
         if model.tokenizer is None:
             yield Contradiction(
                 ("model.tokenizer", "model.config"),
-                "a fresh model has no tokenizer of its own; set model.tokenizer, for instance to bytes",
+                "a randomly initialized model has no tokenizer; set model.tokenizer, for instance to bytes",
             )
     if model.gguf_file is not None and model.name is None:
-        yield Contradiction(("model.gguf_file",), "is a file inside the model that model.name gives; set that too")
+        yield Contradiction(
+            ("model.gguf_file",), "is a file in the directory or repository model.name; set model.name too"
+        )
     if model.gguf_file is not None and model.name is not None and model.name.lower().endswith(".gguf"):
         yield Contradiction(
             ("model.gguf_file", "model.name"),
-            f"has no effect, as model.name {model.name} is a GGUF file itself; remove it, or name the directory",
+            f"has no effect, as model.name {model.name} is a GGUF file itself; remove it, or set model.name to the "
+            "directory",
         )
     if model.implementation == "gpt" and model.name is None:
-        why = "is of the model that model.name gives; of a fresh one model.config.model_type gpt says the same"
+        why = "only applies to model.name; with model.config, set model.config.model_type to gpt instead"
         yield Contradiction(("model.implementation", "model.name"), why)
     ours = model.implementation == "gpt" or (model.config or {}).get("model_type") == "gpt"
     if model.adapter.type != "none" and ours:
-        why = (
-            "adapters are put on architectures of transformers, to be used with them; set model.implementation to "
-            "transformers and give model.name"
-        )
+        why = "adapters need a model of transformers; set model.implementation to transformers, and model.name"
         yield Contradiction(("model.adapter.type", "model.implementation"), why)
 
 
@@ -105,7 +105,7 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
         for key in meant:
             reason = "has no effect without an adapter"
             if key == "quantisation":
-                reason = "quantised weights stay as they are, so without an adapter nothing would be trained"
+                reason = "quantized weights are frozen, so nothing would be trained without an adapter"
             yield Contradiction(
                 (f"model.adapter.{key}", "model.adapter.type"),
                 f"{reason}; set model.adapter.type, for instance to lora",
@@ -114,18 +114,18 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
     if adapter.quantisation != "nf4" and not adapter.double_quantisation:
         yield Contradiction(
             ("model.adapter.double_quantisation", "model.adapter.quantisation"),
-            f"has no effect with quantisation {adapter.quantisation}; it belongs to nf4",
+            f"has no effect with quantisation {adapter.quantisation}, only with nf4",
         )
     if adapter.stack and adapter.start_from is None:
         yield Contradiction(
             ("model.adapter.stack", "model.adapter.start_from"),
-            "there is no adapter to stack on; name its directory in model.adapter.start_from",
+            "no adapter to stack on; set model.adapter.start_from to its directory",
         )
     if adapter.stack and adapter.type == "dora":
         yield Contradiction(
             ("model.adapter.stack", "model.adapter.type"),
-            "what dora adds depends on all that is added to a weight, so it cannot be put on top of another adapter; "
-            "use lora, or set stack to false",
+            "dora cannot be stacked on another adapter, because it depends on the full change of a weight; use lora, "
+            "or set stack to false",
         )
 
 
@@ -142,7 +142,8 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
     if isinstance(data.validation, int) and data.limit is not None and data.validation >= data.limit:
         yield Contradiction(
             ("data.validation", "data.limit"),
-            f"holds back {data.validation} rows of the {data.limit} that data.limit leaves; none to train on",
+            f"holds out {data.validation} of the {data.limit} rows that data.limit allows, so none are left to train "
+            "on; lower it",
         )
 
 
@@ -150,10 +151,12 @@ def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
         yield Contradiction(
-            ("data.limit", "data.train"), "is of one source; give each of data.train a limit of its own"
+            ("data.limit", "data.train"), "applies to a single source; set limit for each source of data.train"
         )
     if data.format != "auto" and data.validation_source is None:
-        yield Contradiction(("data.format", "data.train"), "is of one source; give each of data.train its own format")
+        yield Contradiction(
+            ("data.format", "data.train"), "applies to a single source; set format for each source of data.train"
+        )
 
 
 # Row layouts with answers to compare.
@@ -178,18 +181,18 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
     if train.max_steps is not None and train.epochs is not None:
         yield Contradiction(
             ("train.max_steps", "train.epochs"),
-            "train.max_steps and train.epochs are both given; keep one and set the other to null",
+            "train.max_steps and train.epochs are both set; keep one and set the other to null",
         )
     lengths = [key for key in ("max_steps", "epochs", "max_tokens") if getattr(train, key) is not None]
     if "max_tokens" in lengths and len(lengths) > 1:
-        why = f"train.{lengths[0]} and train.max_tokens are both given; keep one and set the other to null"
+        why = f"train.{lengths[0]} and train.max_tokens are both set; keep one and set the other to null"
         yield Contradiction(("train.max_tokens", f"train.{lengths[0]}"), why)
     if (train.initial_batch_size is None) != (not train.batch_warmup_steps):
         missing = "batch_warmup_steps" if train.initial_batch_size is not None else "initial_batch_size"
-        why = "train.initial_batch_size and train.batch_warmup_steps go together; give both"
+        why = "train.initial_batch_size and train.batch_warmup_steps must be set together"
         yield Contradiction((f"train.{missing}",), why)
     if train.initial_batch_size is not None and train.initial_batch_size >= train.global_batch_size:
-        why = f"is no less than train.global_batch_size {train.global_batch_size}; batches grow up to that"
+        why = f"is not less than train.global_batch_size {train.global_batch_size}, to which batches grow; lower it"
         yield Contradiction(("train.initial_batch_size", "train.global_batch_size"), why)
 
 
@@ -200,12 +203,12 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
     if not decays and optimizer.decay_steps != type(optimizer).model_fields["decay_steps"].default:
         yield Contradiction(
             ("optimizer.decay_steps", "optimizer.schedule"),
-            f"has no effect under the {optimizer.schedule} schedule; it belongs to warmup_stable_decay",
+            f"has no effect with schedule {optimizer.schedule}, only with warmup_stable_decay",
         )
     if optimizer.schedule == "constant" and optimizer.final_learning_rate_ratio:
         yield Contradiction(
             ("optimizer.final_learning_rate_ratio", "optimizer.schedule"),
-            "has no effect under the constant schedule; remove it or choose another schedule",
+            "has no effect with schedule constant; remove it or choose another schedule",
         )
     parts = [optimizer.warmup_steps, optimizer.decay_steps if decays else 0]
     total = recipe.train.max_steps
@@ -219,7 +222,7 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
     elif all(isinstance(part, float) for part in parts) and sum(parts) > 1 + _ROUNDING:
         yield Contradiction(
             ("optimizer.warmup_steps", "optimizer.decay_steps"),
-            "warm-up and decay together are more than the run",
+            "warm-up and decay together are longer than the run",
         )
 
 
@@ -230,7 +233,8 @@ def _batch(recipe: Recipe) -> Iterator[Contradiction]:
     if micro != "auto" and micro > size:
         yield Contradiction(
             ("train.micro_batch_size", "train.global_batch_size"),
-            f"{micro} is more than train.global_batch_size {size}; lower it, raise that, or set it to auto",
+            f"{micro} is more than train.global_batch_size {size}; lower it, raise train.global_batch_size, or set it "
+            "to auto",
         )
         return
     if steps == "auto":
@@ -240,8 +244,8 @@ def _batch(recipe: Recipe) -> Iterator[Contradiction]:
         if micro != "auto":
             yield Contradiction(
                 ("train.gradient_accumulation_steps", "train.micro_batch_size", "data.pack_length"),
-                "a batch fills more or fewer packs from step to step, so a fixed number of micro-batches and "
-                "a fixed number of packs in each contradict; set it or train.micro_batch_size to auto",
+                "the number of packs per batch varies between steps, so it and train.micro_batch_size cannot both be "
+                "fixed; set one of them to auto",
             )
             return
         fits = steps <= max(possible)  # there are at most as many packs as examples
@@ -263,7 +267,7 @@ def _batch(recipe: Recipe) -> Iterator[Contradiction]:
                 "train.micro_batch_size",
                 "parallel.num_processes",
             ),
-            f"{product} does not make train.global_batch_size {size}; change one of them or set it to auto",
+            f"{product} is not equal to train.global_batch_size {size}; change one of them or set it to auto",
         )
 
 
@@ -289,7 +293,7 @@ def _processes(recipe: Recipe) -> Iterator[Contradiction]:
         return
     most = spec.most_processes
     if processes < spec.least_processes:
-        said = f"{parallel.strategy} runs at least {spec.least_processes} processes"
+        said = f"{parallel.strategy} needs at least {spec.least_processes} processes"
     elif most is not None and processes > most:
         said = f"{parallel.strategy} runs {'one process' if most == 1 else f'at most {most} processes'}"
     else:
@@ -331,12 +335,12 @@ def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
         if spec is None and implied_strategy(parallel) is None:
             yield Contradiction(
                 (f"parallel.{key}", "parallel.strategy"),
-                f"belongs to {', '.join(_readers(key))}; set parallel.strategy to the one that is meant",
+                f"has an effect only with {', '.join(_readers(key))}; set parallel.strategy to one of them",
             )
         elif spec is not None and key not in spec.keys:
             yield Contradiction(
                 (f"parallel.{key}", "parallel.strategy"),
-                f"has no effect under parallel.strategy {parallel.strategy}; it belongs to {', '.join(_readers(key))}",
+                f"has no effect with parallel.strategy {parallel.strategy}, only with {', '.join(_readers(key))}",
             )
     if spec is None:
         return
@@ -367,7 +371,8 @@ def _replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
     elif processes == parallel.replicate_size > 1:
         yield Contradiction(
             ("parallel.replicate_size", "parallel.num_processes"),
-            f"{processes} replicas on {processes} processes shard nothing; make it less, or use parallel.strategy ddp",
+            f"{processes} replicas on {processes} processes do not shard anything; lower it, or use parallel.strategy "
+            "ddp",
         )
 
 
@@ -377,18 +382,18 @@ def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
     if nothing_written and evaluate.max_new_tokens != type(evaluate).model_fields["max_new_tokens"].default:
         yield Contradiction(
             ("evaluate.max_new_tokens", "evaluate.prompts"),
-            "has no effect without evaluate.prompts or evaluate.metrics; remove it, or give some",
+            "has no effect without evaluate.prompts or evaluate.metrics; remove it, or set one of them",
         )
     yield from _metrics(recipe)
     if recipe.checkpoint.keep_best is True and not recipe.validates:
         yield Contradiction(
             ("checkpoint.keep_best", "data.validation"),
-            "without data.validation no checkpoint is known to be better than another; set that, or this to auto",
+            "needs validation rows to find the best checkpoint; set data.validation, or set it to auto",
         )
     if evaluate.every is not None and not recipe.validates and not evaluate.prompts:
         yield Contradiction(
             ("evaluate.every", "data.validation", "evaluate.prompts"),
-            "there is nothing to evaluate: set data.validation or evaluate.prompts, or set it to null",
+            "nothing to evaluate; set data.validation or evaluate.prompts, or set it to null",
         )
 
 
@@ -399,15 +404,18 @@ def _metrics(recipe: Recipe) -> Iterator[Contradiction]:
         if given and name not in evaluate.metrics:
             yield Contradiction((f"evaluate.{key}", "evaluate.metrics"), f"has no effect without the metric {name}")
         if not given and name in evaluate.metrics:
-            yield Contradiction(("evaluate.metrics", f"evaluate.{key}"), f"{name} needs it; set evaluate.{key}")
+            yield Contradiction(
+                ("evaluate.metrics", f"evaluate.{key}"), f"is required for the metric {name}; set evaluate.{key}"
+            )
     limit = type(evaluate).model_fields["generation_limit"].default
     if not evaluate.metrics and evaluate.generation_limit != limit:
         yield Contradiction(
-            ("evaluate.generation_limit", "evaluate.metrics"), "has no effect without evaluate.metrics; give some"
+            ("evaluate.generation_limit", "evaluate.metrics"),
+            "has no effect without evaluate.metrics; set them or remove it",
         )
     if evaluate.metrics and recipe.data.validation is None:
         yield Contradiction(
-            ("evaluate.metrics", "data.validation"), "there are no validation rows to answer; set data.validation"
+            ("evaluate.metrics", "data.validation"), "no validation rows to answer; set data.validation"
         )
     if evaluate.metrics and recipe.data.format == "text":
-        yield Contradiction(("evaluate.metrics", "data.format"), "texts ask nothing that could be answered; remove it")
+        yield Contradiction(("evaluate.metrics", "data.format"), "texts contain no prompts to answer; remove it")

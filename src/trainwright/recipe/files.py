@@ -32,7 +32,7 @@ def read_text(path: Path, most: int = _LARGEST_YAML) -> str:
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > most:
-        raise RequestError(f"{path}: is larger than {most / 2**20:.0f} MiB, which no file of settings is")
+        raise RequestError(f"{path}: is larger than {most / 2**20:.0f} MiB, too large for a settings file")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -46,7 +46,7 @@ def load_with_origins(path: Path | Tree, overrides: Sequence[str] = ()) -> Loade
 def loaded(tree: Tree) -> LoadedRecipe:
     """Return the recipe of a tree that was read. Raises RequestError like load_recipe."""
     if "objectives" in tree.values and "task" not in tree.values:
-        raise RequestError(f"{tree}: is a study of unlearning and no recipe; run trainwright unlearn-study {tree}")
+        raise RequestError(f"{tree}: is an unlearning study, not a recipe; run trainwright unlearn-study {tree}")
     return checked(tree, Origin(str(tree)))
 
 

@@ -71,13 +71,13 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
         chain = (*including, path)
         if any(_same_file(target, earlier) for earlier in chain):
             circle = " -> ".join(map(str, (*chain, target)))
-            own.problems.append(Problem(origin, f"include: goes round in a circle: {circle}"))
+            own.problems.append(Problem(origin, f"include: circular include: {circle}"))
         elif not target.is_file():
             own.problems.append(Problem(origin, f"include: {missing_file(target)}"))
         elif len(chain) > _DEEPEST_INCLUDE or len(read) > _MOST_INCLUDED:
             raise RequestError(
-                f"{origin}: include: more than {_MOST_INCLUDED} files, or more than {_DEEPEST_INCLUDE} inside each "
-                "other; include fewer"
+                f"{origin}: include: more than {_MOST_INCLUDED} files, or nested more than {_DEEPEST_INCLUDE} deep; "
+                "include fewer"
             )
         else:
             _merge(merged, _read_file(target, chain, read))
@@ -118,9 +118,9 @@ def _read_override(override: str) -> tuple[Tree, int]:
     if not equals or not all(path) or key != key.strip():
         raise RequestError(f"{source}: expected section.key=value, for example train.max_steps=100")
     if path[0] == "include":
-        raise RequestError(f"{source}: include belongs in the recipe file")
+        raise RequestError(f"{source}: include is only allowed in recipe files")
     if not text.strip():
-        raise RequestError(f"{source}: has no value; write {key}=null for none")
+        raise RequestError(f"{source}: has no value; use {key}=null for null")
     value, tree = parse_value(text, source, path)
     for part in reversed(path):
         value = {part: value}

@@ -186,7 +186,7 @@ def _meant(path: KeyPath, near: KeyPath | None, model: type[BaseModel]) -> str:
     ours = our_key(str(path[-1])) if near is not None else None
     if near is None:
         known = ", ".join(_keys(path[:-1], model))
-        return f"; known here: {known}" if known else ""
+        return f"; choose from {known}" if known else ""
     shown = str(near[-1] if near[:-1] == path[:-1] else dotted(near))
     return f"; did you mean {ours.shown(shown) if ours is not None and ours.key == dotted(near) else shown}?"
 

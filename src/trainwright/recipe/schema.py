@@ -48,32 +48,33 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="adamw (Loshchilov and Hutter, arXiv 1711.05101). muon: the matrices of the blocks are moved by "
-        "orthogonalised momentum (Jordan et al., 2024; scaled as arXiv 2502.16982), all else by AdamW, at one rate.",
+        description="adamw (Loshchilov and Hutter, arXiv 1711.05101). muon: orthogonalized momentum for the matrices "
+        "of the blocks (Jordan et al., 2024; scaled as in arXiv 2502.16982) and AdamW for all other parameters, with "
+        "one learning rate.",
     )
-    momentum: BelowOne = Field(0.95, description="muon: how much of the running mean of the gradient is kept a step.")
-    learning_rate: Positive = Field(2e-5, description="The highest learning rate of the schedule.")
+    momentum: BelowOne = Field(0.95, description="muon: momentum coefficient.")
+    learning_rate: Positive = Field(2e-5, description="Peak learning rate of the schedule.")
     betas: tuple[BelowOne, BelowOne] = Field(
         (0.9, 0.999),
-        description="How much of the running means of the gradient and of its square is kept a step.",
+        description="Decay rates of the running averages of the gradient and of its square.",
     )
-    eps: Positive = Field(1e-8, description="Added to the denominator of the update.")
-    weight_decay: NotNegative = Field(0.0, description="Decoupled weight decay, on matrices only.")
+    eps: Positive = Field(1e-8, description="Added to the denominator of the update for numerical stability.")
+    weight_decay: NotNegative = Field(0.0, description="Decoupled weight decay, applied to matrices only.")
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
-        "cosine", description="The course of the learning rate after the warm-up."
+        "cosine", description="Learning rate schedule after the warm-up."
     )
     warmup_steps: Steps = Field(
-        0, description="Steps of linear warm-up: a whole number, or a fraction (below 1) of all steps."
+        0, description="Linear warm-up steps: a whole number, or a fraction (below 1) of all steps."
     )
     decay_steps: Steps = Field(
         0.1,
         description="Length of the decay at the end of warmup_stable_decay: a whole number of steps, or a "
         "fraction (below 1) of all steps.",
     )
-    final_learning_rate_ratio: Proportion = Field(0.0, description="The last learning rate as a part of learning_rate.")
-    max_grad_norm: Positive | None = Field(
-        1.0, description="Gradients with a larger global norm are scaled down to it. null: never."
+    final_learning_rate_ratio: Proportion = Field(
+        0.0, description="Final learning rate as a fraction of learning_rate."
     )
+    max_grad_norm: Positive | None = Field(1.0, description="Clip gradients to this global norm. null: no clipping.")
 
 
 _LENGTHS = ("max_steps", "epochs", "max_tokens")
@@ -83,68 +84,72 @@ class TrainSection(Section):
     """Length of the training, batch sizes and precision."""
 
     max_steps: Count | None = Field(
-        None, description="Number of optimizer steps. Give either this, epochs or max_tokens."
+        None, description="Number of optimizer steps. Set only one of max_steps, epochs and max_tokens."
     )
     max_tokens: Count | None = Field(
-        None, description="Train on so many tokens: as many examples as have them in the mean."
+        None, description="Number of training tokens; converted to a number of examples by their average length."
     )
     epochs: Positive | None = Field(
-        None, description="Number of passes over the training rows. 1 where no other length is given."
+        None, description="Number of passes over the training rows. Default: 1, if no other length is set."
     )
     global_batch_size: Count = Field(
         16,
-        description="Examples per optimizer step, over all processes and all accumulation, packed or not. "
-        "The number of processes does not change it.",
+        description="Examples per optimizer step, over all processes and gradient accumulation, packed or not. It "
+        "does not depend on the number of processes.",
     )
     initial_batch_size: Count | None = Field(
-        None, description="Begin with batches of so many examples, growing to global_batch_size."
+        None,
+        description="Batch size of the first steps, in examples; grows to global_batch_size over batch_warmup_steps.",
     )
     batch_warmup_steps: Annotated[int, Field(ge=0), BeforeValidator(whole)] = Field(
-        0, description="In how many steps the batch grows, by equal amounts."
+        0, description="Number of steps in which the batch size grows linearly."
     )
     micro_batch_size: Count | Auto = Field(
-        "auto", description="Rows a process runs at once: examples, or packs where data.pack_length is set."
+        "auto", description="Rows per process and forward pass: examples, or packs if data.pack_length is set."
     )
     gradient_accumulation_steps: Count | Auto = Field(
         "auto",
-        description="Micro-batches each process runs per optimizer step; auto follows from the others.",
+        description="Micro-batches per process and optimizer step. auto: computed from the batch sizes.",
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto",
-        description="Numbers to compute in. no: fp32. fp16: with loss scaling. auto: what is faster, by "
-        "what is measured of a CPU and by the hardware of a GPU.",
+        description="Precision of the computation. no: fp32. fp16: with loss scaling. auto: the fastest, as measured "
+        "on a CPU, or by the capability of a GPU.",
     )
     activation_checkpointing: Literal["auto", "none", "full", "selective"] | Annotated[int, Field(ge=2)] = Field(
         "auto",
-        description="Recompute activations in the backward pass to save memory. full: of every block; a number n: of "
-        "every n-th block; selective: all but the results of matrix products and attention; none: keep them.",
+        description="Recompute activations in the backward pass to save memory. full: in every block. n: in every "
+        "n-th block. selective: all except the results of matrix products and attention. none: keep all activations.",
     )
     activation_offload: bool = Field(
-        False, description="Keep activations for the backward pass in the host's memory instead of the GPU's."
+        False, description="Offload the activations kept for the backward pass to the host's memory."
     )
     compile: bool | Auto = Field("auto", description="Compile the model's blocks with torch.compile.")
     replan: Literal["offer", "auto"] = Field(
         "offer",
-        description="Where the first steps prove the plan wrong and another strategy or number of processes is "
-        "expected to be over 20 % faster. offer: say so. auto: go on so after the next checkpoint, as the same run.",
+        description="What to do if the first steps differ from the plan and another strategy or number of processes "
+        "is expected to be over 20 % faster. offer: print a suggestion. auto: switch after the next checkpoint, in "
+        "the same run.",
     )
     gradient_noise_scale: Count | None = Field(
         None,
-        description="Every so many steps estimate from which batch size on larger ones pay less (arXiv 1812.06162, "
-        "appendix A.1), in examples; costs half a step each time.",
+        description="Estimate the gradient noise scale every N steps: the batch size, in examples, above which "
+        "larger batches give diminishing returns (arXiv 1812.06162, appendix A.1). Each estimate costs half a step.",
     )
     skip_loss_spikes: Positive | None = Field(
         None,
-        description="Leave out the update of a step whose loss is so many standard deviations above the mean of those "
-        "before it. null: never.",
+        description="Skip the update of a step whose loss is more than this many standard deviations above the mean "
+        "of previous steps. null: never skip.",
     )
     step_policies: list[Text] = Field(
         [],
-        description="Step policies of installed packages by name, or module:Name: each may skip a step's update, have "
-        "its gradients computed again, or add metrics.",
+        description="Step policies of installed packages by name, or module:Name. A policy may skip an update, "
+        "recompute gradients or add metrics.",
     )
     seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(whole)] = Field(
-        0, description="Seeds the split, the order of the examples, dropout and fresh weights."
+        0,
+        description="Seed of the validation split, the order of the examples, dropout and the initialization of "
+        "weights.",
     )
 
     @model_validator(mode="before")
@@ -157,7 +162,7 @@ class TrainSection(Section):
 
 def _with_summaries(schema: dict[str, Any]) -> None:
     summaries = [f"{name}: {spec.summary}." for name, spec in all_specs().items()]
-    schema["description"] = " ".join(["How the model is spread over the processes.", *summaries])
+    schema["description"] = " ".join(["How the model is distributed over processes.", *summaries])
 
 
 class ParallelSection(Section):
@@ -165,29 +170,31 @@ class ParallelSection(Section):
 
     strategy: Annotated[str, Registered(STRATEGIES, ("auto",))] = Field("auto", json_schema_extra=_with_summaries)
     num_processes: Annotated[Count, Field(le=1_000_000)] | Auto = Field(
-        "auto", description="Worker processes. auto: one for every GPU; on CPUs as many as the machine runs well."
+        "auto", description="Number of worker processes. auto: one per GPU; on CPUs, the fastest number."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="What to train on. cuda: GPUs; where there is none that can be used the run stops. cpu: the CPU, "
-        "whatever GPUs there are. auto: GPUs where there are any, else the CPU; where one cannot be used, it stops.",
+        description="Device to train on. cuda: GPUs; an error if none is usable. cpu: the CPU, even if there are "
+        "GPUs. auto: GPUs if there are any (an error if they are not usable), otherwise the CPU.",
     )
     replicate_size: Count = Field(
         1,
-        description="fsdp: number of replicas of the sharded model (hybrid sharding); each is spread over "
+        description="fsdp: number of replicas of the sharded model (hybrid sharding); each is sharded over "
         "num_processes / replicate_size processes.",
     )
     reshard_after_forward: bool = Field(
-        True, description="fsdp: free a block's gathered weights after its forward pass and gather them again."
+        True,
+        description="fsdp: free a block's gathered weights after its forward pass and gather them again for the "
+        "backward pass.",
     )
     offload_parameters: bool = Field(
-        False, description="fsdp, zero3: keep parameters, and with fsdp also optimizer state, in the host's memory."
+        False, description="fsdp, zero3: offload parameters, and with fsdp also optimizer state, to the host's memory."
     )
     offload_optimizer: bool = Field(
-        False, description="zero1, zero2, zero3: keep optimizer state in the host's memory and update there."
+        False, description="zero1, zero2, zero3: keep optimizer state in the host's memory and run the optimizer there."
     )
     wrap: list[Text] | Auto = Field(
-        "auto", description="fsdp: class names of the modules that are sharded as a unit. auto: the model's blocks."
+        "auto", description="fsdp: class names of the modules to shard as units. auto: the model's blocks."
     )
     deepspeed_config: Text | None = Field(
         None, description="zero1, zero2, zero3: a DeepSpeed JSON file; its auto values come from this recipe."
@@ -209,52 +216,52 @@ class CheckpointSection(Section):
 
     every: Interval = Field(
         "auto",
-        description="From one checkpoint to the next: a number of steps, or a time such as 10 min. auto: by time, and "
-        "so seldom that saving takes a small part of it. null: only at the end.",
+        description="Interval between checkpoints: a number of steps, or a time such as 10 min. auto: a time long "
+        "enough that saving takes a small part of it. null: only at the end.",
     )
-    keep_last: Count = Field(2, description="How many of the newest checkpoints are kept.")
+    keep_last: Count = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: bool | Auto = Field(
         "auto",
-        description="Also keep the checkpoint with the lowest validation loss. auto: where there is validation, "
-        "but of unlearning, whose loss says nothing of what is kept.",
+        description="Also keep the checkpoint with the lowest validation loss. auto: if there are validation rows, "
+        "except for unlearning, whose loss does not show what is retained.",
     )
 
 
 class EvaluateSection(Section):
     """When to evaluate on the validation rows, and which prompts to answer."""
 
-    every: Count | None = Field(
-        None, description="Steps from one evaluation to the next. null: before and after training only."
+    every: Count | None = Field(None, description="Evaluate every N steps. null: only before and after training.")
+    prompts: list[Text] = Field(
+        [], description="Prompts that the model answers at every evaluation; the answers are shown."
     )
-    prompts: list[Text] = Field([], description="Answered by the model at every evaluation, and shown.")
     metrics: list[Annotated[str, Registered(METRICS)]] = Field(
         [],
-        description="Have the model answer validation rows at every evaluation, and judge the answers by these; all "
-        "are best at 1. answer: the short answer that answer_pattern finds. rouge_l: F1; rouge_l_recall: its recall.",
+        description="Metrics of generated answers to validation rows, computed at every evaluation; for all of them "
+        "1 is best. answer: the short answer found by answer_pattern is right. rouge_l: F1. rouge_l_recall: recall.",
     )
     answer_pattern: Text | None = Field(
         None,
-        description="For the metric answer: gsm8k (what follows ####), number (the last one), or a regular expression "
-        "whose first group is the short answer.",
+        description="For the metric answer: gsm8k (the text after ####), number (the last number), or a regular "
+        "expression whose first group is the short answer.",
     )
     json_schema: Text | None = Field(
-        None, description="For the metric json_schema: a file with the JSON Schema that answers should follow."
+        None, description="For the metric json_schema: a file with the JSON Schema of valid answers."
     )
     generation_limit: Count = Field(
-        64, description="How many validation rows are answered for metrics, drawn from all."
+        64, description="Number of validation rows to answer for metrics, sampled from all."
     )
-    max_new_tokens: Count = Field(64, description="Longest answer to a prompt or a validation row, in tokens.")
+    max_new_tokens: Count = Field(
+        64, description="Maximum length of an answer to a prompt or validation row, in tokens."
+    )
 
 
 class LoggingSection(Section):
     """Where and how to record the run."""
 
-    run_directory: Text = Field(
-        "auto", description="Directory of the run; must be new. auto: a name of its own under runs/."
-    )
-    tensorboard: bool = Field(True, description="Write the run's curves for TensorBoard.")
+    run_directory: Text = Field("auto", description="Run directory; must not exist. auto: a new directory under runs/.")
+    tensorboard: bool = Field(True, description="Write TensorBoard event files.")
     observers: list[Annotated[str, Registered(OBSERVERS, imports=False)]] = Field(
-        [], description="Observers of installed packages by name, or module:Name: each is shown the run's events."
+        [], description="Observers of installed packages by name, or module:Name; each receives the run's events."
     )
 
 
@@ -265,22 +272,22 @@ class Recipe(Section):
     """A training recipe."""
 
     task: Annotated[str, Registered(TASKS)]
-    model: ModelSection = Field(description="Which model is trained, and with which tokenizer.")
-    data: DataSection = Field(description="What the model is trained on.")
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="How the weights are changed.")
+    model: ModelSection = Field(description="The model and its tokenizer.")
+    data: DataSection = Field(description="The training and validation data.")
+    optimizer: OptimizerSection = Field(
+        default_factory=OptimizerSection, description="The optimizer and its learning rate schedule."
+    )
     train: TrainSection = Field(
-        default_factory=TrainSection, description="How long, in what portions and in which precision."
+        default_factory=TrainSection, description="Length of the training, batch sizes and precision."
     )
     parallel: ParallelSection = Field(
-        default_factory=ParallelSection, description="Over how many processes the run is spread, and how."
+        default_factory=ParallelSection, description="Distribution of the run over processes."
     )
-    checkpoint: CheckpointSection = Field(
-        default_factory=CheckpointSection, description="When the run's state is saved."
-    )
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="When to save checkpoints.")
     evaluate: EvaluateSection = Field(
-        default_factory=EvaluateSection, description="When and how the model is measured."
+        default_factory=EvaluateSection, description="When and how to evaluate the model."
     )
-    logging: LoggingSection = Field(default_factory=LoggingSection, description="Where the run is written.")
+    logging: LoggingSection = Field(default_factory=LoggingSection, description="Where to record the run.")
 
     @model_validator(mode="wrap")
     @classmethod
@@ -366,11 +373,9 @@ def recipe_model(task: str | None = None) -> type[Recipe]:
     }
     for name, spec in specs.items():
         if spec.name in fields or spec.name in Recipe.model_fields:
-            raise RequestError(
-                f"{_described(name)} is called {spec.name}, which is another section of a recipe; rename it"
-            )
+            raise RequestError(f"{_described(name)} has the name {spec.name} of another recipe section; rename it")
         if name not in (spec.name, task):
-            raise RequestError(f"{_described(name)} calls itself {spec.name}; give it one name")
+            raise RequestError(f"{_described(name)} has the spec name {spec.name}; use the same name in both places")
         if spec.section is not None:
             fields[spec.name] = (spec.section | None, Field(None, description=spec.section_description))
     return create_model("Recipe", __base__=Recipe, __module__=__name__, __doc__=Recipe.__doc__, **fields)

@@ -74,7 +74,7 @@ class Library:
                 f"parallel.strategy: {self.users} need {self.title}, which is not installed; {self.install}"
             ) from None
         if not f"{version}.".startswith(self.versions):
-            raise MachineError(f"parallel.strategy: {self.title} {version} is not known to work here; {self.install}")
+            raise MachineError(f"parallel.strategy: {self.title} {version} is not supported; {self.install}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,10 @@ _KEYS: dict[OwnKey, str] = {
     OwnKey("optimizer.name"): "optim optimizer_type optim_type",
     OwnKey("optimizer.schedule"): "lr_scheduler lr_scheduler_type lr_schedule lr_decay_style scheduler scheduler_type",
     OwnKey("optimizer.warmup_steps"): "num_warmup_steps warmup warmup_iters warmup_num_steps lr_warmup_steps",
-    OwnKey("optimizer.warmup_steps", note="a fraction below 1 is one of all steps"): "warmup_ratio warmup_fraction",
+    OwnKey("optimizer.warmup_steps", note="below 1: a fraction of all steps"): "warmup_ratio warmup_fraction",
     OwnKey("optimizer.decay_steps"): "num_decay_steps lr_decay_steps",
     OwnKey("optimizer.final_learning_rate_ratio"): "min_lr_ratio min_lr_rate cosine_min_lr_ratio final_lr_ratio",
-    OwnKey("optimizer.final_learning_rate_ratio", note="a part of learning_rate"): "min_lr lr_min final_lr lr_end",
+    OwnKey("optimizer.final_learning_rate_ratio", note="a fraction of learning_rate"): "min_lr lr_min final_lr lr_end",
     OwnKey("optimizer.betas", note="a list of two"): "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
     OwnKey("optimizer.eps"): "adam_epsilon adam_eps epsilon",
     OwnKey("optimizer.weight_decay"): "wd adam_weight_decay",
@@ -65,7 +65,7 @@ _KEYS: dict[OwnKey, str] = {
     "val_set_size val_size test_size validation_split test_datasets validation_split_percentage",
     OwnKey("data.max_length"): "max_seq_length max_seq_len seq_length seq_len sequence_len sequence_length cutoff_len "
     "model_max_length block_size context_length max_tokens_per_sample",
-    OwnKey("data.pack_length", note="tokens of a row"): "packing sample_packing packed neat_packing pack use_packing "
+    OwnKey("data.pack_length", note="tokens per row"): "packing sample_packing packed neat_packing pack use_packing "
     "packed_length",
     OwnKey("data.limit"): "max_samples max_train_samples num_samples",
     OwnKey("model.name"): "model_name_or_path model_name pretrained_model_name_or_path model_id base_model model_path "

@@ -127,12 +127,12 @@ class _Builder:
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS[type(node)]:
-            raise RequestError(f"{self._origin(node)}: YAML tag {node.tag!r} means nothing here; remove it")
+            raise RequestError(f"{self._origin(node)}: YAML tag {node.tag!r} is not supported; remove it")
         self._count(node)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
         if id(node) in self.open:
-            raise RequestError(f"{self._origin(node)}: a YAML alias inside of what it stands for")
+            raise RequestError(f"{self._origin(node)}: recursive YAML alias")
         if len(self.open) == DEEPEST:
             raise RequestError(f"{self._origin(node)}: not valid YAML: nested more than {DEEPEST} deep by aliases")
         self.open.add(id(node))
@@ -147,8 +147,8 @@ class _Builder:
         self.repeated += 1
         if self.repeated > _MOST_REPEATED:
             raise RequestError(
-                f"{self._origin(node)}: YAML aliases repeat more than {_MOST_REPEATED:,} values; write them out, or "
-                "leave them out"
+                f"{self._origin(node)}: YAML aliases repeat more than {_MOST_REPEATED:,} values; write them out or "
+                "remove them"
             )
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
@@ -171,7 +171,7 @@ class _Builder:
             origin = self._origin(key_node)
             key = self.build(key_node, path)
             if not isinstance(key, str | int):
-                raise RequestError(f"{origin}: a key has to be a name")
+                raise RequestError(f"{origin}: a key must be a name")
             place = (*path, key)
             if key in values:
                 message = f"{dotted(place)}: given twice, first {self._earlier(place)}; keep one of the two"

@@ -105,7 +105,7 @@ def collect(collection: Collection, processes: int, progress: Callable[[Progress
             _work(collection, groups, processes, progress)
         write(collection.path, environment, collection.source, _Parts(collection))
     except OSError as error:
-        raise MachineError(f"{collection.path}: cannot be written: {error}; what is finished is kept") from error
+        raise MachineError(f"{collection.path}: cannot be written: {error}; finished tasks are kept") from error
     shutil.rmtree(collection.parts)
     return True
 
@@ -121,8 +121,8 @@ def _is_there(collection: Collection) -> bool:
         )
     if not same:
         raise RequestError(
-            f"algorithm_distillation.histories: {collection.path} is there, and of another environment, source or "
-            "choice of tasks; name another file, or remove it"
+            f"algorithm_distillation.histories: {collection.path} already exists, with another environment, source or "
+            "choice of tasks; choose another file, or remove it"
         )
     return True
 
@@ -134,13 +134,13 @@ def _claim(collection: Collection) -> None:
         return
     if marked is not None:
         raise RequestError(
-            f"algorithm_distillation.histories: {collection.parts} has parts of a collection that was asked for "
-            "differently; go on with that recipe, name another file, or remove the directory"
+            f"algorithm_distillation.histories: {collection.parts} has parts of a collection with other settings; "
+            "continue with that recipe, choose another file, or remove the directory"
         )
     try:
         collection.parts.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RequestError(f"algorithm_distillation.histories: {collection.parts} cannot be made: {error}") from None
+        raise RequestError(f"algorithm_distillation.histories: {collection.parts} cannot be created: {error}") from None
     temporary = collection.parts / f"{_REQUEST}.part"
     temporary.write_text(json.dumps(collection.request, indent=2), encoding="utf-8")
     temporary.replace(collection.parts / _REQUEST)
@@ -217,8 +217,8 @@ def _work(
         tell()
     except BrokenProcessPool as error:
         raise TrainingError(
-            "collect: a process ended before its work, perhaps for want of memory; the tasks that are finished are "
-            "kept: run the same command again to go on"
+            "collect: a process was killed, perhaps because memory ran out; finished tasks are kept: run the same "
+            "command again to continue"
         ) from error
     finally:
         shared[-1] = 1.0

@@ -155,7 +155,7 @@ class Histories:
         tasks = environment.tasks().numpy()
         says = "environment" in self._file.attrs
         if self.goals[-1] >= len(tasks):
-            guessed = f"; the file does not say which environment it is of, and was taken for {environment.name}"
+            guessed = f"; the file does not name its environment, so {environment.name} was assumed"
             raise RequestError(
                 f"{self.path}: has a goal {self.goals[-1]}, but {environment.name} has {len(tasks)}"
                 f"{'' if says else guessed}"
@@ -244,7 +244,7 @@ def _opened(path: Path) -> Any:
     if path.is_dir():
         raise RequestError(f"{path}: is a directory; a file of histories is expected")
     if not path.is_file():
-        raise RequestError(f"{path}: there is no such file; trainwright collect makes one")
+        raise RequestError(f"{path}: no such file; create it with trainwright collect")
     try:
         return h5py.File(path, "r")
     except OSError as error:
@@ -270,7 +270,7 @@ def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) ->
         found = None
     if not isinstance(found, dict) or not unsaid.keys() <= found.keys():
         keys = f" with {' and '.join(unsaid)}" if unsaid else ""
-        raise RequestError(f"{path}: the attribute {attribute} is no JSON object{keys}; remove it, or collect again")
+        raise RequestError(f"{path}: the attribute {attribute} is not a JSON object{keys}; remove it, or collect again")
     return found
 
 

@@ -102,8 +102,8 @@ def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
         each = dataset.documents_per_example
         if pack is not None and pack < each * longest:
             raise RequestError(
-                f"data.pack_length: {pack} does not hold {each} answers of up to data.max_length {longest} tokens; "
-                f"set it to {each * longest} or more, or lower that"
+                f"data.pack_length: {pack} is too small for {each} answers of up to data.max_length {longest} tokens; "
+                f"set it to {each * longest} or more, or lower data.max_length"
             )
 
 

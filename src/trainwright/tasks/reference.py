@@ -83,7 +83,7 @@ def reference(
     with without():
         found = _compute(strategy, stream, batch_of, examples)
     if not np.isfinite(found[documents]).all():
-        raise TrainingError("the model gives some of the data a probability that is no number before it is trained")
+        raise TrainingError("the model's probability of some data is NaN before training")
     kept = _save(file, found, world)
     notify(f"the reference took {time.monotonic() - begun:.1f} s{f' and is kept in {file}' if kept else ''}")
     return Reference(found)

@@ -113,7 +113,7 @@ def test_a_published_log_is_a_reference(evaluate: Evaluate, place: Path, alone: 
     options = ["--metrics", "forget_quality", "--reference-log", str(place / "eval_log_aggregated.json")]
     ended = evaluate(*options, out="published")
     assert ended.code == 0, ended.stderr
-    assert "the reference's log is of 40 rows" in ended.stdout
+    assert "the reference's log has 40 rows" in ended.stdout
     mine = list(alone["eval_log_forget.json"]["truth_ratio"].values())
     expected = ks_2samp(mine, np.exp(right - wrong.mean(1))).pvalue
     found = json.loads((place / "published" / "metrics.json").read_text())["metrics"]

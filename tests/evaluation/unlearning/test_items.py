@@ -145,11 +145,11 @@ def test_wrong_answers_are_weighed_where_all_rows_of_a_set_have_some(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("tofu:forget07", "'tofu:forget07' is no benchmark; there are tofu:forget01"),
-        ("tofu:forget01@nowhere", "there is no directory nowhere"),
-        ("wmdp:bio@/nowhere/bio.jsonl", "there is no file /nowhere/bio.jsonl; after the @ of wmdp stands one with"),
+        ("tofu:forget07", "unknown benchmark 'tofu:forget07'; choose from tofu:forget01"),
+        ("tofu:forget01@nowhere", "no such directory nowhere"),
+        ("wmdp:bio@/nowhere/bio.jsonl", "no such file /nowhere/bio.jsonl; after wmdp's @, give a file of rows with"),
         ("files@retain=a.jsonl", "names no rows to forget"),
-        ("files@forget", "'forget' in 'files@forget': say forget=FILE"),
+        ("files@forget", "'forget' in 'files@forget' is invalid; use forget=FILE"),
     ],
 )
 def test_no_such_benchmark(name: str, said: str) -> None:
@@ -188,5 +188,5 @@ def test_reference_logs(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="has neither truth ratios of the forget set nor an AUC"):
         read_reference(file)
     file.write_text("[1]")
-    with pytest.raises(RequestError, match="a log in a layout that is not known here"):
+    with pytest.raises(RequestError, match="unknown log format"):
         read_reference(file)

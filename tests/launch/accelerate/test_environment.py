@@ -132,7 +132,7 @@ def test_other_launchers_are_not_accelerates() -> None:
 def test_one_process_in_place_of_two_is_noticed() -> None:
     found = from_environment(CPU_WORKER)
     assert found is not None and found.one_of_several and found.processes is None and found.device == "cpu"
-    with pytest.raises(RequestError, match="started one"):
+    with pytest.raises(RequestError, match="starts only one"):
         found.to_overrides()
     alone = {name: value for name, value in CPU_WORKER.items() if not name.startswith("MASTER")}
     found = from_environment(alone)

@@ -59,9 +59,9 @@ def test_lines_are_known_and_what_accelerate_itself_refuses(tmp_path: Path) -> N
     [
         ("", "is empty"),
         ("  \n", "is empty"),
-        ("- MULTI_GPU\n", "is no Accelerate file"),
-        ('["MULTI_GPU"]', "is no Accelerate file"),
-        ("just words\n", "is no Accelerate file"),
+        ("- MULTI_GPU\n", "is not an Accelerate file"),
+        ('["MULTI_GPU"]', "is not an Accelerate file"),
+        ("just words\n", "is not an Accelerate file"),
         ('{"distributed_type": "NO"', ":1: not valid JSON: while parsing an object, expected"),
         ('{\n"distributed_type": "NO",\n"num_processes": 4\n"x": 1}', ":4: not valid JSON: while parsing an object, "),
         ("a: b: c\n", ":1: not valid YAML"),

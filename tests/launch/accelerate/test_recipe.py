@@ -90,7 +90,7 @@ def test_what_a_file_means_here_hides_gpus_and_checks_the_machine(
     found = meaning_here(written(tmp_path, files.TWO_CPU), ["recipe.yaml", "parallel.num_processes=3"])
     assert (found.nodes, found.processes) == (1, 3)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    with pytest.raises(MachineError, match="here would run"):
+    with pytest.raises(MachineError, match="possible here"):
         meaning_here(written(tmp_path, files.LOOSE_DDP), [])
     with pytest.raises(RequestError, match="main_process_ip"):
         meaning_here(written(tmp_path, files.TWO_NODES.replace("main_process_ip", "# ")), [])

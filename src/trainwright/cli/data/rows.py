@@ -22,18 +22,23 @@ if TYPE_CHECKING:
     from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.schema import Recipe
 
-app = typer.Typer(no_args_is_help=True, help="Prepare, look at and check training data.")
+app = typer.Typer(no_args_is_help=True, help="Prepare, show and check training data.")
 app.command("tokenize")(data_tokens.tokenize)
 app.command("train-tokenizer")(data_tokens.train_tokenizer)
 
 Asked = Annotated[
-    str, typer.Argument(metavar="RECIPE|FILE", help="A recipe (.yaml), or rows: a file, directory or id.")
+    str, typer.Argument(metavar="RECIPE|FILE", help="A recipe (.yaml), or rows: a file, directory or Hugging Face id.")
 ]
 Model = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="With FILE: whose tokenizer and chat template to use; bytes: the built-in one."),
+    typer.Option(
+        metavar="NAME",
+        help="With FILE: the model whose tokenizer and chat template to use; bytes: the built-in tokenizer.",
+    ),
 ]
-MaxLength = Annotated[int | None, typer.Option(min=2, help="With FILE: longest example in tokens; 1024.")]
+MaxLength = Annotated[
+    int | None, typer.Option(min=2, help="With FILE: maximum length of an example in tokens. Default: 1024.")
+]
 _RECIPES = (".yaml", ".yml")
 _BAR = 40
 _TARGET = "bold green"
@@ -94,7 +99,7 @@ def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_le
         _report(found, recipe.data.max_length)
         return
     if overrides or max_length is not None:
-        raise RequestError("a file alone is checked for its layout; give --model to count tokens")
+        raise RequestError("without --model, only the layout of a file is checked; pass --model to count tokens")
     from trainwright.data.check import check_rows
 
     _report([check_rows(asked, ANY, "auto", key="data check")], None)
@@ -103,26 +108,33 @@ def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_le
 @app.command()
 def prepare(
     raw: Annotated[
-        list[str], typer.Argument(metavar="SOURCE...", help="JSON, JSONL, CSV or Parquet files, and others.")
+        list[str], typer.Argument(metavar="SOURCE...", help="JSON, JSONL, CSV, Parquet or other data files.")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Where the files go; must be new.")],
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Output directory; must not exist.")],
     rename: Annotated[
         list[str] | None,
         typer.Option(
-            "--map", metavar="THEIRS=OURS", help="Read the field THEIRS as OURS, such as frage=question; repeatable."
+            "--map", metavar="THEIRS=OURS", help="Rename field THEIRS to OURS, such as frage=question; repeatable."
         ),
     ] = None,
-    validation: Annotated[float, typer.Option(min=0, max=1, help="Part of the rows held back to validate on.")] = 0.05,
-    test: Annotated[float, typer.Option(min=0, max=1, help="Part of the rows held back to test on.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Decides which rows are held back.")] = 0,
+    validation: Annotated[float, typer.Option(min=0, max=1, help="Fraction of the rows for validation.")] = 0.05,
+    test: Annotated[float, typer.Option(min=0, max=1, help="Fraction of the rows for testing.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the split.")] = 0,
     deduplicate: Annotated[
-        str, typer.Option(help="exact: equal rows once. near: rows with most word sequences in common once. none.")
+        str,
+        typer.Option(
+            help="Duplicates to remove. exact: equal rows. near: also rows that share most word sequences. none: "
+            "keep all."
+        ),
     ] = "exact",
     keep: Annotated[
         list[str] | None,
-        typer.Option(metavar="COLUMN", help="Write this column too, beside those of the layout; repeatable; all."),
+        typer.Option(
+            metavar="COLUMN",
+            help="Also write this column (all: every column), in addition to those of the layout; repeatable.",
+        ),
     ] = None,
-    skip_wrong: Annotated[bool, typer.Option("--skip-wrong", help="Leave wrong rows out, and count them.")] = False,
+    skip_wrong: Annotated[bool, typer.Option("--skip-wrong", help="Skip invalid rows and count them.")] = False,
 ) -> None:
     """Convert raw rows to one layout, without duplicates, split, with statistics.
 
@@ -135,7 +147,7 @@ def prepare(
     for pair in rename or []:
         theirs, equals, ours = pair.partition("=")
         if not (theirs and equals and ours):
-            raise RequestError(f"--map {pair}: should be THEIRS=OURS, such as frage=question")
+            raise RequestError(f"--map {pair}: expected THEIRS=OURS, such as frage=question")
         names[theirs] = ours
     found = prepare_raw(
         raw,
@@ -155,8 +167,8 @@ def prepare(
 def style(
     file: Annotated[str, typer.Argument(metavar="SOURCE", help="Conversations of any layout.")],
     system: Annotated[str, typer.Option(metavar="TEXT|@FILE", help="The system prompt.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the rows go, as JSON lines; must be new.")],
-    replace: Annotated[bool, typer.Option("--replace", help="Replace system prompts that there are.")] = False,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file, as JSON lines; must not exist.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Replace existing system prompts.")] = False,
 ) -> None:
     """Add a system prompt to the start of every conversation."""
     from trainwright.data.rows.style import style
@@ -168,11 +180,11 @@ def style(
         except RequestError as error:
             raise RequestError(f"--system: {error}") from None
     found = style(file, system, out, replace=replace)
-    say(f"{out}: {plural(found.added, 'prompt')} added, {found.replaced:,} replaced, {found.kept:,} left as they were")
+    say(f"{out}: {plural(found.added, 'prompt')} added, {found.replaced:,} replaced, {found.kept:,} unchanged")
     for note in found.notes:
         say(note)
     if found.kept:
-        say("with --replace those would be replaced too")
+        say("pass --replace to replace those too")
     for why, count in found.left_out.items():
         say(f"{plural(count, 'row')} left out: {why}")
 
@@ -198,14 +210,14 @@ def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int
     if Path(asked).suffix in _RECIPES:
         if model is not None or max_length is not None:
             raise RequestError(
-                "--model and --max-length go with a file of rows; a recipe has model.name, data.max_length"
+                "--model and --max-length are for a file of rows; for a recipe, set model.name and data.max_length"
             )
         recipe = load_recipe(Path(asked), overrides)
         if not recipe.has_texts:
-            raise RequestError(f"{asked}: task {recipe.task} reads no texts, and this command looks at rows of text")
+            raise RequestError(f"{asked}: task {recipe.task} reads no texts, so there are no rows to show")
         return recipe
     if model is None:
-        raise RequestError(f"{asked}: give --model, whose tokenizer and chat template are used, or a recipe (.yaml)")
+        raise RequestError(f"{asked}: pass --model for its tokenizer and chat template, or pass a recipe (.yaml)")
     alone = f"model={{config: {{model_type: llama}}, tokenizer: {json.dumps(model)}}}"
     about = alone if model == "bytes" or _is_tokenizer(Path(model)) else f"model.name={model}"
     length = [f"data.max_length={max_length}"] if max_length is not None else []
@@ -259,7 +271,7 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     if data.pack_length is None:
         rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
         padded = fill(dataset, **asked, rows=rows, pack_length=None)
-        together = f"{plural(rows or train.global_batch_size, 'example')}, padded to the longest of them"
+        together = f"{plural(rows or train.global_batch_size, 'example')}, padded to the longest"
         say(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
     batch = plural(train.global_batch_size, "example")
     how = "packs" if data.pack_length is not None else f"with data.pack_length {pack}: packs"
@@ -287,9 +299,9 @@ def _report(found: list[Checked], max_length: int | None) -> None:
     problems = [problem for checked in found for problem in checked.problems]
     if wrong:
         more = f"\nand {wrong - len(problems):,} more" if wrong > len(problems) else ""
-        raise RequestError(f"{wrong:,} row{'s are' if wrong != 1 else ' is'} wrong:\n" + "\n".join(problems) + more)
+        raise RequestError(f"{wrong:,} row{'s are' if wrong != 1 else ' is'} invalid:\n" + "\n".join(problems) + more)
     if not any(checked.examples for checked in found):
-        raise RequestError("no row has anything to train on")
+        raise RequestError("no row has a token to train on")
     say("ok")
 
 
@@ -317,7 +329,7 @@ def _show_statistics(found: Statistics, out: Path) -> None:
             differ = f"; a column not kept differs in {source.differing:,}" if source.differing else ""
             say(f"  {they(source.duplicates, 'row', 'repeat an earlier one')}, left out{differ}")
         if source.wrong:
-            say(f"  {they(source.wrong, 'row', 'are wrong')} and left out, such as")
+            say(f"  {they(source.wrong, 'row', 'are invalid')} and left out, such as")
         for problem in source.first_wrong:
             say(f"    {problem}")
         for why, count in source.left_out.items():

@@ -28,14 +28,15 @@ _SECONDS = 1.0
 def tokenize(
     sources: Sources,
     tokenizer: Annotated[
-        str, typer.Option(metavar="NAME", help="Its id or directory, bytes, characters:FILE or bpe:SIZE:SOURCE.")
+        str,
+        typer.Option(metavar="NAME", help="A tokenizer's id or directory, bytes, characters:FILE or bpe:SIZE:SOURCE."),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Where the shards go; an unfinished one goes on.")],
-    processes: Annotated[int | None, typer.Option(min=1, help="Processes that tokenize; one for every core.")] = None,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="A shard ends after so many tokens.")] = 100_000_000,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many documents of each source.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Output directory; an unfinished one is continued.")],
+    processes: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: one per core.")] = None,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per shard.")] = 100_000_000,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N documents of each source.")] = None,
     documents: Annotated[
-        bool, typer.Option("--documents", help="Every file of a directory is a document, whatever its kind.")
+        bool, typer.Option("--documents", help="Read every file of a directory as one document, whatever its type.")
     ] = False,
 ) -> None:
     """Convert a corpus to memory-mapped token shards, for data.train of a pretraining recipe.
@@ -67,7 +68,7 @@ def tokenize(
                 report=report,
             )
     except KeyboardInterrupt:
-        raise Stopped(f"stopped; the same command goes on with {out}") from None
+        raise Stopped(f"stopped; run the same command again to continue {out}") from None
     seconds = time.monotonic() - begun
     shards = plural(len(about["shards"]), "shard")
     say(
@@ -81,12 +82,12 @@ def tokenize(
 
 def train_tokenizer(
     sources: Sources,
-    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Where it is saved; must be new.")],
-    vocab_size: Annotated[int, typer.Option(min=257, help="Tokens, with the end-of-text token.")] = 32768,
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Output directory; must not exist.")],
+    vocab_size: Annotated[int, typer.Option(min=257, help="Vocabulary size, including the end-of-text token.")] = 32768,
     characters: Annotated[
-        bool, typer.Option("--characters", help="A token for each character that there is, instead of BPE.")
+        bool, typer.Option("--characters", help="Use one token per character of the text instead of BPE.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many documents of each source.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N documents of each source.")] = None,
 ) -> None:
     """Train a byte-level BPE tokenizer on your own text."""
     from trainwright.models.files.save import replacing
@@ -94,13 +95,13 @@ def train_tokenizer(
     from trainwright.recipe.sections.data import SourceSection
 
     if out.exists():
-        raise RequestError(f"--out: {out} is there already; name a new directory")
+        raise RequestError(f"--out: {out} already exists; choose a new directory")
     named = [(SourceSection(source=source, limit=limit), "data train-tokenizer") for source in sources]
     made = make_tokenizer(named, None if characters else vocab_size)
     with _written(out), replacing(out) as scratch:
         made.save_pretrained(scratch)
     if not characters and len(made) < vocab_size:
-        say(f"note: the text has no more than {plural(len(made), 'token')} to give")
+        say(f"note: the text yields only {plural(len(made), 'token')}")
     say(f"{out}: {plural(len(made), 'token')}; use it as model.tokenizer")
 
 
@@ -110,7 +111,7 @@ def _written(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise MachineError(
-            f"--out: {out} cannot be written: {error.strerror or error}; make room there, or name another directory"
+            f"--out: {out} cannot be written: {error.strerror or error}; free space there, or choose another directory"
         ) from error
 
 

@@ -16,43 +16,53 @@ def generate(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A run's directory, one of its checkpoints, an adapter, a model directory or a hub id.",
+            help="A run directory, a checkpoint, an adapter, a model directory or a Hugging Face id.",
         ),
     ],
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this, and end.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer this prompt and exit.")] = None,
     file: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Answer every line of a .txt file, or every row of .jsonl, .json or .csv, with or without its answer.",
+            help="Answer every line of a .txt file, or every row of a .jsonl, .json or .csv file, with or without "
+            "answers.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where the rows go, each with its answer as 'generated': .jsonl, .json or .csv; must be new.",
+            help="Output file (.jsonl, .json or .csv) for the rows, with the answer as 'generated'; must not exist.",
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system turn of every conversation.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt of every conversation.")] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Continue texts, as a model without a chat template does anyway.")
+        bool,
+        typer.Option("--plain", help="Continue texts without a chat template; the default for models that have none."),
     ] = False,
-    adapter: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="An adapter to put on MODEL.")] = None,
+    adapter: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="An adapter to apply to MODEL.")] = None,
     checkpoint: Annotated[
         str | None,
-        typer.Option(metavar="WHICH", help="Of a run: final, best, newest or a step. Default: the first there is."),
+        typer.Option(
+            metavar="WHICH", help="For a run: final, best, newest or a step. Default: the first of these that exists."
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0, help="Draw from the likeliest so much.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many of the likeliest.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature. 0: always take the most likely token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=1e-6, max=1.0, help="Sample from the most likely tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many most likely tokens.")] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="With a row's number it decides what is drawn for it. Default: 0.")
+        int | None, typer.Option(min=0, help="Seed of the sampling, combined with the row's number. Default: 0.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16. auto: bf16 on GPUs that have it.")] = "auto",
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows that are answered at once.")] = None,
-    num_processes: Annotated[int | None, typer.Option(min=1, help="For --file. Default: one a GPU, or one.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16. auto: bf16 on GPUs that support it.")] = "auto",
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows to answer per batch.")] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="For --file: number of processes. Default: one per GPU, or one.")
+    ] = None,
 ) -> None:
     """Generate answers: to --prompt, to the rows of --file, or without either interactively.
 
@@ -61,7 +71,7 @@ def generate(
     from trainwright.api.generation import GenerateAsked, answer, answer_file
 
     if prompt is not None and file is not None:
-        raise RequestError("--prompt and --file: give one of the two")
+        raise RequestError("--prompt and --file: pass only one of them")
     asked = GenerateAsked(
         model=model,
         file=file,

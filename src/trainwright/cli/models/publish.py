@@ -16,9 +16,9 @@ from trainwright.text import plural, say
 if TYPE_CHECKING:
     from trainwright.inference.finding import Found
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A run's directory, an adapter's, or (export) a model's.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a run, an adapter or (for export) a model.")]
 Checkpoint = Annotated[
-    str | None, typer.Option(metavar="WHICH", help="Of a run: final, best, newest, or a step.", show_default=False)
+    str | None, typer.Option(metavar="WHICH", help="For a run: final, best, newest or a step.", show_default=False)
 ]
 
 _PRECISIONS = {"gguf": ("f16", "f32"), "safetensors": ("fp32", "bf16", "fp16")}
@@ -26,28 +26,29 @@ _PRECISIONS = {"gguf": ("f16", "f32"), "safetensors": ("fp32", "bf16", "fp16")}
 
 def merge(
     model: Model,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the merged model is written; must be new.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output directory of the merged model; must not exist.")],
     adapter: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The adapter, where MODEL is its base.", show_default=False)
+        str | None, typer.Option(metavar="DIR", help="The adapter, if MODEL is its base model.", show_default=False)
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="fp32|bf16|fp16", help="Store it in this; default: as the base is stored.")
+        str | None,
+        typer.Option(metavar="fp32|bf16|fp16", help="Data type of the saved weights. Default: as the base model."),
     ] = None,
 ) -> None:
     """Merge an adapter into its base model, and check the result by its logits."""
     from trainwright.api.merging import merged
 
     result = merged(model, str(out), adapter, dtype)
-    say(f"{result.directory}: {plural(result.changed, 'matrix', 'matrices')} merged, each of them changed")
-    say(f"logits differ from those of base and adapter by {result.difference:.1e} of the largest")
-    say(f"it writes: {result.sample!r}")
+    say(f"{result.directory}: {plural(result.changed, 'matrix', 'matrices')} merged, all of them changed")
+    say(f"logits differ from those of base model and adapter by {result.difference:.1e} of the largest")
+    say(f"sample output: {result.sample!r}")
     _show_usage(result.directory)
 
 
 def export(
     model: Model,
-    out: Annotated[Path, typer.Option(metavar="PATH", help="The file or directory to write; must be new.")],
-    to: Annotated[str, typer.Option(metavar="safetensors|gguf|adapter", help="In which form.")] = "safetensors",
+    out: Annotated[Path, typer.Option(metavar="PATH", help="Output file or directory; must not exist.")],
+    to: Annotated[str, typer.Option(metavar="safetensors|gguf|adapter", help="Output format.")] = "safetensors",
     dtype: Annotated[
         str | None,
         typer.Option(metavar="TYPE", help="gguf: f16 (default) or f32. safetensors: fp32, bf16 or fp16."),
@@ -59,10 +60,10 @@ def export(
     from trainwright.inference.loading import for_users
 
     if to not in ("safetensors", "gguf", "adapter"):
-        raise RequestError(f"--to: {to} is none of safetensors, gguf, adapter")
+        raise RequestError(f"--to: unknown format {to!r}; choose from safetensors, gguf, adapter")
     if dtype is not None and dtype not in _PRECISIONS.get(to, ()):
-        known = " or ".join(_PRECISIONS.get(to, ())) or "none, as an adapter is written as it is"
-        raise RequestError(f"--dtype: {dtype} is not for {to}; it takes {known}")
+        known = " or ".join(_PRECISIONS.get(to, ())) or "none, because adapters are written unchanged"
+        raise RequestError(f"--dtype: {dtype} is not supported for {to}; choose from {known}")
     with for_users(), Activity(sys.stderr, "reading the model"):
         found, out = find_model(model, None, checkpoint), user_path(out)
         if to == "adapter":
@@ -92,9 +93,9 @@ def _export_gguf(found: Found, out: Path, precision: str) -> None:
 
 def _export_whole(found: Found, out: Path, dtype: str | None) -> None:
     if out.exists():
-        raise RequestError(f"--out: {out} exists; give a new directory")
+        raise RequestError(f"--out: {out} already exists; choose a new directory")
     _write_whole(found, out, dtype)
-    say(f"{out}: the whole model")
+    say(f"{out}: the full model")
     _show_usage(out)
 
 
@@ -105,9 +106,11 @@ def _export_adapter(found: Found, out: Path) -> None:
 
     source = found.section.adapter.start_from
     if source is None or found.checkpoint is not None:
-        raise RequestError(f"{found.origin} is no adapter that was exported; the final/ of a run with one is")
+        raise RequestError(
+            f"{found.origin} is not an exported adapter; pass a run trained with an adapter, or its final/"
+        )
     if out.exists():
-        raise RequestError(f"--out: {out} exists; give a new directory")
+        raise RequestError(f"--out: {out} already exists; choose a new directory")
     with replacing(out) as temporary:
         copytree(source, temporary, dirs_exist_ok=True)
     say(f"{out}: the adapter")

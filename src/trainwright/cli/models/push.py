@@ -13,11 +13,11 @@ from trainwright.text import plural, say
 
 
 def push(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's directory.")],
-    repository: Annotated[str, typer.Argument(metavar="REPO", help="Where to: owner/name.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
-    message: Annotated[str, typer.Option(metavar="TEXT", help="Of the commit.")] = "Trained with Trainwright",
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a finished run.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="Repository to push to: owner/name.")],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be uploaded, without uploading.")] = False,
+    message: Annotated[str, typer.Option(metavar="TEXT", help="Commit message.")] = "Trained with Trainwright",
 ) -> None:
     """Publish a run's model with a card that says how it was made.
 
@@ -25,7 +25,7 @@ def push(
     """
     weights = _weights(user_path(run))
     if "/" not in repository.strip("/") or repository.count("/") != 1:
-        raise RequestError(f"REPO: {repository} is not owner/name")
+        raise RequestError(f"REPO: {repository} is invalid; expected owner/name")
     from trainwright.observe.card import model_card
 
     card = model_card(user_path(run), repository, weights)
@@ -38,15 +38,20 @@ def push(
 
 def _weights(run: Path) -> Path:
     if not (run / "recipe.yaml").is_file():
-        raise RequestError(f"RUN: {run} is not a run: it has no recipe.yaml")
+        raise RequestError(f"RUN: {run} is not a run directory: it has no recipe.yaml")
     if not (run / "final").is_dir():
-        raise RequestError(f"RUN: {run} has no final/: it is not finished; go on with trainwright train --resume {run}")
+        raise RequestError(
+            f"RUN: {run} has no final/: the run is not finished; continue it with trainwright train --resume {run}"
+        )
     return run / "final"
 
 
 def _show(repository: str, weights: Path, files: list[Path], card: str) -> None:
     total = sum(file.stat().st_size for file in files)
-    say(f"would send {plural(len(files) + 1, 'file')}, {total / 1e6:,.1f} MB, to https://huggingface.co/{repository}:")
+    say(
+        f"would upload {plural(len(files) + 1, 'file')}, {total / 1000000.0:,.1f} MB, to "
+        f"https://huggingface.co/{repository}:"
+    )
     for file in files:
         say(f"  {file.stat().st_size / 1e6:>10,.1f} MB  {file.relative_to(weights)}")
     say(f"  {len(card.encode()) / 1e6:>10,.1f} MB  README.md\n")
@@ -61,7 +66,7 @@ def _send(repository: str, weights: Path, card: str, private: bool, message: str
     if token is None:
         raise RequestError("no token for the Hub: set HF_TOKEN, or log in with `hf auth login`")
     if constants.is_offline_mode():
-        raise MachineError("the Hub is switched off (HF_HUB_OFFLINE); unset it, or see what would go with --dry-run")
+        raise MachineError("the Hub is disabled by HF_HUB_OFFLINE; unset it, or use --dry-run")
     api = HfApi(token=token)
     from trainwright.observe.card import published_settings
 

@@ -64,8 +64,8 @@ def bounded(name: str, characters: int, call: Callable[[], T]) -> T:
     while thread.is_alive():
         if time.process_time() - begun > limit:
             raise TokenizerError(
-                f"{name} takes more than {limit:.0f} s of computing for {characters:,} characters; the "
-                "pattern that it cuts text by may never end (pre_tokenizer in tokenizer.json); use another tokenizer"
+                f"{name} takes more than {limit:.0f} s of CPU time for {characters:,} characters; its regular "
+                "expression may never end (pre_tokenizer in tokenizer.json); use another tokenizer"
             )
         thread.join(_LOOK)
     value, error = outcome[0]
@@ -73,7 +73,7 @@ def bounded(name: str, characters: int, call: Callable[[], T]) -> T:
         return value  # type: ignore[return-value]
     if type(error).__name__ == "PanicException":
         raise TokenizerError(
-            f"{name} fails: {error}; the pattern that it cuts text by may be at fault (pre_tokenizer in "
-            "tokenizer.json); use another tokenizer"
+            f"{name} fails: {error}; check its regular expression (pre_tokenizer in tokenizer.json); use another "
+            "tokenizer"
         ) from None
     raise error

@@ -22,7 +22,7 @@ from trainwright.errors import RequestError
 Example: TypeAlias = list[Message] | str
 
 _EMPTY = "the answer is empty"
-_UNASKED = "no assistant turn answers a user"
+_UNASKED = "no assistant turn follows a user turn"
 _MARKED = "every assistant turn is marked as not trained on"
 
 
@@ -66,7 +66,7 @@ def conversation(messages: list[Message], row: Row, remarks: set[str], layout: L
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
         elif messages[0]["content"].strip() != system.strip():
-            remarks.add(f"have a system turn of their own, and the column {column} is not used")
+            remarks.add(f"have a separate system turn, so the column {column} is not used")
     messages = _joined(_from_the_user_on(messages, remarks), remarks)
     _check_order(messages)
     _skip_empty(messages, remarks)
@@ -99,7 +99,7 @@ def _from_the_user_on(messages: list[Message], remarks: set[str]) -> list[Messag
     if end == len(messages):
         raise NoTarget(_UNASKED)
     if end > start:
-        remarks.add("begin with the assistant, whose turns before the first user's are left out")
+        remarks.add("begin with assistant turns, which are removed up to the first user turn")
     return messages[:start] + messages[end:]
 
 
@@ -153,7 +153,7 @@ def with_input(row: Row, layout: Layout, question: str) -> str:
     field = layout.column("input")
     more = row.get(field)
     if more is not None and not isinstance(more, str):
-        raise RequestError(f"the field {field} should be text and is {kind_of(more)}")
+        raise RequestError(f"the field {field} should be text, not {kind_of(more)}")
     return f"{question}\n\n{more}" if more and more.strip() else question
 
 
@@ -164,8 +164,8 @@ def answer_field(row: Row, field: str) -> str:
         raise NoTarget("the text is empty" if field == "text" else _EMPTY)
     if value is None:
         raise RequestError(
-            f"the field {field} is missing; it has {names_of(row)}: fill it in, remove the row, or write an empty "
-            "text, by which the row is left out and counted"
+            f"the field {field} is missing; it has {names_of(row)}: fill it in, remove the row, or set it to an empty "
+            "text to skip and count the row"
         )
     return text_field(row, field)
 
@@ -177,7 +177,7 @@ def text_field(row: Row, field: str) -> str:
         raise RequestError(f"the field {field} is missing; it has {names_of(row)}")
     if not isinstance(value, str):
         quoted = "; put it in quotes" if isinstance(value, int | float) else ""
-        raise RequestError(f"the field {field} should be text and is {kind_of(value)}{quoted}")
+        raise RequestError(f"the field {field} should be text, not {kind_of(value)}{quoted}")
     if not value.strip():
         raise RequestError(f"the field {field} is empty; fill it in or remove the row")
     return value
@@ -194,7 +194,7 @@ def _check_order(messages: list[Message]) -> None:
             after = "at the beginning" if index == 0 else f"after {before}"
             shown = ", ".join(roles[:12]) + (", …" if len(roles) > 12 else "")
             raise RequestError(
-                f"the roles are out of order: turn {index} is {role} {after} ({shown}); one system turn comes first, "
-                "then user and assistant in turn, and tools after the assistant's calls"
+                f"the roles are out of order: turn {index} is {role} {after} ({shown}); expected an optional system "
+                "turn, then alternating user and assistant turns, with tool turns after the assistant's calls"
             )
         before = role

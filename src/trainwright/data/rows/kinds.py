@@ -73,7 +73,7 @@ class Refused(Kind):
         ((_, example),) = super().documents(row, layout, remarks)
         if isinstance(example, str):
             raise RequestError(
-                "is plain text, and a refusal answers a question; use conversations, or another unlearn.objective"
+                "is plain text, but refusals answer questions; use conversations, or another unlearn.objective"
             )
         digest = hashlib.sha256(json.dumps([self.seed, example], sort_keys=True, default=str).encode()).digest()
         refusal = self.refusals[int.from_bytes(digest[:8], "big") % len(self.refusals)]
@@ -119,7 +119,7 @@ def read_refusals(file: str) -> tuple[str, ...]:
     found = [_refusal(line.strip(), f"data.idk: {path}:{number}") for number, line in enumerate(lines, 1)]
     refusals = tuple(text for text in found if text)
     if not refusals:
-        raise RequestError(f"data.idk: {path} holds no refusal; write one a line, such as I do not know that.")
+        raise RequestError(f"data.idk: {path} has no refusals; write one per line, such as I do not know that.")
     return refusals
 
 
@@ -132,5 +132,5 @@ def _refusal(line: str, place: str) -> str:
         return line
     texts = [one for one in value.values() if isinstance(one, str)] if isinstance(value, dict) else [value]
     if len(texts) != 1 or not isinstance(texts[0], str):
-        raise RequestError(f"{place}: a refusal is one text, and here are {len(texts)}")
+        raise RequestError(f"{place}: a refusal must be one text, not {len(texts)}")
     return texts[0].strip()

@@ -140,11 +140,11 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
     if elsewhere is None and (found := _by_other_names(columns, first_rows, layouts)):
         return found
     known = "; ".join(f"{name}: {' and '.join(REQUIRED[name])}" for name in layouts)
-    reason = f"the rows have the fields {', '.join(columns)}, which is none of the layouts ({known})"
+    reason = f"the rows have the fields {', '.join(columns)}, which match no known layout ({known})"
     if elsewhere is not None:
         raise RequestError(f"{reason}; these are {elsewhere}")
     raise RequestError(
-        f"{reason}; trainwright data prepare reads them with --map, as in --map theirs={_example(layouts)}"
+        f"{reason}; map them with trainwright data prepare, for example --map theirs={_example(layouts)}"
     )
 
 

@@ -63,7 +63,7 @@ def to_labelled(
         role = CHOSEN if label else REJECTED
     if role is None:
         given = repr(label) if isinstance(label, str) else kind_of(label)
-        raise RequestError(f"the field label should be true or false and is {given}")
+        raise RequestError(f"the field label should be true or false, not {given}")
     messages = to_example(row, Layout("prompt_completion", layout.columns), remarks)
     assert not isinstance(messages, str)
     return [(role, messages)]
@@ -74,7 +74,7 @@ def _prompt_and_answers(row: Row, layout: Layout) -> tuple[list[Message], tuple[
     kinds = {side: kind_of(row[side]) for side in sides if row.get(side) is not None}
     if len(set(kinds.values())) == 2:
         chosen_kind, rejected_kind = kinds.values()
-        raise RequestError(f"{sides[0]} is {chosen_kind} and {sides[1]} is {rejected_kind}; give both in one form")
+        raise RequestError(f"{sides[0]} is {chosen_kind} and {sides[1]} is {rejected_kind}; use one format for both")
     texts = [row.get(side) for side in sides]
     written = [transcript(text) if isinstance(text, str) else None for text in texts]
     if isinstance(texts[0], str) and not all(written):
@@ -108,12 +108,12 @@ def _check_beginning(row: Row, layout: Layout, sides: Mapping[str, Sequence[Mess
         raise RequestError(f"{' and '.join(sides)} begin with different turns; both should begin with the same prompt")
     for field, turns in sides.items():
         if common == len(turns):
-            raise RequestError(f"{field} ends where the other goes on, so it has no answer of its own")
+            raise RequestError(f"{field} is a prefix of the other conversation, so it has no answer of its own")
     for field, turns in sides.items():
         if turns[common]["role"] != "assistant":
             raise RequestError(
-                f"{field}[{common}] is the first turn that differs and is the {turns[common]['role']}'s; "
-                "conversations should differ from an answer of the assistant on"
+                f"{field}[{common}] is the first turn that differs, and it is a {turns[common]['role']} turn; "
+                "conversations must first differ in an assistant turn"
             )
     column = layout.column("prompt")
     prompt, beginning = row.get(column), chosen[:common]
@@ -126,7 +126,7 @@ def _check_beginning(row: Row, layout: Layout, sides: Mapping[str, Sequence[Mess
         named = turns_field(row, column) == list(beginning)
     if not named:
         raise RequestError(
-            f"the field {column} is not what {' and '.join(sides)} begin with; remove it, or put it right"
+            f"the field {column} differs from the beginning of {' and '.join(sides)}; remove or correct it"
         )
 
 

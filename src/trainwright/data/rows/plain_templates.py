@@ -42,7 +42,7 @@ def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys():
         tokenizer.chat_template = CHATML
-        return "the tokenizer has no chat template: ChatML is used, as it has its tokens"
+        return "the tokenizer has no chat template: ChatML is used, because it has ChatML tokens"
     opens = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     end = "eos_token" if tokenizer.eos_token is not None else "''"
     tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + _PLAIN.replace("END", end)
@@ -53,5 +53,5 @@ def fixed_date(template: str, notes: list[str]) -> str:
     """Return the template with a fixed date if it writes the current one; add a line about it to ``notes``."""
     if "strftime_now" not in template:
         return template
-    notes.append("the chat template writes the day's date: 26 July 2024 is used, so that the data stay the same")
+    notes.append("the chat template contains the current date: 26 July 2024 is used, so that the data stay the same")
     return _DATE + template

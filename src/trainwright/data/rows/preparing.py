@@ -115,9 +115,9 @@ def prepare_raw(
             line), or no rows remain.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"--out: {out} is there already; name a new directory")
+        raise RequestError(f"--out: {out} already exists; choose a new directory")
     if deduplicate not in DUPLICATES:
-        raise RequestError(f"--deduplicate: {deduplicate!r} is none of {', '.join(DUPLICATES)}")
+        raise RequestError(f"--deduplicate: unknown value {deduplicate!r}; choose from {', '.join(DUPLICATES)}")
     if validation + test >= 1:
         raise RequestError(f"--validation {validation:g} and --test {test:g} leave nothing to train on; lower them")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -165,11 +165,11 @@ def _normalise_all(
         reasons = sum((source.left_out for source in found.sources), Counter[str]())
         reasons["wrong"] += sum(source.wrong for source in found.sources)
         said = "; ".join(f"{count:,}: {why}" for why, count in reasons.items() if count)
-        raise RequestError(f"{_KEY}: no row has anything to train on ({said})")
+        raise RequestError(f"{_KEY}: no row has a token to train on ({said})")
     if len(kinds) > 1:
         said = " and ".join(f"{shape} ({source})" for shape, source in kinds.items())
         raise RequestError(
-            f"{_KEY}: the sources become rows of {said}, which one file does not hold; prepare each alone"
+            f"{_KEY}: the sources have rows of {said}, which cannot be in one file; prepare them separately"
         )
     return kept
 
@@ -189,7 +189,7 @@ class _Reader:
         rows = iterate_source(source, key=_KEY)
         first = list(islice(rows, _FIRST))
         if not first:
-            raise RequestError(f"{_KEY}: {source} holds no rows")
+            raise RequestError(f"{_KEY}: {source} has no rows")
         renamed_first = [_rename(row, self.renamed, self.used) for _, row in first]
         columns = list(dict.fromkeys(name for row in renamed_first for name in row))
         try:
@@ -207,7 +207,7 @@ class _Reader:
                 continue
             except RequestError as error:
                 if not self.skip_wrong:
-                    raise RequestError(f"{place}: {error} (--skip-wrong leaves such rows out)") from None
+                    raise RequestError(f"{place}: {error} (pass --skip-wrong to skip such rows)") from None
                 counts.wrong += 1
                 counts.first_wrong += [f"{place}: {error}"] if len(counts.first_wrong) < _SHOWN else []
                 continue
@@ -217,12 +217,12 @@ class _Reader:
     def check_names(self) -> None:
         """Raise RequestError if a column named on the command line is in no row."""
         if unknown := sorted(set(self.renamed) - self.used):
-            raise RequestError(f"--map: no row has the field {unknown[0]}")
+            raise RequestError(f"--map: no row has a field {unknown[0]}")
         if unknown := sorted(set(self.keep) - self.columns - {_ALL}):
             beside = (
-                f"those beside the layout's are {', '.join(sorted(self.columns))}" if self.columns else "there is none"
+                f"other columns: {', '.join(sorted(self.columns))}" if self.columns else "there are no other columns"
             )
-            raise RequestError(f"--keep: no row has the column {unknown[0]} beside those of its layout; {beside}")
+            raise RequestError(f"--keep: no row has a column {unknown[0]} in addition to its layout; {beside}")
 
     def _written(self, own: Row, made: Row, layout: Layout, counts: Source) -> tuple[Row, str]:
         more, rest = {}, {}

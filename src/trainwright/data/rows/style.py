@@ -39,11 +39,11 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
         RequestError: ``out`` exists, or the source or one of its rows is wrong or has no conversation.
     """
     if not system.strip():
-        raise RequestError("--system: is empty; give the text of a system turn, or @FILE")
+        raise RequestError("--system: is empty; pass the text of a system turn, or @FILE")
     if not system.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in system):
-        raise RequestError("--system: is no UTF-8 text; give it in UTF-8, or as @FILE")
+        raise RequestError("--system: is not UTF-8 text; pass UTF-8, or @FILE")
     if out.exists():
-        raise RequestError(f"--out: {out} is there already; name a new file")
+        raise RequestError(f"--out: {out} already exists; choose a new file")
     rows = iterate_source(source, key="data style")
     first = list(islice(rows, 8))
     try:
@@ -53,7 +53,7 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
     except RequestError as error:
         raise RequestError(f"{source}: {error}") from None
     if layout == "text":
-        raise RequestError(f"{source}: the rows are plain text, which has no turns to put a system prompt in front of")
+        raise RequestError(f"{source}: the rows are plain text without turns, so they cannot have a system prompt")
     found = Styled()
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(f".{out.name}.{os.getpid()}")

@@ -78,7 +78,7 @@ class ChatEncoder:
         self.name = os.path.basename(str(tokenizer.name_or_path).rstrip("/")) or type(tokenizer).__name__
         if not tokenizer.is_fast:
             raise RequestError(
-                f"the tokenizer {self.name} gives no character offsets; a fast one (tokenizer.json) is needed"
+                f"the tokenizer {self.name} has no character offsets; use a fast tokenizer (tokenizer.json)"
             )
         self.notes: list[str] = []
         self.folded = 0  # conversations whose system turn was merged into the first user turn
@@ -142,7 +142,7 @@ class ChatEncoder:
             if missing := next((name for name in names if name not in text), None):
                 raise TurnsError(
                     f"the chat template of {self.name} does not write {what}, such as {missing}; set "
-                    "model.chat_template to one that does, or remove them from the row",
+                    "model.chat_template to one that writes them, or remove them from the row",
                     index,
                 )
 
@@ -242,7 +242,7 @@ class ChatEncoder:
             end = len(text) - len(after)
             start = self._start(text, prompt, before)
             if probe.count(_PROBE) != 1 or not text.endswith(after) or start is None or start > end:
-                raise self._apart(index, f"turn {turn} is not found in what it renders")
+                raise self._apart(index, f"turn {turn} is not in the rendered text")
             spans[index].append((start, end + self._stop(after, last=last)))
         return texts, spans
 
@@ -267,13 +267,13 @@ class ChatEncoder:
 
     def _apart(self, index: int, why: str) -> TurnsError:
         return TurnsError(
-            f"the chat template of {self.name}: the turns cannot be told apart ({why}); "
-            "set model.chat_template to one that marks them with {% generation %}",
+            f"the chat template of {self.name}: the turns cannot be located ({why}); set model.chat_template to one "
+            "that marks them with {% generation %}",
             index,
         )
 
     def _refusal(self, why: str, index: int) -> TurnsError:
-        return TurnsError(f"the chat template of {self.name} refuses the conversation: {why}", index)
+        return TurnsError(f"the chat template of {self.name} rejects the conversation: {why}", index)
 
 
 def _plain(conversation: Sequence[Message]) -> list[Message]:

@@ -55,7 +55,7 @@ def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> I
         RequestError: the source is missing, or not text (with the file and the byte offset).
     """
     if is_shards(source.source):
-        raise RequestError(f"{key}: {source.source} is tokenised already; name the text that it was made of")
+        raise RequestError(f"{key}: {source.source} is already tokenized; use the original text")
     count = -1
     for piece in _all_pieces(source, key, [] if notes is None else notes):
         count += piece.first
@@ -63,7 +63,7 @@ def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> I
             return
         yield piece
     if count < 0:
-        raise RequestError(f"{key}: {source.source} holds no text")
+        raise RequestError(f"{key}: {source.source} has no text")
 
 
 def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[Piece]:

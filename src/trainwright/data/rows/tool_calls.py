@@ -48,11 +48,11 @@ def _objects(value: Any, place: str) -> list[Any]:
         try:
             given = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{place}: tools and calls are JSON, and this is not: {error}") from None
+            raise RequestError(f"{place}: tools and calls must be JSON: {error}") from None
     else:
         given = _without_null(value)  # columns of objects have every key in each of them
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
-        raise RequestError(f"{place}: tools and calls are a list of objects, and this is {kind_of(given)}")
+        raise RequestError(f"{place}: tools and calls must be a list of objects, not {kind_of(given)}")
     return given
 
 
@@ -66,9 +66,9 @@ def _call(call: Row, place: str) -> Row:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{place}.arguments are no JSON: {error}") from None
+            raise RequestError(f"{place}.arguments are not JSON: {error}") from None
     if not isinstance(arguments, dict):
-        raise RequestError(f"{place}.arguments should be an object and is {kind_of(arguments)}")
+        raise RequestError(f"{place}.arguments should be an object, not {kind_of(arguments)}")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
 

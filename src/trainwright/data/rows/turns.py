@@ -39,7 +39,7 @@ def turns_field(row: Row, field: str) -> list[Message]:
     items = _listed(value, field)
     if not isinstance(items, list) or not items:
         what = "an empty list" if items == [] else kind_of(items)
-        raise RequestError(f"the field {field} should be a list of turns and is {what}")
+        raise RequestError(f"the field {field} should be a list of turns, not {what}")
     return [_turn(item, f"{field}[{index}]") for index, item in enumerate(items)]
 
 
@@ -77,14 +77,14 @@ def _parsed(text: str, field: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise RequestError(
-            f"the field {field} should be a list of turns and is text that is not JSON; write it with json.dumps, or "
-            "as a list"
+            f"the field {field} should be a list of turns, not text that is not JSON; write it with json.dumps, or as "
+            "a list"
         ) from None
 
 
 def _turn(item: Any, place: str) -> Message:
     if not isinstance(item, dict):
-        raise RequestError(f"{place} should be an object with role and content and is {kind_of(item)}; {_A_TURN}")
+        raise RequestError(f"{place} should be an object with role and content, not {kind_of(item)}; {_A_TURN}")
     said = item.get("role") if item.get("role") is not None else item.get("from")
     content = item.get("content") if item.get("content") is not None else item.get("value")
     if isinstance(item.get("function_call"), dict) and not item.get("tool_calls"):  # OpenAI's API before tools
@@ -97,17 +97,17 @@ def _turn(item: Any, place: str) -> Message:
     role = _ROLES.get(str(said).lower())
     if role is None:
         known = ", ".join((*_ROLES, *_CALLS))
-        raise RequestError(f"{place} has the role {said!r}; known are {known}")
+        raise RequestError(f"{place} has the unknown role {said!r}; choose from {known}")
     for extra in ("reasoning_content", "thinking"):
         if item.get(extra):
-            raise RequestError(f"{place} has {extra}, which cannot be trained on yet; write it into the content")
+            raise RequestError(f"{place} has {extra}, which is not supported; write it into the content")
     calls = calls_of(item, place)
     if calls and role != "assistant":
-        raise RequestError(f"{place} has tool_calls and is the {role}'s; only the assistant calls tools")
+        raise RequestError(f"{place} is a {role} turn with tool_calls; only assistant turns may have them")
     text = _content("" if content is None else content, place)
     # An empty system turn is valid: it disables the default of some models. An empty answer is not a target.
     if not text.strip() and role not in ("system", "assistant"):
-        raise RequestError(f"{place}, a turn of the {role}, is empty; fill it in or remove the row")
+        raise RequestError(f"{place}, a {role} turn, is empty; fill it in or remove the row")
     message: Message = {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}
     if role == "tool":
         message |= {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
@@ -118,7 +118,7 @@ def _is_trained_on(item: Row, place: str) -> bool:
     said = {key: item[key] for key in _TRAINED if item.get(key) is not None}
     for key, value in said.items():
         if value not in (0, 1):
-            raise RequestError(f"{place} has {key} {value!r}, and a turn is trained on or not: write true or false")
+            raise RequestError(f"{place} has {key} {value!r}; expected true or false")
     return all(said.values())
 
 
@@ -137,8 +137,8 @@ def _calls(content: Any, place: str) -> list[Any]:
         given = None
     if not isinstance(given, dict | list) or not given:
         raise RequestError(
-            f'{place} is a call of a function, whose value should be JSON such as {{"name": …, "arguments": {{…}}}}; '
-            "write it so, or give the turn to the assistant (gpt) as text"
+            f'{place} is a function call, whose value should be JSON such as {{"name": …, "arguments": {{…}}}}; '
+            "correct it, or make it an assistant (gpt) turn with text"
         )
     return calls_of({"tool_calls": given if isinstance(given, list) else [given]}, place)
 
@@ -149,5 +149,5 @@ def _content(content: Any, place: str) -> str:
     if isinstance(content, list):
         if (text := text_of(content)) is not None:
             return text
-        raise RequestError(f"{place} has content that is no text (an image?); only text can be trained on")
-    raise RequestError(f"{place} has content that should be text and is {kind_of(content)}")
+        raise RequestError(f"{place} has content that is not text (an image?); only text is supported")
+    raise RequestError(f"{place} has content that should be text, not {kind_of(content)}")

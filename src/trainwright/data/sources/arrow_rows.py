@@ -97,7 +97,7 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
             kind, place = seen.setdefault(field, (kind_of(value), here))
             if kind != kind_of(value):
                 return RequestError(
-                    f"{here}: {field} is {kind_of(value)} here and {kind} at {place}; give it one type in all rows"
+                    f"{here}: {field} is {kind_of(value)} here and {kind} at {place}; use one type in all rows"
                 )
     return RequestError(f"{last}: the rows do not fit one table: {error}")
 

@@ -49,7 +49,7 @@ def _docx(path: Path) -> str:
         from docx.opc.exceptions import OpcError
         from docx.table import Table
     except ImportError:
-        raise MachineError(f"{path}: Word files are read by python-docx: pip install 'trainwright[docx]'") from None
+        raise MachineError(f"{path}: Word files need python-docx; pip install 'trainwright[docx]'") from None
     try:
         parts = list(Document(str(path)).iter_inner_content())
     except (OpcError, OSError, KeyError, ValueError) as error:

@@ -56,8 +56,7 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) > LONGEST_LINE:
                 raise RequestError(
-                    f"{file}:{number}: a line of more than {LONGEST_LINE // 2**20} MiB; a row is one example, so split "
-                    "it into several"
+                    f"{file}:{number}: a line of more than {LONGEST_LINE // 2**20} MiB; split the row into several"
                 )
             yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
@@ -70,7 +69,7 @@ def whole(file: Path) -> bytes:
             parts.append(part)
             if (size := size + len(part)) > LONGEST_FILE:
                 raise RequestError(
-                    f"{file}: more than {LONGEST_FILE // 2**30} GiB of JSON; write a row a line (.jsonl)"
+                    f"{file}: more than {LONGEST_FILE // 2**30} GiB of JSON; write one row per line (.jsonl)"
                 )
         return b"".join(parts)
 
@@ -93,7 +92,7 @@ def _why_unreadable(name: str, size: int, _: int) -> str | None:
         return "cannot be read: permission denied"
     try:
         if suffix_of(file) == ".parquet":
-            return None if _has_magic(file, size) else "is not a Parquet file, or not whole"
+            return None if _has_magic(file, size) else "is not a complete Parquet file"
         if suffix_of(file) == ".arrow":
             return None
         if suffix_of(file) == ".docx":

@@ -42,12 +42,12 @@ def hub_rows(source: str, limit: int | None, key: str) -> Dataset:
             rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the Hub, its server or the dataset's files may raise anything
         if not reachable:
-            fix = "the Hub cannot be reached from here and no copy is in the cache; give a local file instead"
+            fix = "the Hub cannot be reached and there is no cached copy; use a local file instead"
             raise RequestError(f"{key}: {name}: no such file or directory, and {fix}") from None
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RequestError(f"{key}: {source}: the dataset cannot be loaded from the Hub: {reason[0]}") from None
     if not len(rows):
-        raise RequestError(f"{key}: {source} holds no rows")
+        raise RequestError(f"{key}: {source} has no rows")
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 

@@ -74,7 +74,7 @@ class Found:
                 alike.setdefault(why, []).append(file)
         lines = []
         for why, files in alike.items():
-            lines += [f"{file} {why} and is left out" for file in files[:_NAMED]]
+            lines += [f"{file} {why} and is skipped" for file in files[:_NAMED]]
             if more := len(files) - _NAMED:
                 lines[-1] += f", and so are {more:,} more" if more > 0 else ""
         return lines
@@ -106,7 +106,7 @@ def missing(source: str) -> str:
     """Return the message for a missing file, with similar names."""
     path = user_path(source)
     if not path.parent.is_dir():
-        return f"{path}: there is no directory {path.parent}"
+        return f"{path}: no such directory {path.parent}"
     near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.5)
     meant = f"; did you mean {' or '.join(near)}?" if near else f"; nothing in {path.parent} has a name like it"
     return f"no file {path}{meant}"
@@ -127,14 +127,14 @@ def _place(source: str) -> tuple[Path, list[str]]:
 def _check(file: Path, key: str, documents: bool, alone: bool) -> None:
     suffix = suffix_of(file)
     if documents and suffix not in whole_files.SUFFIXES:
-        raise RequestError(f"{key}: {file}: documents are text, Markdown, code and .docx files")
+        raise RequestError(f"{key}: {file}: unsupported file type; documents are text, Markdown, code and .docx files")
     if suffix not in SUFFIXES and suffix not in whole_files.ALONE:
         raise RequestError(
-            f"{key}: {file}: rows are read from {', '.join(SUFFIXES)} files, also with {', '.join(COMPRESSED)}, and "
-            "code and .docx whole"
+            f"{key}: {file}: unsupported file type; supported are {', '.join(SUFFIXES)}, also with "
+            f"{', '.join(COMPRESSED)}, and code and .docx files as documents"
         )
     if suffix in (*TABLES, ".docx") and file.suffix.lower() in COMPRESSED:
-        raise RequestError(f"{key}: {file}: decompress it; {suffix} files are read where they lie")
+        raise RequestError(f"{key}: {file}: compressed {suffix} files are not supported; decompress it")
     if not alone:
         return
     if not file.stat().st_size:
@@ -154,11 +154,11 @@ def _of_directory(path: Path, wanted: list[str], key: str) -> Found:
     files = row_files(path) or [file for inside in _inside(path) for file in row_files(inside)]
     if all(suffix_of(file) == ".txt" and not _split_of(path, file) for file in files):  # texts without splits of rows
         if wanted:
-            raise RequestError(f"{key}: {path} holds no files of rows, and so no split {wanted[-1]}")
+            raise RequestError(f"{key}: {path} has no data files, so it has no split {wanted[-1]}")
         return Found(_documents(path, key), True)
     kinds = sorted({suffix_of(file) for file in files})
     if len(kinds) > 1:
-        raise RequestError(f"{key}: {path} holds files of several kinds ({', '.join(kinds)}); name one file")
+        raise RequestError(f"{key}: {path} has files of several types ({', '.join(kinds)}); choose one file")
     found = _of_splits(path, files, wanted, key)
     return replace(found, notes=[*found.notes, *_beside(path, files)])
 
@@ -173,7 +173,7 @@ def _beside(path: Path, rows: list[Path]) -> list[str]:
     if not others:
         return []
     names = f"{', '.join(others[:_NAMED])}{f' and {len(others) - _NAMED:,} more' if len(others) > _NAMED else ''}"
-    return [f"{path}: only the {suffix_of(rows[0])} files are read, not {names}; name a file to read it"]
+    return [f"{path}: only the {suffix_of(rows[0])} files are read, not {names}; to read another, give its path"]
 
 
 def row_files(path: Path) -> list[Path]:
@@ -206,12 +206,14 @@ def _of_splits(path: Path, files: list[Path], wanted: list[str], key: str) -> Fo
     if unnamed and set(splits) - {_TRAIN}:
         names = ", ".join(file.name for file in files)
         raise RequestError(
-            f"{key}: {path} holds splits beside other files ({names}); name the file to use, as {files[-1]}"
+            f"{key}: {path} has splits and other files ({names}); give the path of the file to use, such as {files[-1]}"
         )
     if unnamed and not wanted:
         return Found(files)
     if wanted[:-1]:
-        raise RequestError(f"{key}: {path} has no configurations; name a split alone, as {path}:{next(iter(splits))}")
+        raise RequestError(
+            f"{key}: {path} has no configurations; give only a split, such as {path}:{next(iter(splits))}"
+        )
     chosen = _chosen(path, splits, wanted, key)
     _check_shards(splits[chosen], key)
     return Found(splits[chosen], notes=_split_notes(path, chosen, list(splits)))
@@ -225,7 +227,7 @@ def _split_of(path: Path, file: Path) -> str:
 
 def _chosen(path: Path, splits: dict[str, Any], wanted: list[str], key: str) -> str:
     """Return the requested split, or the default split for the recipe key."""
-    names = f"{', '.join(splits)}; name one of them, as {path}:{next(reversed(splits))}"
+    names = f"{', '.join(splits)}; choose one, such as {path}:{next(reversed(splits))}"
     if wanted:
         asked = wanted[-1] if wanted[-1] in splits else _SPLITS.get(wanted[-1].lower(), wanted[-1])
         if asked not in splits:
@@ -235,7 +237,7 @@ def _chosen(path: Path, splits: dict[str, Any], wanted: list[str], key: str) -> 
     if len(splits) == 1:
         return next(iter(splits))
     if usual not in splits or key.startswith("--"):
-        raise RequestError(f"{key}: {path} holds the splits {names}")
+        raise RequestError(f"{key}: {path} has the splits {names}")
     return usual
 
 
@@ -254,7 +256,7 @@ def _check_shards(files: list[Path], key: str) -> None:
         if gone := [number for number in range(min(total, 10**5)) if number not in found]:
             raise RequestError(
                 f"{key}: {len(gone)} of {total} files {name}-…-of-{total:05d} are missing, the first of them number "
-                f"{gone[0]:05d}; get them, or name the files to use"
+                f"{gone[0]:05d}; download them, or give the paths of the files to use"
             )
 
 
@@ -262,9 +264,9 @@ def _saved_dict(path: Path, wanted: list[str], key: str) -> Found:
     file = path / "dataset_dict.json"
     splits = [name for name in _json(file, key).get("splits", ()) if _is_name(name) and (path / name).is_dir()]
     if not splits:
-        raise RequestError(f"{key}: {file} names no split that is there")
+        raise RequestError(f"{key}: {file} lists no split that exists")
     if wanted[:-1]:
-        raise RequestError(f"{key}: {path} has no configurations; name a split alone, as {path}:{splits[0]}")
+        raise RequestError(f"{key}: {path} has no configurations; give only a split, such as {path}:{splits[0]}")
     chosen = _chosen(path, dict.fromkeys(splits), wanted, key)
     return Found(_saved(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits))
 
@@ -272,17 +274,17 @@ def _saved_dict(path: Path, wanted: list[str], key: str) -> Found:
 def _saved(path: Path, wanted: list[str], key: str) -> list[Path]:
     """Return the Arrow files that Dataset.save_to_disk wrote; no code is run and nothing is unpickled."""
     if wanted:
-        raise RequestError(f"{key}: {path} is one data set without splits; name it without :{':'.join(wanted)}")
+        raise RequestError(f"{key}: {path} is a dataset without splits; remove :{':'.join(wanted)}")
     file = path / "state.json"
     listed = _json(file, key).get("_data_files")
     names = [each.get("filename") if isinstance(each, dict) else None for each in listed or ()]
     if not names or not all(_is_name(name) for name in names):
-        raise RequestError(f"{key}: {file} lists no files in this directory, so the data set cannot be read")
+        raise RequestError(f"{key}: {file} lists no files in this directory, so the dataset cannot be read")
     files = [path / str(name) for name in names]
     if gone := [each.name for each in files if not each.is_file()]:
         raise RequestError(f"{key}: {path} is not complete: {', '.join(gone[:3])} are missing")
     if odd := [each.name for each in files if suffix_of(each) != ".arrow"]:
-        raise RequestError(f"{key}: {file} lists {odd[0]}, which is no .arrow file")
+        raise RequestError(f"{key}: {file} lists {odd[0]}, which is not an .arrow file")
     return files
 
 
@@ -296,7 +298,7 @@ def _json(file: Path, key: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{key}: {file} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise RequestError(f"{key}: {file} should hold an object")
+        raise RequestError(f"{key}: {file} should contain a JSON object")
     return found
 
 
@@ -329,7 +331,7 @@ def _of_configs(path: Path, configs: list[dict[str, Any]], wanted: list[str], ke
     if config not in named or (len(wanted) < 2 and len(named) > 1 and not usual):
         names = ", ".join(named)
         raise RequestError(
-            f"{key}: {path} holds the configurations {names}; name one with a split, as {path}:{config}:train"
+            f"{key}: {path} has the configurations {names}; choose one with a split, such as {path}:{config}:train"
         )
     splits: dict[str, list[Any]] = {}
     data_files = named[config]["data_files"]
@@ -357,16 +359,16 @@ def _refuse_model(path: Path, key: str) -> None:
     weights = sorted(name for name in names if name.endswith(_WEIGHTS))
     if of_models := sorted(names & _OF_MODELS):
         raise RequestError(
-            f"{key}: {path} is a model's or a tokenizer's directory ({', '.join((*of_models, *weights)[:4])}), which "
-            "holds no rows; a model is named in model.name"
+            f"{key}: {path} is a model's or a tokenizer's directory ({', '.join((*of_models, *weights)[:4])}), not a "
+            "dataset; models are set in model.name"
         )
     if weights and not row_files(path):
-        raise RequestError(f"{key}: {path} holds a model's weights ({', '.join(weights[:3])}), which are no rows")
+        raise RequestError(f"{key}: {path} contains model weights ({', '.join(weights[:3])}), not rows")
 
 
 def _documents(path: Path, key: str, what: str = f"{', '.join(SUFFIXES)} file") -> list[Path]:
     if files := whole_files.document_files(path):
         return files
     there = sorted({file.suffix.lower() for file in path.iterdir() if file.is_file() and file.suffix})
-    only = f"; it holds {', '.join(there[:8])} files, which are not read" if there else ""
-    raise RequestError(f"{key}: {path} holds no {what}, and no text, Markdown, code or .docx file{only}")
+    only = f"; it has {', '.join(there[:8])} files, which are not supported" if there else ""
+    raise RequestError(f"{key}: {path} has no {what}, and no text, Markdown, code or .docx file{only}")

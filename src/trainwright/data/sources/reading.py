@@ -69,7 +69,7 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train", do
         raise _nothing_usable(found, key)
     table = _table(files, limit) if _are_tables(files) else _row_table(files, limit, found.documents)
     if not table.num_rows or not table.num_columns:
-        raise RequestError(f"{key}: {source} holds no rows")
+        raise RequestError(f"{key}: {source} has no rows")
     return _dataset(table)
 
 
@@ -116,7 +116,7 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
                 raise
             continue
         if not rows and len(found.files) == 1:
-            raise RequestError(f"{key}: {file} holds no rows")
+            raise RequestError(f"{key}: {file} has no rows")
         read = read or bool(rows)
         first = (first + rows)[:8] if found.documents else first or rows[:8]
     if not read:
@@ -166,14 +166,12 @@ def _refuse_shards(source: str, key: str) -> None:
         from trainwright.data.sources.shards import is_shards
 
         if is_shards(source):
-            raise RequestError(
-                f"{key}: {source} holds token shards, which task pretrain alone reads; name rows or text"
-            )
+            raise RequestError(f"{key}: {source} has token shards, which only task pretrain reads; use rows or text")
 
 
 def _nothing_usable(found: Found, key: str) -> RequestError:
-    why = found.left_out() or [f"{file} holds no rows" for file in found.files]
-    return RequestError(f"{key}: there is nothing to read: {'; '.join(why[:8])}")
+    why = found.left_out() or [f"{file} has no rows" for file in found.files]
+    return RequestError(f"{key}: no readable files: {'; '.join(why[:8])}")
 
 
 def _are_tables(files: Sequence[Path]) -> bool:
@@ -193,7 +191,7 @@ def _row_table(files: Sequence[Path], limit: int | None, whole: bool) -> pa.Tabl
         return islice(_placed_rows(files, whole), limit)
 
     if next(read(), None) is None:
-        raise RequestError(f"{', '.join(map(str, files))}: no rows in there")
+        raise RequestError(f"{', '.join(map(str, files))}: no rows")
     return table_of_rows(read)
 
 
@@ -258,7 +256,7 @@ def _table(files: Sequence[Path], limit: int | None) -> pa.Table:
                 return
 
     if next(tables(), None) is None:
-        raise RequestError(f"{', '.join(map(str, files))}: no rows in there")
+        raise RequestError(f"{', '.join(map(str, files))}: no rows")
     mapped = all(suffix_of(file) == ".arrow" for file in files)
     try:
         # Memory-mapped tables occupy no memory, so they are concatenated without a copy.

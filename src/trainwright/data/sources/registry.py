@@ -84,9 +84,9 @@ def registered_rows(name: str) -> list[Row]:
     except Exception as error:  # the code of another package may raise anything
         if SOURCES.is_built_in(name):
             raise
-        raise RequestError(f"source {name}: its rows cannot be made: {type(error).__name__}: {error}") from error
+        raise RequestError(f"source {name}: its rows cannot be created: {type(error).__name__}: {error}") from error
     if not rows:
-        raise RequestError(f"source {name} holds no rows")
+        raise RequestError(f"source {name} has no rows")
     if source.keep:
         keep(file, json.dumps(rows))
     return rows

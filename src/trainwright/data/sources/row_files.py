@@ -70,7 +70,7 @@ def _object_a_line(path: Path) -> Iterator[LocatedRow]:
         value, end = _value(path, text, _skip_space(text, 0), line)
         if _skip_space(text, end) < len(text):
             raise RequestError(
-                f"{path}:{line}: not JSON: more follows the object (column {end + 1}); write a row a line"
+                f"{path}:{line}: not JSON: extra data after the object (column {end + 1}); write one row per line"
             )
         yield line, _row(path, line, value, text)
 
@@ -90,11 +90,11 @@ def _values(path: Path) -> Iterator[LocatedRow]:
             return
         start = _only_list(path, text, start)
     if text[start : start + 1] != "[":
-        raise _wrong(path, text, start, "a list of objects should stand here")
+        raise _wrong(path, text, start, "expected a list of objects")
     end = yield from _array(path, text, start)
     rest = _skip_space(text, end)
     if start == _skip_space(text, 0) and rest < len(text):  # an object was already read to its end
-        raise _wrong(path, text, rest, "one list was read and more follows; write an object a line, or one list of all")
+        raise _wrong(path, text, rest, "extra data after the list; write one object per line, or one list")
 
 
 def _objects(path: Path, text: str, position: int) -> Iterator[LocatedRow]:
@@ -132,13 +132,13 @@ def _only_list(path: Path, text: str, start: int) -> int:
     value, end = _value(path, text, start)
     rest = _skip_space(text, end)
     if rest < len(text):
-        raise _wrong(path, text, rest, "one JSON value was read and more follows; write a row a line (.jsonl)")
+        raise _wrong(path, text, rest, "extra data after the JSON value; write one row per line (.jsonl)")
     lists = [key for key, item in value.items() if isinstance(item, list)]
     if len(lists) != 1:
         held = f"{len(lists)} lists ({', '.join(lists[:8])})" if lists else "none"
         raise RequestError(
-            f"{path}: one list of rows should be in this object, and there is {held}; write a row a line (.jsonl), "
-            "each list of rows into a file of its own"
+            f"{path}: expected one list of rows in the object, found {held}; write one row per line (.jsonl), and "
+            "each list of rows in its own file"
         )
     position = start + 1
     while True:
@@ -256,7 +256,7 @@ def _undecodable(path: Path) -> RequestError:
 
 def _constant(name: str) -> None:
     if name != "NaN":
-        raise ValueError(f"{name} is no JSON value; write null, or the number as text")
+        raise ValueError(f"{name} is not a JSON value; use null, or write the number as text")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_constant)
@@ -283,7 +283,7 @@ def _is_object(line: bytes) -> bool:
 def _row(path: Path, line: int, value: Any, text: str) -> Row:
     """Check that a value is a valid row and return it; ``text`` is its JSON source."""
     if not isinstance(value, dict):
-        raise RequestError(f"{path}:{line}: a row is an object with named fields, and this is {kind_of(value)}")
+        raise RequestError(f"{path}:{line}: a row must be an object with named fields, not {kind_of(value)}")
     level: list[Any] = [value]
     for _ in range(_DEEPEST):
         inside = (part.values() if isinstance(part, dict) else part for part in level)
@@ -296,9 +296,7 @@ def _row(path: Path, line: int, value: Any, text: str) -> Row:
     if escapes and not _encodes(json.dumps(value, ensure_ascii=False)):
         halves = (field for field, item in leaves("", value) if isinstance(item, str) and not _encodes(item))
         field = next(halves, "the name of a field")
-        raise RequestError(
-            f"{path}:{line}: {field} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text; remove it"
-        )
+        raise RequestError(f"{path}:{line}: {field} contains an unpaired surrogate (\\ud800 to \\udfff); remove it")
     return value
 
 
@@ -346,7 +344,7 @@ def _without_nan(value: Any) -> Any:
 
 def _as_text(value: Any) -> str:
     if isinstance(value, bytes):
-        raise RequestError("a column of bytes cannot be written as JSON; leave it out")
+        raise RequestError("a column of bytes cannot be written as JSON; remove it")
     return str(value)
 
 

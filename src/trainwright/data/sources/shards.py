@@ -102,8 +102,8 @@ class Shards:
         if made["fingerprint"] != tokenizer_fingerprint(tokenizer):
             raise RequestError(
                 f"{key}: {self.directory} was made with another tokenizer ({made['name']}, {made['vocabulary']:,} "
-                f"tokens) than the model's ({tokenizer_name(tokenizer)}, {len(tokenizer):,} tokens); tokenize the text "
-                "anew, or set model.tokenizer to that one"
+                f"tokens) than the model's ({tokenizer_name(tokenizer)}, {len(tokenizer):,} tokens); tokenize the "
+                f"text again, or set model.tokenizer to {made['name']}"
             )
 
 
@@ -120,9 +120,11 @@ def read_about(directory: Path, key: str) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if about["version"] != VERSION:
-            raise RequestError(f"{key}: {file} is of version {about['version']}, not {VERSION}; tokenize the text anew")
+            raise RequestError(
+                f"{key}: {file} is of version {about['version']}, not {VERSION}; tokenize the text again"
+            )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(f"{key}: {file} cannot be read: {error}; tokenize the text anew") from None
+        raise RequestError(f"{key}: {file} cannot be read: {error}; tokenize the text again") from None
     return about
 
 
@@ -130,7 +132,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of everything that determines tokenization: vocabulary, merges, rules, special tokens."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise RequestError(f"the tokenizer {tokenizer_name(tokenizer)} is not a fast one (tokenizer.json)")
+        raise RequestError(f"the tokenizer {tokenizer_name(tokenizer)} is not a fast tokenizer (tokenizer.json)")
     backend.no_truncation()
     backend.no_padding()
     ends = [tokenizer.bos_token_id, tokenizer.eos_token_id]
@@ -145,7 +147,7 @@ def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
 def _check_size(file: Path, wanted: int, key: str) -> None:
     size = file.stat().st_size if file.is_file() else None
     if size != wanted:
-        found = "is not there" if size is None else f"is cut short: {size:,} bytes of {wanted:,}"
+        found = "is missing" if size is None else f"is cut short: {size:,} bytes of {wanted:,}"
         if size is not None and size > wanted:
             found = f"is longer than it was: {size:,} bytes, not {wanted:,}"
-        raise RequestError(f"{key}: {file} {found}; tokenize the text anew")
+        raise RequestError(f"{key}: {file} {found}; tokenize the text again")

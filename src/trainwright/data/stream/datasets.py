@@ -59,7 +59,7 @@ def tokenize_and_split(
             train = [(rows, kept) for rows, (kept, _) in zip(found, sides, strict=True)]
             held = [(rows, aside) for rows, (_, aside) in zip(found, sides, strict=True)]
             held = held if any(len(aside) for _, aside in held) else []
-            how = f"held back by seed {seed}, duplicates on one side"
+            how = f"held out with seed {seed}, duplicates in the same part"
         mixture = None
         if len(found) > 1:
             mixture = _mixture(data, train)
@@ -103,8 +103,8 @@ def _check_alike(found: Sequence[TokenRows], keys: Sequence[str]) -> None:
     for rows, key in zip(found[1:], keys[1:], strict=True):
         if rows.documents_per_example != first.documents_per_example:
             raise RequestError(
-                f"{key}: {rows.source} has rows of {rows.format} and {keys[0]} has {first.format}: the examples of a "
-                "run have equally many answers; prepare them alike"
+                f"{key}: {rows.source} has rows of {rows.format} and {keys[0]} has {first.format}: all examples of a "
+                "run must have the same number of answers; convert them to one layout"
             )
 
 
@@ -114,8 +114,8 @@ def _mixture(data: DataSection, train: Chosen) -> tuple[Part, ...]:
     for part, key in zip(parts, data.source_keys, strict=True):
         if not part.drawn:
             raise RequestError(
-                f"{key}.weight: is so small that an epoch of {sum(sizes):,} examples has none of the source; raise it "
-                "or remove the source"
+                f"{key}.weight: is too small: an epoch of {sum(sizes):,} examples has none of the source; raise it or "
+                "remove the source"
             )
     return parts
 
@@ -123,8 +123,8 @@ def _mixture(data: DataSection, train: Chosen) -> tuple[Part, ...]:
 def _mixture_lines(data: DataSection, mixture: Sequence[Part]) -> list[str]:
     total = sum(part.drawn for part in mixture)
     return [
-        f"mixture: {part.drawn:,} of the {total:,} examples of an epoch ({part.drawn / total:.1%}) are drawn from the "
-        f"{part.examples:,} of {source.source}, each {part.drawn / part.examples:.3g} times an epoch"
+        f"mixture: {part.drawn:,} of the {total:,} examples per epoch ({part.drawn / total:.1%}) are from the "
+        f"{part.examples:,} of {source.source}, each used {part.drawn / part.examples:.3g} times per epoch"
         for part, source in zip(mixture, data.sources, strict=True)
     ]
 
@@ -167,5 +167,5 @@ def _split_line(counts: Sequence[tuple[int, int]], how: str) -> str:
     (examples, tokens), *rest = counts
     line = f"split: {plural(examples, 'example')} ({plural(tokens, 'token')}) to train on"
     if not rest:
-        return f"{line}, none to validate"
-    return f"{line}, {rest[0][0]:,} ({plural(rest[0][1], 'token')}) to validate, {how}"
+        return f"{line}, none for validation"
+    return f"{line}, {rest[0][0]:,} ({plural(rest[0][1], 'token')}) for validation, {how}"

@@ -36,7 +36,7 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
     wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
     if wanted >= total:
         raise RequestError(
-            f"data.validation: {validation} of {total:,} examples leaves none to train on; lower it, or set it to null"
+            f"data.validation: {validation} of {total:,} examples leaves none for training; lower it, or set it to null"
         )
     prefix = f"{seed}/".encode()
     ranks = np.fromiter((_rank(prefix + content) for content in hashes), np.uint64, total)
@@ -52,8 +52,8 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
             break
     if not count:
         raise RequestError(
-            f"data.validation: the examples are too much alike to hold {wanted:,} of them back; "
-            "remove the duplicates, or set it to null"
+            f"data.validation: too many duplicates to hold out {wanted:,} examples; remove the duplicates, or set it "
+            "to null"
         )
     return everything[~held], everything[held]
 

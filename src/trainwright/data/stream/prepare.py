@@ -173,7 +173,7 @@ def writable(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise MachineError(
-            f"the tokens cannot be kept in {root}: {error.strerror or error}; make room there or set "
+            f"the tokens cannot be stored in {root}: {error.strerror or error}; free space there or set "
             "TRAINWRIGHT_CACHE to another directory"
         ) from error
 
@@ -182,7 +182,7 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of the vocabulary, merges, rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise RequestError(f"the tokenizer {tokenizer.name_or_path} is not a fast one (tokenizer.json)")
+        raise RequestError(f"the tokenizer {tokenizer.name_or_path} is not a fast tokenizer (tokenizer.json)")
     backend.no_truncation()  # remove the settings of earlier calls
     backend.no_padding()
     rest = {"template": tokenizer.chat_template, "special": tokenizer.special_tokens_map}

@@ -59,7 +59,7 @@ def prepare_windows(
     datasets = WindowDataset.of(train, mixture), (WindowDataset.of(held, None) if held else None)
     for dataset, key in zip(datasets, ("data.train", "data.validation"), strict=True):
         if dataset is not None and not len(dataset):
-            raise RequestError(f"{key}: there is nothing to predict in it; it has no document of two tokens")
+            raise RequestError(f"{key}: no tokens to predict; it has no document of at least two tokens")
     return *datasets, [*lines, *_mixture_lines(data, mixture), _split_line(*datasets, contiguous)]
 
 
@@ -67,7 +67,9 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
     """Open the shards of a source, or build them in the cache if they are not there yet."""
     if is_shards(source.source):
         if source.limit is not None:
-            raise RequestError(f"{key}.limit: shards are read whole; remove it, or tokenize less")
+            raise RequestError(
+                f"{key}.limit: is not supported for token shards; remove it, or tokenize fewer documents"
+            )
         shards = Shards.open(user_path(source.source), key)
         shards.check_tokenizer(tokenizer, key)
         return shards
@@ -82,7 +84,7 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
             return _made(source, key, tokenizer, directory, identity)
     except OSError as error:
         raise MachineError(
-            f"the tokens cannot be kept in {directory}: {error.strerror or error}; make room there or set "
+            f"the tokens cannot be stored in {directory}: {error.strerror or error}; free space there or set "
             "TRAINWRIGHT_CACHE to another directory"
         ) from error
 
@@ -127,11 +129,11 @@ def _mixture(data: DataSection, train: Sequence[Spans]) -> tuple[Part, ...] | No
         return None
     sizes = [int(part.counts().sum()) for part in train]
     if not all(sizes):
-        raise RequestError(f"{data.source_keys[sizes.index(0)]}: there is nothing to predict in it")
+        raise RequestError(f"{data.source_keys[sizes.index(0)]}: no tokens to predict")
     found = parts_of(sizes, [source.weight for source in data.sources])
     for part, key in zip(found, data.source_keys, strict=True):
         if not part.drawn:
-            raise RequestError(f"{key}.weight: is so small that an epoch has none of the source; raise it or remove it")
+            raise RequestError(f"{key}.weight: is too small: an epoch has none of the source; raise it or remove it")
     return found
 
 
@@ -140,7 +142,7 @@ def _line(corpus: Shards) -> str:
     documents = plural(about["documents"], "document")
     return (
         f"{about['source']}: {about['tokens']:,} tokens ({about['dtype']}) in {documents}, "
-        f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, in {corpus.directory}"
+        f"{about['characters'] / max(1, about['tokens']):.2f} characters per token, in {corpus.directory}"
     )
 
 
@@ -157,5 +159,5 @@ def _split_line(train: WindowDataset, validation: WindowDataset | None, contiguo
     what = "contiguous windows" if contiguous else "windows of documents"
     line = f"{len(train):,} {what} ({plural(train.token_count, 'token')}) to train on"
     if validation is None:
-        return f"{line}, none to validate"
-    return f"{line}, {len(validation):,} ({plural(validation.token_count, 'token')}) to validate"
+        return f"{line}, none for validation"
+    return f"{line}, {len(validation):,} ({plural(validation.token_count, 'token')}) for validation"

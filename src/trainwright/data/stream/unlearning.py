@@ -90,8 +90,8 @@ def refuse_overlap(data: DataSection) -> None:
     if both:
         kept, forgotten = both[0]
         raise RequestError(
-            f"data.retain: {len(both):,} of its rows are to be forgotten too, the first of them {kept}, which is "
-            f"{forgotten} of data.forget; remove them from one of the two"
+            f"data.retain: {len(both):,} of its rows are also in data.forget, the first of them {kept} ({forgotten} "
+            "of data.forget); remove them from one of the two"
         )
 
 

@@ -179,8 +179,8 @@ def divided(
         wanted = round(validation * total) if isinstance(validation, float) else validation * length
         if not 2 <= wanted <= total - 2:
             raise RequestError(
-                f"data.validation: {validation} of the {total:,} tokens of {key} leaves none on one side; change it, "
-                "or set it to null"
+                f"data.validation: {validation} of the {total:,} tokens of {key} leaves too few tokens for training "
+                "or validation; change it, or set it to null"
             )
         return _stream(shards, 0, total - wanted, length), _stream(shards, total - wanted, total, length)
     held = _held_back(shards.digests, validation, seed, key)
@@ -208,8 +208,8 @@ def _held_back(digests: npt.NDArray[np.uint64], validation: float | int, seed: i
     wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
     if wanted >= total:
         raise RequestError(
-            f"data.validation: {validation} of the {total:,} documents of {key} leaves none to train on; lower it, set "
-            "it to null, or pretrain.windows to contiguous, where it is the end of the text"
+            f"data.validation: {validation} of the {total:,} documents of {key} leaves none for training; lower it, "
+            "set it to null, or set pretrain.windows to contiguous, which holds out the end of the text"
         )
     ranks = _mixed(digests, seed)
     order = np.argsort(ranks, kind="stable")
@@ -217,7 +217,7 @@ def _held_back(digests: npt.NDArray[np.uint64], validation: float | int, seed: i
     border = ranks[order[wanted]]
     held = ranks < border
     if not held.any():
-        raise RequestError(f"data.validation: the documents of {key} are too much alike to hold any back; set null")
+        raise RequestError(f"data.validation: the documents of {key} are too similar to hold any out; set it to null")
     return held
 
 

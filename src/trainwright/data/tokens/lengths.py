@@ -133,8 +133,8 @@ def repeated(global_batch_size: int, examples: int) -> str | None:
     if global_batch_size <= examples:
         return None
     return (
-        f"train.global_batch_size is {global_batch_size:,}, and there are {plural(examples, 'example')} to train on: "
-        f"a step has each about {times(global_batch_size / examples)} times"
+        f"train.global_batch_size {global_batch_size:,} exceeds the {plural(examples, 'example')} to train on: each "
+        f"step uses every example about {times(global_batch_size / examples)} times"
     )
 
 
@@ -142,8 +142,8 @@ def check_length(data: DataSection, model_max_length: int | None) -> None:
     """Raise RequestError if examples are longer than the maximum number of positions of the model."""
     if model_max_length is not None and data.max_length > model_max_length:
         raise RequestError(
-            f"data.max_length: {data.max_length} is over the {model_max_length} positions of the model; "
-            f"set it to {model_max_length} or less"
+            f"data.max_length: {data.max_length} exceeds the model's {model_max_length} positions; set it to "
+            f"{model_max_length} or less"
         )
 
 

@@ -112,6 +112,6 @@ class _Workers:
 
 def _lost() -> MachineError:
     return MachineError(
-        "a process that tokenizes was ended from outside, perhaps for want of memory; the same command goes on where "
-        "it was, and takes less memory with fewer --processes"
+        "a tokenizing process was killed, perhaps because memory ran out; run the same command again to continue, "
+        "with fewer --processes to use less memory"
     )

@@ -127,7 +127,7 @@ class TokenRows:
             self.without_target += 1
             return
         if len(kept) < len(windows):
-            self.remarks["have parts of data.max_length tokens without a target, which are left out"] += 1
+            self.remarks["have parts of data.max_length tokens without a target, which are skipped"] += 1
         for part, marks in kept:
             self.spool.add(part, marks, role)
         self.divided += len(kept) > 1
@@ -179,7 +179,7 @@ class TokenRows:
     def summary(self, name: str) -> list[str]:
         """Return the counts as lines of text."""
         count = self.report()
-        how = "found from the first rows" if self.detected else "as data.format says"
+        how = "detected from the first rows" if self.detected else "set by data.format"
         how += f"; {self.format.read_as}" if self.format.read_as else ""
         lines = [
             f"{name}: {self.source}, {plural(self.rows, 'row')} of {self.format} ({how})",
@@ -309,7 +309,7 @@ def _nothing_left(found: TokenRows) -> str:
         if not reasons:
             return f"none of {plural(found.rows, 'row')} has a target {cut}"
         reasons.append(f"{found.without_target:,}: no target {cut}")
-    return f"none of {plural(found.rows, 'row')} has anything to train on ({'; '.join(reasons)})"
+    return f"none of {plural(found.rows, 'row')} has a token to train on ({'; '.join(reasons)})"
 
 
 def _encoder_notes(encoder: ChatEncoder) -> list[str]:
@@ -317,13 +317,13 @@ def _encoder_notes(encoder: ChatEncoder) -> list[str]:
         return encoder.notes
     return [
         *encoder.notes,
-        f"the chat template of {encoder.name} takes no system turn: in {plural(encoder.folded, 'row')} its text is "
-        "put before the first user turn",
+        f"the chat template of {encoder.name} does not support system turns: in {plural(encoder.folded, 'row')} their "
+        "text is prepended to the first user turn",
     ]
 
 
 def _text_notes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return [] if tokenizer.eos_token is not None else ["the tokenizer has no end-of-text token to end a text with"]
+    return [] if tokenizer.eos_token is not None else ["the tokenizer has no end-of-text token"]
 
 
 def _rows_of(columns: dict[str, list[Any]]) -> list[Row]:

@@ -77,10 +77,10 @@ def tokenize(
     fingerprint = tokenizer_fingerprint(tokenizer)
     task = hashlib.sha256(json.dumps([identity, fingerprint, shard_tokens], default=str).encode()).hexdigest()
     if out.exists() and not out.is_dir():
-        raise RequestError(f"--out: {out} is a file; name a directory")
+        raise RequestError(f"--out: {out} is a file; choose a directory")
     new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    with hold(out, f"--out: {out} is being written by another process; wait for it, or name another directory"):
+    with hold(out, f"--out: {out} is being written by another process; wait for it, or choose another directory"):
         if (found := _finished(out, task)) is not None:
             return found
         settings = settings_of(tokenizer)
@@ -137,9 +137,9 @@ def _finished(out: Path, task: str) -> dict[str, Any] | None:
         about: dict[str, Any] = json.loads((out / ABOUT).read_text(encoding="utf-8"))
         if about.get("task") == task:
             return about
-        raise RequestError(f"--out: {out} holds shards of another text or tokenizer; name a new directory")
+        raise RequestError(f"--out: {out} has shards of another text or tokenizer; choose a new directory")
     if not (out / _PROGRESS).is_file() and any(out.iterdir()):
-        raise RequestError(f"--out: {out} holds other files; name a new directory")
+        raise RequestError(f"--out: {out} has other files; choose a new directory")
     return None
 
 
@@ -168,7 +168,7 @@ class _Writer:
             return Position()
         if task != self._task:
             raise RequestError(
-                f"--out: {self._out} holds the beginning of another text, tokenizer or size of shards; name a new "
+                f"--out: {self._out} has unfinished shards of another text, tokenizer or shard size; choose a new "
                 "directory, or remove it"
             )
         return Position(**found)

@@ -183,7 +183,7 @@ class Checkpoint:
             except OSError as error:
                 raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
             if found != expected:
-                raise CheckpointError(f"{path / name} is not what was written (size or checksum differs)")
+                raise CheckpointError(f"{path / name} is damaged (size or checksum differs)")
             if name.endswith(".safetensors"):
                 check_tensors(path, name, manifest)
         return cls(path, manifest)
@@ -219,7 +219,7 @@ class Reader:
         if blocks is None:
             raise RequestError(f"{self._path} has no {name}: it was written by another model or optimizer")
         if (whole := full_shape(blocks)) != shard.shape:
-            raise RequestError(f"{self._path}: {name} has shape {list(whole)}, the model wants {list(shard.shape)}")
+            raise RequestError(f"{self._path}: {name} has shape {list(whole)}, but the model needs {list(shard.shape)}")
         result = torch.empty_like(shard.local, device="cpu")
         for block in blocks:
             _copy_overlap(result, shard.offset, block, lambda b=block: self._open(b["file"]).get_slice(name))

@@ -54,8 +54,12 @@ class Checkpointing:
             self._saving.saved(time.monotonic() - begun)
             self._tell(str(error), "stop" if last_chance else "continue")
             if last_chance:
-                stands = "there is none before it" if self.step is None else f"the one of step {self.step} stands"
-                hint = "" if self.step is None else "; make room, then --resume this run from there"
+                stands = (
+                    "there is no earlier checkpoint"
+                    if self.step is None
+                    else f"the checkpoint of step {self.step} is valid"
+                )
+                hint = "" if self.step is None else "; free disk space, then --resume this run from it"
                 raise TrainingError(f"stopped by a signal, but the {error}; {stands}{hint}") from error
             return
         self.step = step
@@ -105,18 +109,18 @@ class Checkpointing:
         if checkpoint.state.get("data") != task.stream.dataset.fingerprint:
             key, parts = recipe.spec.examples
             raise RequestError(
-                f"{key}: the examples are not those of {checkpoint.path}: {parts} has changed; put back what the run "
-                "began with, or start a new run"
+                f"{key}: the examples are not those of {checkpoint.path}: {parts} has changed; restore the original, "
+                "or start a new run"
             )
         if checkpoint.state.get("base") != task.base:
             raise RequestError(
-                f"model: the frozen weights are not those of {checkpoint.path}; put back the model, and the adapter "
-                "beneath if there is one, that the run began with, or start a new run"
+                f"model: the frozen weights are not those of {checkpoint.path}; restore the original model, and the "
+                "original adapter below if there is one, or start a new run"
             )
         if checkpoint.state.get("start") != task.start:
             raise RequestError(
-                f"model: the weights to start from are not those that {checkpoint.path} was started from, and what is "
-                "trained is compared with them; put back the model that the run began with, or start a new run"
+                f"model: the initial weights are not those of {checkpoint.path}, and the task uses them as the "
+                "reference; restore the original model, or start a new run"
             )
 
     def _prune(self) -> None:

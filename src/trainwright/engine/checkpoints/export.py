@@ -45,13 +45,13 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
             if isinstance(done, MemoryShortage):
                 raise TrainingError(
                     f"memory ran out while {final} was written: {done.detail}; {_kept(step, saved)}: --resume this "
-                    "run where there is more"
+                    "run with more memory"
                 )
     for _ in tensors:  # every rank takes part in gathering
         pass
     failure = world.broadcast(failure)
     if failure is not None:
-        raise TrainingError(f"{failure}; {_kept(step, saved)}: make room, then --resume this run")
+        raise TrainingError(f"{failure}; {_kept(step, saved)}: free disk space, then --resume this run")
     if adapter:
         check_export(task, strategy, final, different)
 
@@ -61,7 +61,7 @@ def _kept(step: int, saved: int | None) -> str:
     if saved == step:
         return "the training is done and checkpointed"
     if saved is None:
-        return "the training is done, but no checkpoint could be written, so it begins anew"
+        return "the training is done, but no checkpoint could be written, so it would start again from the beginning"
     return f"the training is done, but its newest checkpoint is of step {saved}"
 
 

@@ -47,7 +47,7 @@ class Manifest:
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path / MANIFEST} cannot be read: {error!r}") from error
         if seal != seal_of(content):
-            raise CheckpointError(f"{path / MANIFEST} is not what was written (checksum differs)")
+            raise CheckpointError(f"{path / MANIFEST} is damaged (checksum differs)")
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{path}: written in format {content.get('format')!r}, not {FORMAT}")
         try:
@@ -108,7 +108,7 @@ def read_inside(directory: Path, name: str, limit: int) -> str:
     """Return the text of a regular file of at most ``limit`` bytes. Raises OSError or ValueError."""
     with open_inside(directory, name) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit:
-            raise ValueError(f"it has {size:,} bytes, more than any that is written")
+            raise ValueError(f"it has {size:,} bytes, more than any valid one")
         return file.read(size).decode()  # not read(limit), which allocates that much memory before reading
 
 
@@ -140,7 +140,7 @@ def check_tensors(path: Path, file: str, manifest: Manifest) -> None:
     except (OSError, DamagedFile) as error:
         raise CheckpointError(f"{path / file} cannot be read: {reason(error)}") from error
     if found != expected:
-        raise CheckpointError(f"{path / file} does not hold the tensors that the manifest says")
+        raise CheckpointError(f"{path / file} does not contain the tensors listed in the manifest")
 
 
 def reason(error: Exception) -> str:
@@ -156,7 +156,7 @@ def _files(files: dict[str, Any]) -> dict[str, tuple[int, str]]:
             raise ValueError(f"{name!r} is not the name of a checkpoint's file")
         size, digest = stated["size"], stated["sha256"]
         if not _is_count(size) or not _DIGEST.fullmatch(digest):
-            raise ValueError(f"size or checksum of {name} is none")
+            raise ValueError(f"the size or checksum of {name} is missing")
         found[name] = (size, digest)
     if lost := {STATE, RECIPE} - found.keys():
         raise ValueError(f"{', '.join(sorted(lost))} is not in it")

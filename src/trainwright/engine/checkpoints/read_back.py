@@ -46,7 +46,7 @@ def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, 
                 if name.startswith("model."):
                     adapter[name] = read(name, shard)
                     if not torch.equal(adapter[name], shard.local.cpu()):
-                        problem = f"{name} is not what it was"
+                        problem = f"{name} differs"
     except (OSError, CheckpointError, RequestError) as error:
         problem = str(error)
     outcomes = world.gather((problem, task.adds_nothing(adapter)))
@@ -56,7 +56,7 @@ def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, 
     if problem is not None:
         if world.is_main:
             shutil.rmtree(path, ignore_errors=True)
-        raise CheckpointError(f"checkpoint in {path} was written, and is not read as it should be: {problem}")
+        raise CheckpointError(f"checkpoint in {path} was written, but reads back differently: {problem}")
 
 
 def check_export(
@@ -73,7 +73,7 @@ def check_export(
     """
     world, problem = strategy.world, None
     if different:
-        problem = f"what was gathered is not what rank {world.rank} holds of {', '.join(sorted(different)[:5])}"
+        problem = f"the gathered parameters differ from those of rank {world.rank}: {', '.join(sorted(different)[:5])}"
     with strategy.whole(available_memory) as (module, in_step):
         try:
             task.read_back(module, final, whole=in_step is None)

@@ -35,7 +35,7 @@ class LossScale(StepPolicy):
         self.training.strategy.discard_gradients()
         progress.loss_scale /= 2
         progress.steps_at_scale = 0
-        action = f"the step is done again at loss scale {progress.loss_scale:g}"
+        action = f"the step is repeated with loss scale {progress.loss_scale:g}"
         self.training.events.emit(Fault(kind="overflow", rank=0, detail="fp16 gradients", action=action, step=step))
         return found.batch
 
@@ -83,7 +83,7 @@ class LossSpikes(StepPolicy):
         limit, losses = self.training.recipe.train.skip_loss_spikes, self.training.progress.losses
         if limit is None or not losses.is_spike(found.loss, limit):
             return False
-        detail = f"loss {found.loss:.4g} at step {step}, {losses.mean:.4g} in the mean before"
-        fault = Fault(kind="loss_spike", rank=0, detail=detail, action="its update is left out", step=step)
+        detail = f"loss {found.loss:.4g} at step {step}, mean of previous steps {losses.mean:.4g}"
+        fault = Fault(kind="loss_spike", rank=0, detail=detail, action="its update is skipped", step=step)
         self.training.events.emit(fault)
         return True

@@ -75,7 +75,7 @@ class Halving(StepPolicy):
         divided = self._task.stream.global_batch(step - 1)
         before, after = (len(each.for_rank(0, self._world.size)) for each in (batch, divided))
         change = f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}"
-        self._tell(step, rank, shortage, f"{change}; step {step} is done again")
+        self._tell(step, rank, shortage, f"{change}; step {step} is repeated")
         training = self.training
         training.recipe = with_rows(training.recipe, rows)
         training.recipe_text = training.keep_recipe(training.recipe, reason(rows, batch.rows, step))
@@ -101,7 +101,7 @@ class Halving(StepPolicy):
             self._tell(step, rank, shortage, "stop")
             raise self._error(step, self._task.validation.global_batch(0), rank, shortage)
         self._task.validation.limit_rows(halved(rows))
-        action = f"validation in micro-batches of {halved(rows)} and not {rows}; it is done again"
+        action = f"validation in micro-batches of {halved(rows)} instead of {rows}; it is repeated"
         self._tell(step, rank, shortage, action)
         return True
 
@@ -159,7 +159,7 @@ def reason(rows: int, before: int, step: int | None) -> str:
 def remedy(recipe: Recipe, rows: int) -> str:
     """Return how to fix micro-batches that are too large: what a resumed run can change, and what needs a new run."""
     if rows > 1:
-        return f"try train.micro_batch_size={halved(rows)}, which a resumed run can take"
+        return f"resume with train.micro_batch_size={halved(rows)}"
     keys = []
     if recipe.train.activation_checkpointing != "full":
         keys.append("train.activation_checkpointing=full")
@@ -170,4 +170,4 @@ def remedy(recipe: Recipe, rows: int) -> str:
         keys.append("more processes to shard over (parallel.num_processes)")
     of_data = "data.max_length" if recipe.data.pack_length is None else "data.pack_length and data.max_length"
     lengths = recipe.spec.length_keys or of_data
-    return f"try {' or '.join(keys)}, which a resumed run can take, or a smaller {lengths} in a new run"
+    return f"try {' or '.join(keys)}when resuming, or a smaller {lengths} in a new run"

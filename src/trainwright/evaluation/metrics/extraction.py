@@ -31,7 +31,7 @@ def extractor(pattern: str) -> Extract:
     try:
         compiled = re.compile(NAMED.get(pattern, pattern))
     except re.error as error:
-        raise RequestError(f"the answer pattern {pattern!r} is no regular expression: {error}") from None
+        raise RequestError(f"the answer pattern {pattern!r} is not a regular expression: {error}") from None
     group = 1 if compiled.groups else 0
     return lambda text: found[group] if (found := compiled.search(text)) else None
 
@@ -49,7 +49,9 @@ class AnswerMatch:
         """Raise RequestError if the reference has no short answer."""
         if self._extract(reference) is None:
             shown = " ".join(reference.split())[-60:]
-            raise RequestError(f"the reference has no answer by the pattern {self._pattern!r} (it ends with {shown!r})")
+            raise RequestError(
+                f"the pattern {self._pattern!r} matches no answer in the reference (it ends with {shown!r})"
+            )
 
     def __call__(self, reference: str, answer: str) -> float:
         """Return 1 if both texts have the same short answer, else 0."""

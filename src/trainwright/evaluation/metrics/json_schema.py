@@ -36,7 +36,7 @@ class JsonSchema:
             kind.check_schema(schema)
         except SchemaError as error:
             place = "/".join(map(str, error.absolute_path)) or "the top"
-            raise RequestError(f"{file}: no JSON Schema: at {place}: {error.message}") from None
+            raise RequestError(f"{file}: not a JSON Schema: at {place}: {error.message}") from None
         # An empty registry: references of a schema are never fetched.
         self._validator = kind(schema, registry=Registry())
 
@@ -57,9 +57,9 @@ class JsonSchema:
 def _read(file: Path) -> Any:
     schema = read_json(file)
     if not isinstance(schema, (dict, bool)):
-        raise RequestError(f"{file}: no JSON Schema: it should be an object")
+        raise RequestError(f"{file}: not a JSON Schema: it should be an object")
     return schema
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not in JSON")
+    raise ValueError(f"{name} is not allowed in JSON")

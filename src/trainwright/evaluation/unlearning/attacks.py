@@ -45,7 +45,7 @@ def quantised_probability(loaded: Loaded, forget: TokenDataset, kind: Quantisati
     """
     model = loaded.lm.model
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
-        raise RequestError("--metrics quantisation: the model is quantised already")
+        raise RequestError("--metrics quantisation: the model is already quantized")
     quantise(model, kind, double=False, keep=_OF_ADAPTERS)
     loaded.lm.to(world.device)
     return probability(loaded, forget, world)
@@ -62,7 +62,7 @@ def relearn(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World)
     """
     if len(forget) < 2:
         raise RequestError(
-            "--metrics relearning: the forget set has a single row, and some must be left out to measure"
+            "--metrics relearning: the forget set has only one row, but some must be held out to measure"
         )
     shown = max(1, int(len(forget) * _SHOWN))
     rest = _part(forget, range(shown, len(forget)))

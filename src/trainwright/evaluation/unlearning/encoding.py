@@ -88,7 +88,7 @@ class ItemEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None, key: str) -> None:
         if not tokenizer.is_fast:
-            raise RequestError(f"{key}: the tokenizer gives no character offsets; one with tokenizer.json is needed")
+            raise RequestError(f"{key}: the tokenizer has no character offsets; use one with tokenizer.json")
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._key = key
@@ -135,8 +135,8 @@ class ItemEncoder:
         for number, prompt in enumerate(tokens):
             if positions is not None and len(prompt) >= positions:
                 raise RequestError(
-                    f"{self._key}: {each.place(number)}: its prompt has {len(prompt):,} tokens and the model only "
-                    f"{positions:,} positions; shorten or remove the row"
+                    f"{self._key}: {each.place(number)}: its prompt has {len(prompt):,} tokens, but the model has "
+                    f"only {positions:,} positions; shorten or remove the row"
                 )
         return Prompts(tokens, references)
 
@@ -171,7 +171,7 @@ class ItemEncoder:
         if not any(kept[1:]):
             raise RequestError(
                 f"{self._key}: {each.place(number)}: its {len(ids):,} tokens have no answer within the first "
-                f"{len(kept):,}; raise --max-length, as far as the model goes, or remove the row"
+                f"{len(kept):,}; raise --max-length up to the model's limit, or remove the row"
             )
         self.cut += len(kept) < len(flags)
         return ids[: self._max_length], kept

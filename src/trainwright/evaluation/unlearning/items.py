@@ -148,5 +148,5 @@ def _own(row: Mapping[str, Any], layout: str) -> Item:
         return Item("", example)
     turns = [message for message in example if message["role"] != "system"]
     if len(turns) != 2 or len(turns) != len(example):
-        raise RequestError("what is forgotten is measured on one question and one answer a row; split longer ones")
+        raise RequestError("each forget row must have one question and one answer; split longer conversations")
     return Item(str(turns[0]["content"]), str(turns[1]["content"]))

@@ -66,11 +66,11 @@ def read_reference(file: Path, key: str = "--reference-log") -> ReferenceLog:
     try:
         found = _reference(str(file), log)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RequestError(f"{key}: {file}: a log in a layout that is not known here ({error!r})") from None
+        raise RequestError(f"{key}: {file}: unknown log format ({error!r})") from None
     if found.truth_ratios is None and found.min_k is None:
         raise RequestError(
-            f"{key}: {file} has neither truth ratios of the forget set nor an AUC of Min-K; it should be the {NAME} of "
-            "an evaluation here, an eval_log_aggregated.json of TOFU or a TOFU_EVAL.json"
+            f"{key}: {file} has neither truth ratios of the forget set nor an AUC of Min-K; use the {NAME} of an "
+            "evaluation, an eval_log_aggregated.json of TOFU or a TOFU_EVAL.json"
         )
     return found
 

@@ -169,7 +169,7 @@ def _choice_accuracy(found: Findings) -> Values:
 
 
 def _changed(found: Findings) -> Values:
-    raise AssertionError("an attack measures by itself")
+    raise AssertionError("an attack is measured separately")
 
 
 _UTILITY = QUESTIONS[1:]
@@ -251,7 +251,7 @@ def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object
     if metric.wrong and (bare := [each for each in metric.needs if not sets[each].has_wrong]):
         return f"the rows of {' and '.join(bare)} have no wrong answers (perturbed_answer)"
     if metric.answers and (mute := [each for each in metric.needs if not _asks(sets[each])]):
-        return f"the rows of {' and '.join(mute)} are whole texts and ask nothing"
+        return f"the rows of {' and '.join(mute)} are texts without prompts"
     if metric.option is not None and not options.get(metric.option):
         return f"it needs {metric.option}"
     return None

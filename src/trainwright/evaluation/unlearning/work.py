@@ -74,7 +74,7 @@ def benchmark_of(asked: Asked, found: Found) -> Benchmark:
         return find_benchmark(name)
     own = {name: getattr(data, name, None) for name in ("forget", "retain", "holdout")}
     if own["forget"] is None:
-        raise RequestError(f"{KEY}: {found.origin} is not of a run that unlearns, which would have rows; name one")
+        raise RequestError(f"{KEY}: {found.origin} is not an unlearning run with its own rows; pass a benchmark")
     return find_benchmark("files@" + ",".join(f"{name}={source}" for name, source in own.items() if source))
 
 
@@ -86,10 +86,10 @@ def chosen_metrics(asked: Asked, sets: dict[str, ItemSet]) -> list[str]:
         if (why := missing(name, sets, options)) is not None:
             raise RequestError(f"--metrics {name}: {why}")
     if not names:
-        raise RequestError(f"{KEY}: there is no metric for what its sets hold ({', '.join(sets)})")
+        raise RequestError(f"{KEY}: no metric applies to its sets ({', '.join(sets)})")
     for option, value in options.items():
         if value is not None and not any(METRICS[name].option == option for name in names):
-            raise RequestError(f"{option}: has no effect, as no metric that is measured takes it")
+            raise RequestError(f"{option}: has no effect on the selected metrics")
     if any(METRICS[name].answers for name in names):
         require("rouge_score", "rouge_l")
     if "quantisation" in names:
@@ -170,7 +170,7 @@ def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked
                 f"of {name} not all rows have wrong answers (perturbed_answer), {bare:,} lack them, so none are used"
             )
     if about["cut"]:
-        notes.append(f"{plural(about['cut'], 'text')} cut to the longest that is allowed")
+        notes.append(f"{plural(about['cut'], 'text')} truncated to the maximum length")
     if unfinished:
         cut = they(unfinished, "answer", "were cut")
         notes.append(f"{cut} at the limit, in a chat of {plural(asked.max_new_tokens, 'token')}")
@@ -178,7 +178,9 @@ def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked
     if reference is not None and "forget_quality" in about["metrics"]:
         here = len(found.scores["forget"].answers)
         if len(reference) != here:
-            notes.append(f"the reference's log is of {len(reference):,} rows of the forget set, and here are {here:,}")
+            notes.append(
+                f"the reference's log has {len(reference):,} rows of the forget set, but this evaluation has {here:,}"
+            )
     return notes
 
 

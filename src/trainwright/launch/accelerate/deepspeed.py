@@ -14,17 +14,17 @@ from trainwright.recipe.strategy_spec import spec_of
 
 _DEVICES = ("NONE", "CPU", "NVME")
 _DEFAULT_STAGE = 2  # Accelerate's default, if neither the file nor a JSON file sets it
-_SAVED_WHOLE = "final/ is one whole model always"
+_SAVED_WHOLE = "final/ is always one full model"
 _EACH = "start the command once on each machine, or under srun or mpirun"
 _NOTES = {
-    "zero3_init_flag": "with zero3 weights are brought to their shards one after the other, always",
+    "zero3_init_flag": "with zero3, weights are always loaded shard by shard",
     "zero3_save_16bit_model": _SAVED_WHOLE,
-    "deepspeed_moe_layer_cls_names": "experts are sharded as every other layer",
+    "deepspeed_moe_layer_cls_names": "experts are sharded like all other layers",
     "deepspeed_hostfile": _EACH,
     "deepspeed_inclusion_filter": _EACH,
     "deepspeed_exclusion_filter": _EACH,
-    "enable_msamp": "no counterpart here",
-    "msamp_opt_level": "no counterpart here",
+    "enable_msamp": "not supported",
+    "msamp_opt_level": "not supported",
     "offload_optimizer_nvme_path": "for offload to nvme only",
     "offload_param_nvme_path": "for offload to nvme only",
 }
@@ -78,7 +78,7 @@ def _offload(part: Part, draft: Draft) -> None:
     ):
         device = part.choice(key, _DEVICES)
         if device == "NVME":
-            draft.problem(f"{part.place(key)}: only the host's memory can take what is offloaded; write cpu")
+            draft.problem(f"{part.place(key)}: only offload to the host's memory is supported; set it to cpu")
         elif device == "CPU" or (device == "NONE" and part.source.stated):
             draft.set(recipe_key, device == "CPU", part.place(key))
     strategy = draft.settings.get("parallel.strategy")
@@ -112,7 +112,7 @@ def _json_file(name: str, origin: str, draft: Draft, source: Source) -> None:
     path = find_json(name, source)
     if path is None:
         also = "" if source.directory in (None, Path()) else f" nor in {source.directory}"
-        draft.problem(f"{origin}: there is no such file here{also}", for_script=True)
+        draft.problem(f"{origin}: no such file{also}", for_script=True)
         return
     try:
         values = read_json(path)
@@ -128,8 +128,10 @@ def _json_file(name: str, origin: str, draft: Draft, source: Source) -> None:
         return
     draft.set("parallel.strategy", _strategy(stage), f"{path}: zero_optimization.stage: {stage}")
     if stage == 0:
-        draft.problem(f"{path}: zero_optimization.stage 0 is ddp, which takes no DeepSpeed file; remove it from "
-                      f"{source.name} and write MULTI_GPU")  # fmt: skip
+        draft.problem(
+            f"{path}: zero_optimization.stage 0 is ddp, which has no DeepSpeed file; remove it from {source.name} and "
+            "set distributed_type to MULTI_GPU"
+        )
     for key, recipe_key in (
         ("offload_optimizer", "parallel.offload_optimizer"),
         ("offload_param", "parallel.offload_parameters"),
@@ -152,7 +154,7 @@ def _json_offload(path: Path, key: str, value: Any, recipe_key: str, draft: Draf
     device = str(value.get("device", "none")).lower() if isinstance(value, dict) else "none"
     origin = f"{path}: zero_optimization.{key}.device: {device}"
     if device == "nvme":
-        draft.problem(f"{origin}: only the host's memory can take what is offloaded; write cpu")
+        draft.problem(f"{origin}: only offload to the host's memory is supported; set it to cpu")
     elif device == "cpu":
         draft.set(recipe_key, True, origin)
 

@@ -18,9 +18,9 @@ _RESHARDS = {
 _WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 
-_BUILT_IN = "FSDP2 always works that way"
-_SHARDS = "each process reads its own shards always; weights that are fresh or renamed come from rank 0"
-_PREFETCH = "FSDP2 fetches the next block ahead by itself"
+_BUILT_IN = "always the case with FSDP2"
+_SHARDS = "each process always reads its own shards; newly initialized or renamed weights come from rank 0"
+_PREFETCH = "FSDP2 prefetches the next block automatically"
 _NOTES = {
     "fsdp_use_orig_params": _BUILT_IN,
     "fsdp_sync_module_states": _SHARDS,
@@ -29,7 +29,7 @@ _NOTES = {
     "fsdp_backward_prefetch_policy": _PREFETCH,
     "fsdp_forward_prefetch": _PREFETCH,
     "fsdp_limit_all_gathers": _BUILT_IN,
-    "fsdp_state_dict_type": "checkpoints are sharded, and final/ is one whole model, always",
+    "fsdp_state_dict_type": "checkpoints are always sharded, and final/ is always one full model",
     "fsdp_min_num_params": "for SIZE_BASED_WRAP only",
 }
 KEYS = (
@@ -54,7 +54,7 @@ def interpret(part: Part, draft: Draft, *, nodes: int, stated: bool) -> None:
         draft.set("parallel.offload_parameters", offload, part.place("fsdp_offload_params"))
     _activations(part, draft, stated)
     if "fsdp_ignored_modules" in part:
-        draft.problem(f"{part.place('fsdp_ignored_modules')}: every parameter is sharded here; remove it")
+        draft.problem(f"{part.place('fsdp_ignored_modules')}: all parameters are sharded; remove it")
     part.raw("fsdp_ignored_modules")
     part.choice("fsdp_state_dict_type", _STATE_DICTS)
     if stated:
@@ -75,7 +75,7 @@ def _layout(part: Part, draft: Draft, nodes: int) -> None:
     reshard = _reshard(part)
     if sharding == "NO_SHARD":
         draft.set("parallel.strategy", "ddp", origin)
-        draft.note("fsdp_sharding_strategy", "NO_SHARD keeps a whole model in every process, which is ddp")
+        draft.note("fsdp_sharding_strategy", "NO_SHARD keeps the full model in every process, which is ddp")
         return
     draft.set("parallel.strategy", "fsdp", part.source.place("distributed_type") + ": distributed_type: FSDP")
     if sharding is not None:
@@ -115,9 +115,9 @@ def _wrap(part: Part, draft: Draft) -> None:
     if classes and policy in (None, "TRANSFORMER_BASED_WRAP"):
         draft.set("parallel.wrap", classes, part.place("fsdp_transformer_layer_cls_to_wrap"))
     elif classes:
-        draft.note("fsdp_transformer_layer_cls_to_wrap", f"not looked at under {policy}")
+        draft.note("fsdp_transformer_layer_cls_to_wrap", f"ignored with {policy}")
     if policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
-        draft.note("fsdp_auto_wrap_policy", f"{policy} has no counterpart: each of the model's blocks is a unit")
+        draft.note("fsdp_auto_wrap_policy", f"{policy} is not supported: each of the model's blocks is a unit")
 
 
 def _activations(part: Part, draft: Draft, stated: bool) -> None:

@@ -67,11 +67,11 @@ def _would_run(meaning: Meaning, machine: Machine) -> str:
     count = default_processes(machine)
     alone = ", num_machines: 1" if meaning.nodes > 1 else ""
     if machine.gpus:
-        return f"here would run: num_processes: {count}{alone}, one for each GPU"
+        return f"possible here: num_processes: {count}{alone}, one for each GPU"
     kind = meaning.distributed_type
     same = kind if kind in SHARDING else "MULTI_CPU"
     return (
-        f"here would run: {count} process{'es' * (count > 1)} on the CPU: distributed_type: {same}, use_cpu: true, "
+        f"possible here: {count} process{'es' * (count > 1)} on the CPU: distributed_type: {same}, use_cpu: true, "
         f"num_processes: {count}{alone}"
     )
 

@@ -158,8 +158,8 @@ def interpret(source: Source) -> Meaning:
         draft.problem(text, for_script=True)
     if source.one_of_several:
         draft.problem(
-            "accelerate launch was asked for several processes and has started one, which is what it does with "
-            "MULTI_CPU; start them with `trainwright train RECIPE --accelerate-config FILE` or torchrun"
+            "accelerate launch starts only one process with MULTI_CPU; start several with `trainwright train RECIPE "
+            "--accelerate-config FILE` or torchrun"
         )
     kind = _kind(top, draft)
     processes, nodes = _counts(top, draft, kind)
@@ -212,18 +212,19 @@ def as_yaml(value: Any) -> str:
 def _kind(top: Part, draft: Draft) -> str | None:
     place = top.text("compute_environment")
     if place is not None and place.upper() not in ("LOCAL_MACHINE", "1"):
-        draft.problem(f"{top.place('compute_environment')}: only LOCAL_MACHINE is run here", for_script=True)
+        draft.problem(f"{top.place('compute_environment')}: only LOCAL_MACHINE is supported", for_script=True)
     kind = top.text("distributed_type")
     if kind is None:
         near = "FSDP" if "fsdp_config" in top else "DEEPSPEED" if "deepspeed_config" in top else "MULTI_GPU"
         draft.problem(
-            f"{top.source.name}: distributed_type is missing; one of {', '.join(_DISTRIBUTED)}, here probably {near}",
+            f"{top.source.name}: distributed_type is missing; choose from {', '.join(_DISTRIBUTED)}, here probably "
+            f"{near}",
             for_script=True,
         )
         return None
     if kind.upper() in _OTHERS:
         draft.problem(
-            f"{top.place('distributed_type')}: there is no counterpart of {_OTHERS[kind.upper()]} here; one of "
+            f"{top.place('distributed_type')}: not supported: {_OTHERS[kind.upper()]}; choose from "
             f"{', '.join(_DISTRIBUTED)}",
             for_script=True,
         )
@@ -260,7 +261,7 @@ def _spread(
         processes, said = sizes.processes, sizes.origin
     if processes is None:
         if top.raw("num_processes") != -1:
-            draft.note("num_processes", "not given: the recipe and this machine decide")
+            draft.note("num_processes", "not set: decided by the recipe and this machine")
         return None
     if processes % nodes and kind != "NO":
         draft.problem(f"{said} cannot be divided over {top.place('num_machines')} equally", for_script=True)
@@ -278,7 +279,7 @@ def _precision(top: Part, draft: Draft) -> None:
         return
     name = top.choice("mixed_precision", _PRECISIONS)
     if name == "FP8":
-        draft.problem(f"{top.place('mixed_precision')} has no counterpart here; the nearest is bf16")
+        draft.problem(f"{top.place('mixed_precision')} is not supported; the nearest is bf16")
     elif name is not None:
         draft.set("train.mixed_precision", name.lower(), top.place("mixed_precision"))
     elif top.flag("fp16"):
@@ -294,7 +295,7 @@ def _compile(top: Part, source: Source, draft: Draft) -> None:
     if backend is not None and backend.upper() == "INDUCTOR":
         draft.set("train.compile", True, where.place("dynamo_backend"))
     elif backend is not None and backend.upper() not in ("NO", "FALSE"):
-        draft.problem(f"{where.place('dynamo_backend')}: train.compile is torch's inductor; there is no other")
+        draft.problem(f"{where.place('dynamo_backend')}: only torch's inductor is supported")
     for key in part.given():
         part.raw(key)
         value = part.text(key)
@@ -308,7 +309,7 @@ def _device(top: Part, draft: Draft, kind: str | None) -> Device:
     use_cpu = top.flag("use_cpu")
     if kind == "MULTI_GPU" and use_cpu:
         draft.problem(
-            f"{top.place('distributed_type')} contradicts {top.place('use_cpu')}; write MULTI_CPU, or use_cpu: false",
+            f"{top.place('distributed_type')} contradicts {top.place('use_cpu')}; set MULTI_CPU, or use_cpu: false",
             for_script=True,
         )
     if kind == "MULTI_CPU" or use_cpu:
@@ -329,11 +330,11 @@ def _machines(top: Part, draft: Draft, nodes: int) -> tuple[int, str | None]:
         )
     if nodes == 1:
         if port:
-            draft.note("main_process_port", "on one machine a free port is taken, so that none can collide")
+            draft.note("main_process_port", "on one machine, a free port is chosen")
         return rank, None
     backend = top.text("rdzv_backend")
     if backend is not None and backend.lower() not in ("static", "c10d"):
-        draft.note("rdzv_backend", "machines meet by torch's c10d")
+        draft.note("rdzv_backend", "machines use torch's c10d rendezvous")
     return rank, None if host is None else f"{host}:{port or DEFAULT_PORT}"
 
 
@@ -351,9 +352,9 @@ def _left_over(top: Part, draft: Draft, kind: str | None, source: Source) -> Non
     if top.flag("downcast_bf16"):
         draft.note("downcast_bf16", "for TPUs only")
     if top.flag("debug"):
-        draft.note("debug", "what every rank has is compared before the first step anyway")
+        draft.note("debug", "the ranks are always compared before the first step")
     if top.flag("enable_cpu_affinity"):
-        draft.note("enable_cpu_affinity", "processes are not bound to cores here")
+        draft.note("enable_cpu_affinity", "processes are not bound to cores")
     if (top.text("main_training_function") or "main") != "main":
         draft.note("main_training_function", "for TPUs only")
     tpu = [key for key in _TPU_KEYS if _is_on(top.raw(key))]
@@ -362,12 +363,12 @@ def _left_over(top: Part, draft: Draft, kind: str | None, source: Source) -> Non
     used = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(kind or "")
     for name in ("fsdp_config", "deepspeed_config", "megatron_lm_config"):
         if name in top and name != used and kind is not None:
-            draft.note(name, f"not looked at under distributed_type {kind}")
+            draft.note(name, f"ignored with distributed_type {kind}")
     for name in ("ipex_config", "fp8_config", "tp_config"):
         if name in top and any(map(_is_on, _items(top.raw(name)))):
-            draft.note(name, "no counterpart here")
+            draft.note(name, "not supported")
     if "mpirun_config" in top and any(map(_is_on, _items(top.raw("mpirun_config")))):
-        draft.note("mpirun_config", "processes are started without MPI; on several machines, once on each")
+        draft.note("mpirun_config", "processes are started without MPI; on several machines, start the command on each")
     known = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)
     elsewhere = dict.fromkeys(deepspeed.KEYS, "deepspeed_config") | dict.fromkeys(fsdp.KEYS, "fsdp_config")
     for text in top.unknown(known, elsewhere):
@@ -387,6 +388,6 @@ def missing_rendezvous(meaning: Meaning) -> RequestError | None:
     if meaning.nodes == 1 or meaning.rendezvous is not None:
         return None
     return RequestError(
-        f"{meaning.source}: num_machines is {meaning.nodes}, but main_process_ip is missing: the address of the "
-        f"first machine; write it, or give --rendezvous host:{DEFAULT_PORT}"
+        f"{meaning.source}: num_machines is {meaning.nodes}, but main_process_ip is missing: set it to the address of "
+        f"the first machine, or pass --rendezvous host:{DEFAULT_PORT}"
     )

@@ -72,11 +72,11 @@ def read(path: Path) -> Source:
     """
     text = read_text(path)
     if not text.strip():
-        raise RequestError(f"{path}: is empty; `trainwright setup --config-file {path}` writes one")
+        raise RequestError(f"{path}: is empty; write one with `trainwright setup --config-file {path}`")
     strict = _strict_json(text)
     is_json = text.lstrip().startswith("{")
     if strict is None and (not _KEY.search(text) or text.lstrip().startswith("[")):
-        raise RequestError(f"{path}: is no Accelerate file: it has no 'key: value', such as distributed_type: NO")
+        raise RequestError(f"{path}: is not an Accelerate file: it has no 'key: value', such as distributed_type: NO")
     tree = _loose_json(text, path) if is_json else parse_mapping(text, str(path))
     values = _plain(strict if strict is not None else tree.values)
     if "distributed_type" not in values and any(key in values for key in _OF_DEEPSPEED):
@@ -98,7 +98,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if strict is not None:
         return strict
     if not text.lstrip().startswith("{"):
-        raise RequestError(f"{path}: is no JSON object")
+        raise RequestError(f"{path}: is not a JSON object")
     values: dict[str, Any] = _plain(_loose_json(text, path).values)
     return values
 

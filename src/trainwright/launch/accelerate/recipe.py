@@ -88,8 +88,8 @@ def join(meaning: Meaning, recipe: Path | Tree | None, overrides: Sequence[str],
         where = f"{written.origins.get(tuple(key.split('.')), recipe)}: {key} is {as_yaml(there)}"
         if key == "parallel.strategy" and not resumed:
             raise RequestError(
-                f"{where}, but {setting.origin} means {setting.value}; remove one of the two, or decide with "
-                f"{key}=… on the command line"
+                f"{where}, but {setting.origin} means {setting.value}; remove one of the two, or set {key}=… on the "
+                "command line"
             )
         if not resumed:
             reasons.append(f"{where}, replaced by {as_yaml(setting.value)}: {setting.origin}")

@@ -83,7 +83,7 @@ def _check_exit(code: object, script: Script) -> None:
     number = code & 0xFF if isinstance(code, int) else 1
     said = "" if isinstance(code, int) else f": {code}"
     rank = os.environ.get("RANK", "0")
-    raise ScriptExit(f"rank {rank}: {script.target} ended itself with exit code {number}{said}", number)
+    raise ScriptExit(f"rank {rank}: {script.target} exited with code {number}{said}", number)
 
 
 def _told(error: BaseException, script: Script) -> Exception:

@@ -28,12 +28,12 @@ def show(source: Source, meaning: Meaning, machine: Machine, width: int = 100) -
 
 def accelerate_remarks(source: Source, meaning: Meaning) -> list[str]:
     """Return where `accelerate launch` 1.15 interprets the file differently from what it says."""
-    remarks = [f"accelerate launch itself refuses this file: {remark}" for remark in source.remarks]
+    remarks = [f"accelerate launch rejects this file: {remark}" for remark in source.remarks]
     several = meaning.processes is not None and meaning.processes > 1
     if meaning.distributed_type == "MULTI_CPU" and several and not _has_mpi(source):
-        remarks.append("accelerate launch itself runs one process of it; train and launch here run them all")
+        remarks.append("accelerate launch starts only one process; trainwright train and launch start all")
     if meaning.device == "cpu" and meaning.distributed_type in SHARDING:
-        remarks.append("Accelerate itself runs this as ddp on a CPU; train here shards")
+        remarks.append("Accelerate runs this as ddp on a CPU; trainwright train shards")
     return remarks
 
 
@@ -54,7 +54,7 @@ def _rows(source: Source, meaning: Meaning, machine: Machine) -> Iterator[tuple[
     yield "processes", _processes(meaning)
     strategy = meaning.strategy
     yield "strategy", f"{strategy}: {spec_of(strategy).summary}" if strategy else "not known"
-    yield "precision", str(meaning.value("train.mixed_precision") or "as the recipe says")
+    yield "precision", str(meaning.value("train.mixed_precision") or "set by the recipe")
     others = [
         f"{key}={as_yaml(setting.value)}"
         for key, setting in meaning.settings.items()
@@ -82,7 +82,7 @@ def _listed(label: str, lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _processes(meaning: Meaning) -> str:
-    count = "as many as the recipe says" if meaning.processes is None else str(meaning.processes)
+    count = "set by the recipe" if meaning.processes is None else str(meaning.processes)
     where = {"cuda": "on GPUs", "cpu": "on the CPU", "any": "on a GPU if there is one, else the CPU"}[meaning.device]
     if meaning.gpu_ids is not None:
         where += f" {meaning.gpu_ids}"

@@ -39,7 +39,7 @@ def read_sizes(part: Part, draft: Draft) -> Sizes | None:
     sizes = {name: part.count(PREFIX + name, least=1) for name in (*_DATA, *_OTHERS)}
     for name, kind in _OTHERS.items():
         if (sizes[name] or 1) > 1:
-            draft.problem(f"{part.place(PREFIX + name)}: there is no {kind} here; set it to 1")
+            draft.problem(f"{part.place(PREFIX + name)}: {kind} is not supported; set it to 1")
     for name in (*_HOW, *_HOW_SEQUENCE):
         if PREFIX + name in part and part.source.stated:
             draft.note(PREFIX + name, "for context, tensor and sequence parallelism only")
@@ -61,19 +61,19 @@ def apply_sizes(sizes: Sizes, strategy: str, processes: int, said: str, draft: D
     spec = spec_of(strategy)
     if sizes.processes != processes:
         whole = processes // sizes.replicas * sizes.replicas == processes
-        fix = f"write dp_shard_size: {processes // sizes.replicas}" if whole else "change one of them"
+        fix = f"set dp_shard_size: {processes // sizes.replicas}" if whole else "change one of them"
         draft.problem(
-            f"{sizes.origin}: dp_replicate_size {sizes.replicas} x dp_shard_size {sizes.shards} makes "
+            f"{sizes.origin}: dp_replicate_size {sizes.replicas} x dp_shard_size {sizes.shards} needs "
             f"{sizes.processes} processes, but {said}; {fix}"
         )
     elif "replicate_size" in spec.keys and sizes.shards == 1:
         draft.problem(
-            f"{sizes.origin}: {sizes.replicas} replicas on as many processes shard nothing, which is ddp; write "
-            "distributed_type: MULTI_GPU (on a CPU MULTI_CPU), or fewer replicas and a dp_shard_size"
+            f"{sizes.origin}: {sizes.replicas} replicas on the same number of processes do not shard anything, which "
+            "is ddp; set distributed_type: MULTI_GPU (on a CPU MULTI_CPU), or fewer replicas and a dp_shard_size"
         )
     elif "replicate_size" in spec.keys:
         draft.set("parallel.replicate_size", sizes.replicas, sizes.origin)
     elif spec.shards:
-        draft.problem(f"{sizes.origin}: ZeRO spreads over all processes; these sizes are for distributed_type: FSDP")
+        draft.problem(f"{sizes.origin}: ZeRO shards over all processes; these sizes are for distributed_type: FSDP")
     elif sizes.shards > 1:
-        draft.problem(f"{sizes.origin}: {strategy} has the whole model in every process; to shard it takes FSDP")
+        draft.problem(f"{sizes.origin}: {strategy} has the full model in every process; use FSDP to shard it")

@@ -16,7 +16,7 @@ from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.recipe.yaml_text import to_yaml
 from trainwright.registries import STRATEGIES
 
-_HEADER = "# Written by `trainwright setup`; `trainwright setup --show` says what it means on this machine.\n"
+_HEADER = "# Written by `trainwright setup`; `trainwright setup --show` shows its effect on this machine.\n"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             if not replace:
-                raise RequestError(f"{path}: exists, and was not to be replaced")
+                raise RequestError(f"{path}: already exists and was not replaced")
             if path.read_text(encoding="utf-8", errors="replace") == text:
                 return None
             backup = _free(path)

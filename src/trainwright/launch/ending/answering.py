@@ -57,11 +57,11 @@ class Answering:
     def _wake(self, rank: int, pid: int, now: float) -> None:
         if rank not in self._woken:
             self._woken[rank] = now
-            say(f"rank {rank} (process {pid}) is stopped; it is told to go on (SIGCONT)", file=sys.stderr)
+            say(f"rank {rank} (process {pid}) is stopped; sending SIGCONT", file=sys.stderr)
             with suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
         elif now - self._woken[rank] >= _WOKEN_SECONDS:
-            say(f"rank {rank} (process {pid}) does not go on, so all workers are killed", file=sys.stderr)
+            say(f"rank {rank} (process {pid}) does not continue, so all workers are killed", file=sys.stderr)
             self._stopping.end(NEWEST)
 
 

@@ -213,7 +213,7 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
 
 def ended_from_outside(rank: int, number: signal.Signals) -> str:
     """Return the message for a rank that was ended by a signal not from its launcher."""
-    return f"rank {rank} was ended by {number.name} from outside: by a user, a scheduler or another program"
+    return f"rank {rank} was ended by an external {number.name}: from a user, a scheduler or another program"
 
 
 def _ended(code: int, out_of_memory: bool) -> str:
@@ -230,12 +230,12 @@ def _ended(code: int, out_of_memory: bool) -> str:
         )
     if name == "SIGKILL":
         return (
-            "was killed (SIGKILL) from outside: by a user, a scheduler or a container's memory limit. "
-            "If memory was short, lower train.micro_batch_size"
+            "was killed by an external SIGKILL: from a user, a scheduler or a container's memory limit. If memory "
+            "ran out, lower train.micro_batch_size"
         )
     if name in ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT"):
-        return f"crashed inside native code ({name}); its log ends with where"
-    return f"was ended by {name} from outside"
+        return f"crashed in native code ({name}); see the end of its log"
+    return f"was ended by an external {name}"
 
 
 def is_follow_up(record: dict[str, Any]) -> bool:

@@ -48,16 +48,16 @@ _LINES = 12
 
 _ASKED = {"device": "the run was planned for"}
 _FIXES = {
-    "processes": "start as many as parallel.num_processes says: with `trainwright train`, or a launcher told so",
+    "processes": "start parallel.num_processes processes, with `trainwright train` or a launcher",
     "recipe": "start every process on the same run directory",
-    "device": "give every process a GPU of its own (LOCAL_RANK, CUDA_VISIBLE_DEVICES), or none to any, and plan anew: "
-    "a run is planned where it is started",
-    "data": "let every machine read the same files, and clear Trainwright's cache where they have changed",
-    "weights": "let every machine read the same files, and clear Trainwright's cache where they have changed",
+    "device": "give every process its own GPU (LOCAL_RANK, CUDA_VISIBLE_DEVICES), or give none to any process, and "
+    "start the run again to plan it for these devices",
+    "data": "make every machine read the same files, and clear Trainwright's cache on machines where they changed",
+    "weights": "make every machine read the same files, and clear Trainwright's cache on machines where they changed",
     "software": "install the same versions for every process",
-    "settings": "set them for every process or for none",
-    "batches": "this is a fault of Trainwright's; please report it",
-    "layout": "this is a fault of Trainwright's or of a library's; another parallel.strategy may do for now",
+    "settings": "set them for all processes or for none",
+    "batches": "this is a bug in Trainwright; please report it",
+    "layout": "this is a bug in Trainwright or a library; try another parallel.strategy",
 }
 
 
@@ -93,8 +93,8 @@ def usable_device(machine: Machine, rank_info: RankInfo | None, asked: str | Non
     rank_info, visible = rank_info or RankInfo.from_variables(), torch.cuda.device_count()
     if rank_info.gpu >= visible:
         raise MachineError(
-            f"rank {rank_info.rank} has no GPU: it is process {rank_info.local_rank} of {rank_info.local_size} on this "
-            f"machine and sees {visible}; start at most one process a GPU, {hide}"
+            f"rank {rank_info.rank} has no GPU: it is process {rank_info.local_rank} of {rank_info.local_size} on "
+            f"this machine and sees {visible}; start at most one process per GPU, {hide}"
         )
     return "cuda"
 
@@ -115,7 +115,7 @@ def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
         ("device", "type"): world.device.type,
         ("data", "train"): task.stream.dataset.fingerprint,
         ("data", "validation"): task.validation.dataset.fingerprint if task.validation is not None else None,
-        ("batches", "micro-batches a step"): len(share),
+        ("batches", "micro-batches per step"): len(share),
         **{("software", name): version for name, version in _versions().items()},
         **{("settings", name): value for name, value in _settings().items()},
         **{("recipe", name): value for name, value in _keys(recipe)},
@@ -129,7 +129,7 @@ def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
     steps = recipe.train.gradient_accumulation_steps
     examples = sum(len(micro.examples) for micro in first.micro_batches)
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
-        planned["batches", "micro-batches a step"] = steps
+        planned["batches", "micro-batches per step"] = steps
     seen = _gather(world, (View(found, planned), _gpu(world.device), _with_targets(share)))
     views, gpus, deals = ([rank[part] for rank in seen] for part in range(3))
     dealt = _wrongly_dealt(itertools.chain.from_iterable(deals), _with_targets(first.micro_batches))
@@ -213,7 +213,7 @@ def _shared_gpus(gpus: Sequence[str | None]) -> Iterator[tuple[str, str]]:
     for gpu in dict.fromkeys(gpus):
         ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
         if gpu is not None and len(ranks) > 1:
-            yield "device", f"device: {_rank_list(ranks)} are on the same GPU ({gpu}), not on one each"
+            yield "device", f"device: {_rank_list(ranks)} are on the same GPU ({gpu}), instead of one each"
 
 
 def _with_targets(micro_batches: Iterable[MicroBatch]) -> list[int]:
@@ -237,7 +237,7 @@ def _refuse(lines: Iterable[tuple[str, str]], world: World) -> None:
         shown.append(f"and {len(found) - _LINES} more")
     fixes = dict.fromkeys(_FIXES[group] for group, _ in found)
     raise MachineError(
-        f"what the recipe asks for is not what the {world.size} process{'es' * (world.size > 1)} would run:\n  "
+        f"the {world.size} process{'es' * (world.size > 1)} would not run what the recipe asks for:\n  "
         + "\n  ".join(shown)
         + "\nto fix it: "
         + "; ".join(fixes)

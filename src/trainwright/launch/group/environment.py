@@ -108,7 +108,7 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     place = f" as rank {found.rank} of {found.size}" if found is not None else ""
     instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
     raise RequestError(
-        f"trainwright {command} starts its processes itself, and {launcher} has started this one{place}; {instead} "
+        f"trainwright {command} starts its processes itself, but {launcher} started this one{place}; {instead} "
         f"trainwright {command} without it. If no launcher was meant, unset {variables_of_it}"
     )
 

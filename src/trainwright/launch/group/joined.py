@@ -261,7 +261,7 @@ def _follow(environment: Environment, meeting: Meeting | None, words: FailureRep
     if not recipe.is_file() or recipe.read_text(encoding="utf-8") != opened.recipe:
         raise MachineError(
             f"rank {environment.rank} on {socket.gethostname()} does not see the run directory {opened.path}, which "
-            "rank 0 has made; put it on a file system that all machines share: logging.run_directory"
+            "rank 0 created; set logging.run_directory to a file system that all machines share"
         )
     log = opened.path / "logs" / f"rank-{environment.rank}.log"
     enter_process(log, parent=_parent(environment), keep_console=False)

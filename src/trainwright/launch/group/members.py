@@ -126,19 +126,19 @@ def _gpus_suffice(first: Member, here: Sequence[Member]) -> bool:
     without = next((member for member in here if bool(member.gpus) != bool(first.gpus)), None)
     if without is not None:
         one, other = (first.host, without.host) if first.gpus else (without.host, first.host)
-        raise MachineError(f"{one} has GPUs and {other} has none; all processes run on the same kind of device")
+        raise MachineError(f"{one} has GPUs and {other} has none; all processes must use the same kind of device")
     distinct = {gpu for member in here for gpu in member.gpus}
     if distinct and len(here) > len(distinct):
         raise MachineError(
             f"{len(here)} processes were started on {here[0].host} for {len(distinct)} "
-            f"GPU{'s' * (len(distinct) > 1)}; start one a GPU, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"GPU{'s' * (len(distinct) > 1)}; start one per GPU, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     apart = len(here) > 1 and bool(distinct) and _disjoint([member.gpus for member in here])
     for member in here:
         if distinct and not apart and member.local_rank >= len(member.gpus):
             raise MachineError(
                 f"local rank {member.local_rank} on {member.host} sees only {len(member.gpus)} of the {len(distinct)} "
-                "GPUs that its machine's processes see; let each process see one of its own, or all of them"
+                "GPUs that its machine's processes see; make each process see its own GPU, or all of them"
             )
     return apart
 

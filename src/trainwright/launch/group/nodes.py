@@ -260,8 +260,8 @@ class Nodes:
         file = run / run_directory.RECIPE
         if not file.is_file() or file.read_text(encoding="utf-8") != recipe:
             raise MachineError(
-                f"node {self.index} ({socket.gethostname()}) does not see the run directory {run}, which node 0 has "
-                "made; put it on a file system that all nodes share: logging.run_directory"
+                f"node {self.index} ({socket.gethostname()}) does not see the run directory {run}, which node 0 "
+                "created; set logging.run_directory to a file system that all nodes share"
             )
         return run
 
@@ -279,8 +279,8 @@ def _check_same(nodes: list[Node]) -> None:
             )
         if node.gpus != first.gpus:
             raise MachineError(
-                f"nodes take the same number of GPUs: node 0 ({first.host}) has {first.gpus} and node {index} "
-                f"({node.host}) has {node.gpus}; hide the others with CUDA_VISIBLE_DEVICES"
+                f"all nodes must have the same number of GPUs: node 0 ({first.host}) has {first.gpus} and node "
+                f"{index} ({node.host}) has {node.gpus}; hide the others with CUDA_VISIBLE_DEVICES"
             )
         if (node.processes, node.recipe, node.resume) != (first.processes, first.recipe, first.resume):
             raise RequestError(

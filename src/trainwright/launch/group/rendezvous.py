@@ -64,8 +64,8 @@ class Meeting:
         """Connect the members to each other after they have met at a store. Call once, right after."""
         if self._keys.add(f"claim/{self.index}", 1) > 1:
             raise MachineError(
-                f"{self.noun} {self.index} of the run at {self.address}:{self.port} is there already: two jobs use "
-                "one port; give each job one of its own (MASTER_PORT, or the launcher's option for it)"
+                f"{self.noun} {self.index} of the run at {self.address}:{self.port} is already there: two jobs use "
+                "one port; give each job its own port (MASTER_PORT, or the launcher's option)"
             )
         if self.index == 0:
             self.peers = Peers.host(socket.create_server((bind, 0), backlog=4096))
@@ -96,7 +96,7 @@ class Meeting:
                 if self._keys.check([key]):
                     return json.loads(self._keys.get(key))
             except RuntimeError as error:  # torch's DistNetworkError is one
-                raise TrainingError(f"{self.noun} 0 is gone; its own output says why") from error
+                raise TrainingError(f"{self.noun} 0 is gone; see its output") from error
             meanwhile()
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(key)
@@ -141,7 +141,7 @@ class Meeting:
         names = f"{self.noun}{'s' * (len(missing) > 1)} {', '.join(missing)}"
         return MachineError(
             f"{len(missing)} of {self.count} {self.noun}s did not come to {self.address}:{self.port} within "
-            f"{seconds:g} s: {names}; start them, or give them longer with --rendezvous-timeout"
+            f"{seconds:g} s: {names}; start them, or increase --rendezvous-timeout"
         )
 
 
@@ -199,8 +199,8 @@ def meet(
             peers = Peers.join(index, address, port, job, seconds, meanwhile, patience)
         except Unreachable as error:
             raise MachineError(
-                f"{noun} 0 did not open {address}:{port} within {seconds:g} s ({error}); start it, or give it longer "
-                "with --rendezvous-timeout"
+                f"{noun} 0 did not open {address}:{port} within {seconds:g} s ({error}); start it, or increase "
+                "--rendezvous-timeout"
             ) from None
         except NotPeerZero as error:
             raise MachineError(_not_member_zero(noun, index, place, error.differs, fix)) from None
@@ -213,11 +213,11 @@ def meet(
 def _not_member_zero(noun: str, index: int, place: tuple[str, int], differs: list[str] | None, fix: str) -> str:
     where = f"{place[0]}:{place[1]}"
     if not differs or "program" in differs:
-        return f"what listens at {where} is not {noun} 0 of this run: another program has port {place[1]}; {fix}"
+        return f"port {place[1]} at {where} is used by another program, not {noun} 0 of this run; {fix}"
     if "member" in differs:
-        return f"{noun} {index} of the run at {where} is there already: two jobs use port {place[1]}; {fix}"
+        return f"{noun} {index} of the run at {where} is already there: two jobs use port {place[1]}; {fix}"
     words = ", ".join(WORDS.get(key, key) for key in differs)
-    return f"what listens at {where} is {noun} 0 of another run ({words}): two jobs use port {place[1]}; {fix}"
+    return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {place[1]}; {fix}"
 
 
 def host_store(address: str, port: int, fix: str) -> TCPStore:
@@ -247,11 +247,11 @@ def _listen(address: str, port: int, fix: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise MachineError(f"port {port} of {address} is taken by another program; {fix}") from None
+            raise MachineError(f"port {port} of {address} is used by another program; {fix}") from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise MachineError(
-                f"{address} is not an address of this machine ({socket.gethostname()}); the first node has to be "
-                "started on the machine that the others meet at"
+                f"{address} is not an address of this machine ({socket.gethostname()}); start the first node on the "
+                "machine with that address"
             ) from None
         raise MachineError(f"cannot listen on {address}:{port}: {error}; {fix}") from None
     return listener
@@ -264,8 +264,8 @@ def _join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
     while (problem := _unreachable(address, port)) is not None:
         if time.monotonic() > deadline:
             raise MachineError(
-                f"{host} did not open {address}:{port} within {seconds:g} s ({problem}); start it, or give it "
-                "longer with --rendezvous-timeout"
+                f"{host} did not open {address}:{port} within {seconds:g} s ({problem}); start it, or increase "
+                "--rendezvous-timeout"
             )
         time.sleep(_POLL_SECONDS)
     return _client(address, port, host)
@@ -315,7 +315,7 @@ def _listening_at(address: str) -> str:
     try:
         number = socket.gethostbyname(address)
     except OSError:
-        raise MachineError(f"{address} is not the name of a machine that can be found from here") from None
+        raise MachineError(f"cannot resolve the host name {address}") from None
     return "" if number.startswith("127.") and not is_loopback(address) else number
 
 
@@ -332,8 +332,8 @@ def _meet_by_file(environment: Environment, seconds: float) -> tuple[TCPStore, i
     if environment.nodes > 1 or environment.job is None:
         example = "-x MASTER_ADDR=… -x MASTER_PORT=…" if environment.launcher == "mpirun" else "in every process"
         raise MachineError(
-            f"{environment.launcher} does not say where the {environment.size} processes meet; set MASTER_ADDR to "
-            f"the name of rank 0's machine and MASTER_PORT to a free port ({example})"
+            f"{environment.launcher} sets no rendezvous address for the {environment.size} processes; set MASTER_ADDR "
+            f"to the name of rank 0's machine and MASTER_PORT to a free port ({example})"
         )
     path = _meeting_file(environment.job)
     if environment.rank == 0:

@@ -176,10 +176,10 @@ class Calibration:
     def distrust(self) -> str | None:
         """The reason why the calibration is not usable, or None."""
         if self.disturbance > _QUIET:
-            return f"other programs had the cores in {self.disturbance:.0%} of the times"
+            return f"other programs used the cores during {self.disturbance:.0%} of the measurements"
         errors = self.errors("")
         if errors and (off := statistics.median(errors)) > _FAR_OFF:
-            return f"sizes that were measured and left out are predicted {off:.0%} wrong in the median"
+            return f"the median error for held-out sizes is {off:.0%}"
         return None
 
     def nearest(self, processes: int) -> Setting:

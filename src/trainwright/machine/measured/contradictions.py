@@ -28,8 +28,8 @@ def keep_trusted(found: Calibration, machine: Machine, root: Path | None = None)
         save_calibration(found, calibration_file(machine, root))
         return None
     before = current_calibration(machine, root)
-    stays = "plans go by a quick measurement" if before is None else f"the one of {before.measured} stays"
-    return f"what was measured is not kept, as {distrust}: {stays}; measure again without other programs"
+    stays = "plans use a quick measurement" if before is None else f"the one of {before.measured} is kept"
+    return f"the measurement was discarded, because {distrust}: {stays}; measure again without other programs"
 
 
 def contradictions(found: Calibration) -> Iterator[str]:

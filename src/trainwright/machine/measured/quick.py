@@ -92,11 +92,11 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
     except _Failed as failed:
         return Measured(None, None, f"this machine could not be measured ({failed}), so times are from datasheets")
     if why := next(contradictions(found), None):
-        return Measured(None, None, f"what was measured contradicts itself ({why}), so times are from datasheets")
+        return Measured(None, None, f"the measurements are contradictory ({why}), so times are from datasheets")
     if known is not None and covers(known, wanted) and known.disturbance < found.disturbance:
         found = known  # both were disturbed, this one less
     keep(file, json.dumps(as_json(found)) + "\n")
-    kept = f"kept in {file}" if load_calibration(file) == found else f"cannot be kept in {file.parent}, so not for long"
+    kept = f"saved in {file}" if load_calibration(file) == found else f"cannot be saved in {file.parent}"
     what = "this machine's first GPU" if machine.gpus else "this processor"
     said = f"measured {what} in {time.monotonic() - begun:.1f} s: {rates_in_words(found)}; {kept}"
     if found.is_disturbed:

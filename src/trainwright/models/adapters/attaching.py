@@ -140,7 +140,7 @@ class Adapter:
             tokenizer.save_pretrained(temporary)
             found = load_file(temporary / WEIGHTS)
             if found.keys() != weights.keys() or not all(torch.equal(found[key], weights[key]) for key in weights):
-                raise TrainingError(f"the adapter in {directory} is not read as it was written")
+                raise TrainingError(f"the adapter in {directory} reads back differently from what was written")
 
     def _together(self, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
         """Merge the lower adapter and the one on top: matrices are concatenated along the rank, and the scale is 1."""
@@ -189,7 +189,7 @@ class Adapter:
             parameters, saved = _by_key(model, _READ_BACK) | replaced, load_file(directory / WEIGHTS)
             if parameters.keys() != saved.keys():
                 different = ", ".join(sorted(parameters.keys() ^ saved.keys())[:5])
-                raise TrainingError(f"the adapter in {directory} is not what its settings say: {different}")
+                raise TrainingError(f"the adapter in {directory} does not match its settings: {different}")
             for key, parameter in parameters.items():
                 parameter.data = saved[key].to(parameter.device, dtype)
             _activate(model, (_READ_BACK,))

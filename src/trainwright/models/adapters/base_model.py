@@ -93,7 +93,9 @@ class BaseModel:
         wrong = [key for key, value in known.items() if not isinstance(value, _KINDS[key])]
         wrong += [key for key in ("name", "fingerprint") if key not in known]
         if wrong or known.get("quantisation", "none") not in ("none", "nf4", "int8"):
-            raise RequestError(f"{file}: {(wrong or ['quantisation'])[0]} is missing or wrong; get the adapter again")
+            raise RequestError(
+                f"{file}: {(wrong or ['quantisation'])[0]} is missing or wrong; download the adapter again"
+            )
         path = "" if known["name"].startswith("fresh ") else known["name"]  # older files have no path
         return cls(**{"path": path, **known})
 

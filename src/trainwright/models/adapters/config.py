@@ -48,13 +48,13 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         if asked != found:
             kinds = ", ".join(sorted(_kinds(list(found))))
             raise RequestError(
-                f"model.adapter.targets: {adapter.targets}, but {saved.directory} is of {kinds} and goes on as it is; "
-                "leave the key out, or set model.adapter.stack to true to train a new adapter on top of it"
+                f"model.adapter.targets: {adapter.targets}, but {saved.directory} has {kinds}, which cannot change; "
+                "remove the key, or set model.adapter.stack to true to train a new adapter on top of it"
             )
     if not matched(config, linear_names(model)):
         raise RequestError(
-            f"{START_FROM}: {saved.directory} is of modules ({config.target_modules}) that are not in {base.name}; "
-            f"there are {', '.join(_kinds(linear_names(model)))}"
+            f"{START_FROM}: {saved.directory} has modules ({config.target_modules}) that are not in {base.name}; "
+            f"available are {', '.join(_kinds(linear_names(model)))}"
         )
     return config
 
@@ -88,8 +88,8 @@ def _check_patterns(saved: SavedAdapter, names: list[str]) -> None:
         slow = isinstance(error, subprocess.TimeoutExpired)
         why = f"take more than {_COMPARISON_SECONDS} s to compare" if slow else "cannot be compared"
         raise RequestError(
-            f"{START_FROM}: {saved.directory}: the patterns of its modules {why} with the model's names; name the "
-            "modules in a list"
+            f"{START_FROM}: {saved.directory}: the patterns of its modules {why} with the model's names; list the "
+            "modules by name"
         ) from None
 
 
@@ -148,12 +148,12 @@ def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     for target in adapter.targets:
         if ends_with(head, [target]):
             raise RequestError(
-                f"model.adapter.targets: {target} is the head, whose product the loss has a way of its own for; to "
-                "train it, name it in model.adapter.modules_to_save"
+                f"model.adapter.targets: {target} is the output head, which the loss computes in its own way; to "
+                "train it, add it to model.adapter.modules_to_save"
             )
         if not any(ends_with(name, [target]) for name in linear):
             raise RequestError(
-                f"model.adapter.targets: {target} matches no linear module of {type(model).__name__}; there are "
+                f"model.adapter.targets: {target} matches no linear module of {type(model).__name__}; choose from "
                 f"{', '.join(_kinds(linear))}"
             )
     return [name for name in linear if ends_with(name, adapter.targets)]
@@ -168,7 +168,7 @@ def _modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tuple[l
         if not matched or any(isinstance(named[name], lists) for name in matched):
             there = _kinds([name for name, module in named.items() if list(module.parameters(recurse=False))])
             problem = "is a list of modules" if matched else f"matches no module of {type(model).__name__}"
-            raise RequestError(f"model.adapter.modules_to_save: {wanted} {problem}; there are {', '.join(there)}")
+            raise RequestError(f"model.adapter.modules_to_save: {wanted} {problem}; choose from {', '.join(there)}")
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     both = [name for name, module in named.items() if module is embeddings or module is head]
     tied = embeddings.weight is head.weight and any(ends_with(name, adapter.modules_to_save) for name in both)
@@ -208,11 +208,11 @@ def _short(names: list[str], model: PreTrainedModel) -> list[str]:
 
 def _refuse_beneath(saved: SavedAdapter) -> None:
     """Raise RequestError if the lower adapter cannot be merged: only low-rank products can be added."""
-    problem = "is a DoRA adapter" if saved.type == "dora" else "has modules that it replaces whole"
+    problem = "is a DoRA adapter" if saved.type == "dora" else "has modules saved in full"
     if saved.type == "dora" or saved.config.get("modules_to_save"):
         raise RequestError(
-            f"model.adapter.stack: {saved.directory} {problem}, so an adapter on top of it could not be saved as "
-            "one with it; leave stack out to go on training it"
+            f"model.adapter.stack: {saved.directory} {problem}, so an adapter on top of it could not be saved as one "
+            "adapter; remove stack to continue training it"
         )
 
 

@@ -71,7 +71,7 @@ def _check_library(name: str, key: str, is_known: Callable[[tuple[int, ...]], bo
     except importlib.metadata.PackageNotFoundError:
         raise MachineError(f"{key}: needs {name}, which is not installed; pip install '{wanted}'") from None
     if not is_known(tuple(int(part) for part in re.findall(r"\d+", version)[:2])):
-        raise MachineError(f"{key}: {name} {version} is not known to work here; pip install '{wanted}'")
+        raise MachineError(f"{key}: {name} {version} is not supported; pip install '{wanted}'")
 
 
 def start_from(adapter: AdapterSection) -> SavedAdapter | None:
@@ -105,9 +105,11 @@ class SavedAdapter:
         directory = next((d for d in (given, given / "final") if (d / CONFIG).is_file()), None)
         if directory is None:
             held = ", ".join(sorted(p.name for p in given.iterdir())[:8]) if given.is_dir() else "no such directory"
-            raise RequestError(f"{START_FROM}: {given} has no {CONFIG} ({held}); give the directory of a PEFT adapter")
+            raise RequestError(
+                f"{START_FROM}: {given} has no {CONFIG} ({held}); set it to the directory of a PEFT adapter"
+            )
         if not (directory / WEIGHTS).is_file():
-            pickled = " (weights as a pickle can run any code; save them again with save_pretrained)"
+            pickled = " (pickled weights can run any code; save them again with save_pretrained)"
             hint = pickled if (directory / "adapter_model.bin").exists() else ""
             raise RequestError(f"{START_FROM}: {directory} has no {WEIGHTS}{hint}")
         return cls(directory, _read_config(directory / CONFIG))
@@ -142,8 +144,8 @@ class SavedAdapter:
             self._check_name(base)
         elif own.fingerprint != base.fingerprint and not (own.is_same_model(base) and own.file != base.file):
             raise RequestError(
-                f"{START_FROM}: {self.directory} is an adapter of {own}, and model.name is {base}; "
-                "set model.name to the model it was trained on"
+                f"{START_FROM}: {self.directory} is an adapter of {own}, but model.name is {base}; set model.name to "
+                "the model it was trained on"
             )
         elif own.fingerprint == base.fingerprint and own.quantisation != base.quantisation:
             kinds = [
@@ -151,13 +153,13 @@ class SavedAdapter:
                 for each in (own, base)
             ]
             _warn_once(
-                f"{self.directory} was trained on {own.name} {kinds[0]}; here it is {kinds[1]}: other weights, with "
-                "which it computes something else than was trained and measured"
+                f"{self.directory} was trained on {own.name} {kinds[0]}; here it is {kinds[1]}: with other weights, "
+                "its results differ from those that were trained and measured"
             )
         elif own.fingerprint != base.fingerprint:
             _warn_once(
-                f"{self.directory} was trained on {own}; here it is on {base}: other weights, with which it computes "
-                "something else than was trained and measured"
+                f"{self.directory} was trained on {own}; here it is on {base}: with other weights, its results differ "
+                "from those that were trained and measured"
             )
 
     def _check_name(self, base: BaseModel) -> None:
@@ -165,12 +167,12 @@ class SavedAdapter:
         name = str(self.config.get("base_model_name_or_path") or "")
         if name and Path(name).name.lower() not in {Path(each).name.lower() for each in (base.name, base.path)}:
             raise RequestError(
-                f"{START_FROM}: {self.directory} is an adapter of {name}, and model.name is {base.name}; set "
+                f"{START_FROM}: {self.directory} is an adapter of {name}, but model.name is {base.name}; set "
                 f"model.name to the model it was trained on, or correct base_model_name_or_path in its {CONFIG}"
             )
         if name and base.file is not None and Path(name).name.lower() != Path(base.path).name.lower():
             _warn_once(
-                f"{self.directory} names {name} as its base; here it is on {base}, which are other weights than those "
+                f"{self.directory} names {name} as its base; here it is on {base}, which has other weights than those "
                 "published under that name"
             )
 
@@ -189,9 +191,9 @@ class SavedAdapter:
         for key, (asked, found) in compared.items():
             if asked is not None and asked != found:
                 raise RequestError(
-                    f"model.adapter.{key}: {asked}, but {self.directory} has {found}, and it goes on as it is; leave "
-                    f"the key out{f' or set it to {found}' * (key == 'type')}, or set model.adapter.stack to true to "
-                    "train a new adapter on top of it"
+                    f"model.adapter.{key}: {asked}, but {self.directory} has {found}, which cannot change; remove the "
+                    f"key{f' or set it to {found}' * (key == 'type')}, or set model.adapter.stack to true to train a "
+                    "new adapter on top of it"
                 )
 
 
@@ -210,13 +212,13 @@ def _read_config(file: Path) -> Mapping[str, Any]:
         raise RequestError(f"{START_FROM}: {file}: not an adapter's configuration, which is a JSON object")
     for key, known in _PLAIN.items():
         if key in config and config[key] not in known:
-            raise RequestError(
-                f"{START_FROM}: {file} has {key} {json.dumps(config[key])}, which cannot be trained here"
-            )
+            raise RequestError(f"{START_FROM}: {file} has {key} {json.dumps(config[key])}, which is not supported")
     for key, (is_right, wanted) in _KINDS.items():
         if key in config and not is_right(config[key]):
             shown = json.dumps(config[key])[:60]
-            raise RequestError(f"{START_FROM}: {file}: {key} should be {wanted}, not {shown}; get the adapter again")
+            raise RequestError(
+                f"{START_FROM}: {file}: {key} should be {wanted}, not {shown}; download the adapter again"
+            )
     return config
 
 

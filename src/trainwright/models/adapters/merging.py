@@ -73,9 +73,11 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
 
 def _unquantised(section: ModelSection) -> ModelSection:
     if section.adapter.type == "none" or section.adapter.start_from is None:
-        what = f"{section.name} is a whole model" if Path(str(section.name)).exists() else f"{section.name} is not here"
+        what = (
+            f"{section.name} is a full model" if Path(str(section.name)).exists() else f"{section.name} was not found"
+        )
         raise RequestError(
-            f"there is no adapter to merge: {what}; name a run or an adapter's directory, or its base with --adapter"
+            f"no adapter to merge: {what}; pass a run or an adapter's directory, or its base model with --adapter"
         )
     adapter = section.adapter.model_copy(update={"quantisation": "none", "stack": False})
     return section.model_copy(update={"adapter": adapter})
@@ -84,12 +86,9 @@ def _unquantised(section: ModelSection) -> ModelSection:
 def _check_out(section: ModelSection, out: Path) -> None:
     base = resolve(section).directory
     if base is not None and out.resolve() == base.resolve():
-        raise RequestError(
-            f"--out: {out} is the base model itself, which stays as it is: other adapters may need it, and what is "
-            "merged is a model of its own that is not quantised; give a new directory"
-        )
+        raise RequestError(f"--out: {out} is the base model, which is never overwritten; choose a new directory")
     if out.exists():
-        raise RequestError(f"--out: {out} exists; give a new directory")
+        raise RequestError(f"--out: {out} already exists; choose a new directory")
 
 
 def _with_adapter(
@@ -206,8 +205,8 @@ def _check_same(done: str, found: torch.Tensor, expected: torch.Tensor, compute:
     difference = _difference(found, expected)
     if not difference <= _SAME.get(compute, _SAME_ROUNDED):
         raise TrainingError(
-            f"the model as {done} does not compute what base and adapter do: logits differ by {difference:.2g} of the "
-            "largest; nothing was written"
+            f"the model as {done} does not compute the same as base model and adapter: logits differ by "
+            f"{difference:.2g} of the largest; nothing was written"
         )
 
 

@@ -54,11 +54,11 @@ def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") ->
     from trainwright.models.load import config_from, tokenizer_from
 
     if out.exists():
-        raise RequestError(f"--out: {out} exists; give a new file")
+        raise RequestError(f"--out: {out} already exists; choose a new file")
     config, tokenizer = config_from(directory), tokenizer_from(directory, "MODEL")
     if config.model_type not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise RequestError(f"{directory} is {config.model_type}; a GGUF file is written of {known}")
+        raise RequestError(f"{directory} is {config.model_type}; GGUF export supports {known}")
     temporary = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def _settings(config: PretrainedConfig) -> dict[str, Any]:
         if getattr(config, name, None) is not None:
             settings[key] = float(getattr(config, name))
     if rope.get("rope_type", "default") not in ("default", "linear"):
-        raise RequestError(f"rope_type {rope['rope_type']} cannot be written to a GGUF file here")
+        raise RequestError(f"rope_type {rope['rope_type']} cannot be written to a GGUF file")
     if rope.get("rope_type") == "linear":
         settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
     return settings
@@ -301,8 +301,8 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
         for text in _TEXTS:
             if again(text, add_special_tokens=False).input_ids != tokenizer(text, add_special_tokens=False).input_ids:
                 raise RequestError(
-                    f"the tokenizer of {directory} cuts text in a way that a GGUF file cannot say here: {text!r} comes "
-                    "out as other tokens; nothing was written"
+                    f"the tokenizer of {directory} splits text in a way that GGUF export does not support: {text!r} "
+                    "would become other tokens; nothing was written"
                 )
         ids = torch.arange(1, 17)[None]
         with torch.no_grad():
@@ -315,4 +315,4 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
                 del model
         difference = float((pair[0] - pair[1]).abs().max() / pair[0].abs().max())
         if not difference <= (1e-4 if precision == "f32" else 2e-2):
-            raise TrainingError(f"{file} is not read back as the model: logits differ by {difference:.2g}")
+            raise TrainingError(f"{file} reads back as a different model: logits differ by {difference:.2g}")

@@ -140,7 +140,7 @@ def _metadata(file: Path, key: str) -> dict[str, Any]:
         if file.stat().st_size < end:
             raise ValueError(f"{file.stat().st_size:,} bytes of {end:,}")
     except Exception as error:  # a truncated file causes struct, index, decoding or value errors
-        raise RequestError(f"{key}: {file} is damaged or no GGUF file ({error}); fetch it again") from error
+        raise RequestError(f"{key}: {file} is damaged or not a GGUF file ({error}); download it again") from error
     architecture = facts["general.architecture"]
     if architecture not in GGUF_CONFIG_MAPPING:
         known = ", ".join(sorted(k for k in GGUF_CONFIG_MAPPING if k not in ("general", "tokenizer")))
@@ -196,7 +196,7 @@ def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None])
         words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     elif kind not in GPT2_PRE_TOKENIZERS:
-        notify(f"{file.name}: its pre-tokenizer {kind!r} is not known, GPT-2's is used; set model.tokenizer to be sure")
+        notify(f"{file.name}: its pre-tokenizer {kind!r} is unknown, GPT-2's is used; set model.tokenizer to be sure")
     return tokenizer
 
 

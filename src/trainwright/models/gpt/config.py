@@ -50,7 +50,7 @@ class GPTConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.variant is not None and self.variant not in VARIANTS:
-            raise ValueError(f"variant {self.variant} is none of {', '.join(VARIANTS)}")
+            raise ValueError(f"unknown variant {self.variant}; choose from {', '.join(VARIANTS)}")
         # 0 and None mean that the key was omitted; a dropout of 0 is the default.
         given = {name: value for name, value in vars(self).items() if value is False or value}
         for name, value in expanded(given).items():
@@ -75,18 +75,18 @@ class GPTConfig(PreTrainedConfig):
         if min(sizes) < 1:
             raise ValueError("sizes are whole numbers of at least 1")
         if hidden % heads:
-            raise ValueError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+            raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         if heads % groups:
-            raise ValueError(f"num_attention_heads {heads} cannot share num_key_value_heads {groups}")
+            raise ValueError(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}")
         kinds = (self.position_embedding, self.norm, self.mlp)
         if kinds[:2] == ("learned", "layer") and self.mlp != "swiglu":
             if self.qk_norm or groups != heads:
-                raise ValueError("qk_norm and num_key_value_heads go with position_embedding rotary, norm rms")
+                raise ValueError("qk_norm and num_key_value_heads need position_embedding rotary and norm rms")
         elif kinds == ("rotary", "rms", "swiglu"):
             if self.bias:
-                raise ValueError("bias goes with norm layer; set it to false")
+                raise ValueError("bias needs norm layer; set it to false")
             if hidden // heads % 2:
-                raise ValueError(f"a rotary head of {hidden // heads} numbers is odd")
+                raise ValueError(f"rotary positions need an even head size, not {hidden // heads}")
         else:
             raise ValueError(
                 f"no architecture of transformers has {', '.join(map(str, kinds))}; set position_embedding, norm and "

@@ -106,9 +106,9 @@ def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
         _refuse_other(theirs, {"use_sliding_window": (False, None)})
         rope = theirs.rope_parameters or {}
         if rope.get("rope_type", "default") != "default":
-            raise RequestError(f"the GPT has no rope_type {rope['rope_type']}")
+            raise RequestError(f"implementation gpt does not support rope_type {rope['rope_type']}")
         if getattr(theirs, "head_dim", None) not in (None, theirs.hidden_size // theirs.num_attention_heads):
-            raise RequestError("the GPT has no head_dim other than hidden_size / num_attention_heads")
+            raise RequestError("implementation gpt only supports head_dim = hidden_size / num_attention_heads")
         kinds = {"position_embedding": "rotary", "norm": "rms", "mlp": "swiglu", "bias": False}
         eps = theirs.rms_norm_eps
         more = {
@@ -118,7 +118,7 @@ def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
             "rope_theta": rope.get("rope_theta", 10000.0),
         }
     else:
-        raise RequestError(f"the GPT is a gpt2, a llama or a qwen3, and no {kind}")
+        raise RequestError(f"implementation gpt supports gpt2, llama and qwen3, not {kind}")
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
     fields: dict[str, Any] = {name: getattr(theirs, name) for name in sizes} | common | kinds | more
     return GPTConfig(**fields, norm_eps=eps)
@@ -127,7 +127,9 @@ def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
 def _refuse_other(config: PretrainedConfig, wanted: Mapping[str, tuple[Any, ...]]) -> None:
     for name, values in wanted.items():
         if getattr(config, name, values[-1]) not in values:
-            raise RequestError(f"the GPT has no {config.model_type} with {name} {getattr(config, name)}")
+            raise RequestError(
+                f"implementation gpt does not support a {config.model_type} with {name} {getattr(config, name)}"
+            )
 
 
 def _published_config(config: GPTConfig) -> PretrainedConfig:

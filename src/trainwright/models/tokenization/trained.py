@@ -86,9 +86,11 @@ def _parsed(name: str, key: str) -> tuple[int | None, SourceSection]:
             raise RequestError(f"{key}: {name}: bpe:SIZE:SOURCE has a size of more than {_BYTES} tokens")
         size = int(number)
     if not rest:
-        raise RequestError(f"{key}: {name}: names no text to be made from; write {name.rstrip(':')}:FILE")
+        raise RequestError(f"{key}: {name}: needs a text to train on; use {name.rstrip(':')}:FILE")
     if is_shards(rest):
-        raise RequestError(f"{key}: {name}: {rest} is tokenised already; name its text, or the tokenizer's directory")
+        raise RequestError(
+            f"{key}: {name}: {rest} is already tokenized; use the original text, or the tokenizer's directory"
+        )
     return size, SourceSection(source=rest)
 
 

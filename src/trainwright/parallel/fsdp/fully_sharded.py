@@ -287,8 +287,8 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
     """Return a mesh of the ranks, in rows of neighbours that share one copy of the model."""
     if world.size % replicas:
         raise RequestError(
-            f"parallel.replicate_size: {replicas} copies of the model cannot be spread evenly over "
-            f"parallel.num_processes {world.size}; make it one of "
+            f"parallel.replicate_size: {replicas} replicas of the model do not divide parallel.num_processes "
+            f"{world.size} evenly; choose from "
             f"{', '.join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)}"
         )
     have_group(world)

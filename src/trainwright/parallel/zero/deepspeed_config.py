@@ -99,14 +99,14 @@ def read_file(path: str) -> dict[str, Any]:
     except RequestError as error:
         raise RequestError(f"parallel.deepspeed_config: {error}") from None
     if not isinstance(content, dict):
-        raise RequestError(f"parallel.deepspeed_config: {path} holds no JSON object")
+        raise RequestError(f"parallel.deepspeed_config: {path} is not a JSON object")
     return content
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     counts = Counter(key for key, _ in pairs)
     if twice := sorted(key for key, count in counts.items() if count > 1):
-        raise ValueError(f"{twice[0]} is given twice")
+        raise ValueError(f"{twice[0]} is set twice")
     return dict(pairs)
 
 
@@ -193,9 +193,9 @@ def _agrees(key: str, value: Any, ours: str, expected: Any) -> Iterator[str]:
     if value == AUTO:
         return
     if expected is None:
-        yield f"{key}: {value}, but {ours} is auto and depends on the batch; make it auto here too"
+        yield f"{key}: {value}, but {ours} is auto and depends on the batch; set it to auto here too"
     elif not _equal(value, expected):
-        yield f"{key}: {value} contradicts {ours} {expected}; make it auto here, or change one of them"
+        yield f"{key}: {value} contradicts {ours} {expected}; set it to auto here, or change one of them"
 
 
 def _equal(value: Any, expected: Any) -> bool:
@@ -219,8 +219,8 @@ def _optimizer(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
         "betas": ("optimizer.betas", ours.betas),
         "eps": ("optimizer.eps", ours.eps),
         "weight_decay": ("optimizer.weight_decay", ours.weight_decay),
-        "torch_adam": ("optimizer.name: torch's AdamW is what runs,", True),
-        "adam_w_mode": ("optimizer.name: AdamW is what runs,", True),
+        "torch_adam": ("optimizer.name: torch's AdamW is used,", True),
+        "adam_w_mode": ("optimizer.name: AdamW is used,", True),
     }
     kind = section.get("type", AUTO)
     # DeepSpeed's Adam uses AdamW's weight decay unless adam_w_mode disables it.
@@ -239,7 +239,8 @@ def _scheduler(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     kind = section.get("type", AUTO)
     if kind != AUTO and _SCHEDULES.get(kind) != ours.schedule:
         yield (
-            f"scheduler.type: {kind} contradicts optimizer.schedule {ours.schedule}; set that to {_SCHEDULES[kind]}"
+            f"scheduler.type: {kind} contradicts optimizer.schedule {ours.schedule}; set optimizer.schedule to "
+            f"{_SCHEDULES[kind]}"
             if kind in _SCHEDULES
             else f"scheduler.type: {kind} is not supported; remove the section and use optimizer.schedule"
         )
@@ -276,7 +277,7 @@ def _precision(name: str) -> Callable[[dict[str, Any], Recipe], Iterator[str]]:
         enabled = section.get("enabled", False)
         if enabled != AUTO and bool(enabled) != (ours == name):
             state = "enabled" if enabled else "not enabled"
-            yield f"{name}.enabled: {name} is {state}, but train.mixed_precision is {ours}; make it auto here"
+            yield f"{name}.enabled: {name} is {state}, but train.mixed_precision is {ours}; set it to auto here"
         # The engine does its own dynamic loss scaling; without enabled fp16 these settings have no effect.
         scaling = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
         for key in section.keys() - {"enabled"}:

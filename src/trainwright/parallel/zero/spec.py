@@ -35,15 +35,15 @@ ZERO1 = StrategySpec(
         Limit(
             "model.adapter.quantisation",
             ("none",),
-            "DeepSpeed casts and cuts every parameter as a number, which {value} weights are not; set "
+            "DeepSpeed casts and partitions all parameters, which {value} weights do not support; set "
             "parallel.strategy to ddp or fsdp, or model.adapter.quantisation to none",
-            "DeepSpeed does not take quantised weights",
+            "DeepSpeed does not support quantized weights",
         ),
         Limit(
             "optimizer.name",
             ("adamw",),
-            "Muon works on whole matrices, and DeepSpeed cuts them up flat; set parallel.strategy to ddp or fsdp",
-            "Muon works on whole matrices, and DeepSpeed cuts them up flat",
+            "Muon needs whole matrices, but DeepSpeed shards flat; set parallel.strategy to ddp or fsdp",
+            "Muon needs whole matrices, but DeepSpeed shards flat",
         ),
     ),
     library=DEEPSPEED,

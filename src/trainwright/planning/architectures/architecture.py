@@ -273,7 +273,7 @@ def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Archi
     found = Architecture(**fields)
     if (count := found.parameters().total) > _MOST_PARAMETERS:
         raise RequestError(
-            f"{origin}: these sizes make {count:.1e} parameters, more than any machine trains; look at hidden_size, "
-            "intermediate_size and the like"
+            f"{origin}: these sizes give {count:.1e} parameters, too many to train; check hidden_size, "
+            "intermediate_size and other sizes"
         )
     return found

@@ -51,10 +51,9 @@ def find_model(name: str) -> KnownModel:
     if (model := known_model(name)) is not None:
         return model
     near = nearest_models(name)
-    hint = f"did you mean {near}?" if near else "nothing in it is similar."
+    hint = f"did you mean {near}?" if near else "no similar name found."
     raise RequestError(
-        f"{name}: no such model in the catalogue; {hint} Any other model is planned from the directory that has its "
-        "config.json"
+        f"{name}: no such model in the catalogue; {hint} For other models, pass a directory with a config.json"
     )
 
 

@@ -27,7 +27,7 @@ def architecture_of_config(config: Mapping[str, Any], origin: str) -> Architectu
         raise
     except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise RequestError(f"{origin}: a value is not what it should be ({what})") from error
+        raise RequestError(f"{origin}: invalid value ({what})") from error
     if found is not None:
         return found
     text = json.dumps(dict(config), sort_keys=True)
@@ -38,7 +38,7 @@ def architecture_of_config(config: Mapping[str, Any], origin: str) -> Architectu
             found = from_config({**config, "model_type": "llama"}, origin)
         except RequestError as error:
             raise RequestError(
-                f"{error}; {config['model_type']} is not known here, and not traced: {failure}"
+                f"{error}; {config['model_type']} is not supported, and could not be traced: {failure}"
             ) from None
         assert found is not None
         return replace(found, family=str(config["model_type"]))

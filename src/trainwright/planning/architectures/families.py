@@ -87,7 +87,7 @@ def _fields(values: Values, family: Family, origin: str) -> dict[str, Any]:
     if heads % groups:
         raise RequestError(f"{origin}: {heads} attention heads cannot share {groups} key and value heads")
     if values["head_dim"] is None and values["hidden_size"] % heads:
-        raise RequestError(f"{origin}: hidden_size {values['hidden_size']} is no multiple of {heads} heads")
+        raise RequestError(f"{origin}: hidden_size {values['hidden_size']} is not a multiple of {heads} heads")
     windowed = _windowed(values, family, layers)
     return {
         "layers": layers,

@@ -41,16 +41,16 @@ _OF_A_TASK = ("train", "benchmark", *PARTS)
 class SourceSection(Section):
     """One source of a mixture."""
 
-    source: Text = Field(description="The rows: a file, a directory, a Hugging Face dataset or what is built in.")
+    source: Text = Field(description="A file, a directory, a Hugging Face dataset or a built-in dataset.")
     weight: Positive = Field(
         1.0,
-        description="The source's share of the examples of every epoch is its weight over the sum of all weights; its "
-        "rows are repeated, or passed over in some epochs, evenly and in an order of their own.",
+        description="Sampling weight: the source's share of each epoch is its weight divided by the sum of all "
+        "weights. Rows are repeated, or skipped in some epochs, evenly and in shuffled order.",
     )
     format: DataFormat = Field(
-        "auto", description="How a row is laid out. auto: found from the first rows and printed."
+        "auto", description="Format of the rows. auto: detected from the first rows and printed."
     )
-    limit: Count | None = Field(None, description="Use only the first this many rows.")
+    limit: Count | None = Field(None, description="Use only the first N rows.")
 
 
 def _one_or_several(value: Any) -> str:
@@ -68,61 +68,63 @@ class DataSection(Section):
 
     train: Sources | None = Field(
         description="The rows to train on: a JSON, JSONL, CSV, TSV, Parquet, Arrow or text file, a directory of such "
-        "files or one that save_to_disk of datasets wrote (directory:split where it has several), a "
-        "Hugging Face dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in one made from "
-        "Python's own documentation: pydoc has questions and answers, pydoc-pairs a right and a wrong answer to each. "
-        "Documents of text, Markdown, code or Word are read whole. A list of {source, weight, format, limit} is a "
-        "mixture. Or a source of another package by its name, or module:Name.",
+        "files or one written by save_to_disk of datasets (directory:split if it has several splits), a Hugging Face "
+        "dataset (owner/name, owner/name:split or owner/name:config:split), or a built-in dataset made from Python's "
+        "documentation: pydoc (questions and answers) or pydoc-pairs (a right and a wrong answer to each question). "
+        "Text, Markdown, code and Word documents are read whole. A list of {source, weight, format, limit} is a "
+        "mixture. Sources of other packages are given by name or as module:Name.",
         json_schema_extra=lambda schema: schema.update(examples=[*SOURCES.names()]),
     )
     benchmark: Text | None = Field(
         None,
-        description="unlearn: a benchmark that forget, retain, holdout and idk are taken from where they are not "
-        "given: tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books or wmdp:cyber, with @DIRECTORY "
-        "where it is on this machine.",
+        description="unlearn: a benchmark that provides forget, retain, holdout and idk if they are not set: "
+        "tofu:forget01, tofu:forget05, tofu:forget10, muse:news, muse:books or wmdp:cyber, with @DIRECTORY for a "
+        "local copy.",
     )
-    forget: Text | None = Field(None, description="unlearn: the rows to be forgotten, a source as train has it.")
+    forget: Text | None = Field(None, description="unlearn: the rows to forget; a source as in train.")
     retain: Text | None = Field(
         None,
-        description="unlearn: rows that are to stay known; one stands beside each forget row, another every epoch.",
+        description="unlearn: the rows to retain; each forget row is paired with one, a different one every epoch.",
     )
     holdout: Text | None = Field(
-        None, description="unlearn: rows that were never trained on, to compare with the forgotten ones."
+        None, description="unlearn: rows that were never trained on, for comparison with the forget rows."
     )
     idk: Text | None = Field(
         None,
-        description="unlearn: a file with a refusal a line, such as I do not know, for the objectives that teach one.",
+        description='unlearn: a file with one refusal per line, such as "I do not know", for objectives that train '
+        "on refusals.",
     )
     validation: ValidationRows = Field(
         0.05,
-        description="The rows held back to measure on: a fraction of train (of a mixture, of each source), a number of "
-        "its rows (of a mixture, from each by weight), or a source of their own. null: none. unlearn: how many of the "
-        "forget rows are measured, with as many retain rows; they are trained on too.",
+        description="Validation rows: a fraction of train (of each source in a mixture), a number of rows of train "
+        "(divided by weight in a mixture), or a separate source. null: no validation. unlearn: how many forget rows "
+        "to measure, with the same number of retain rows; they are also trained on.",
     )
     format: DataFormat = Field(
         "auto",
-        description="How a row is laid out. auto: found from the first rows and printed. documents: a file is a row.",
+        description="Format of the rows. auto: detected from the first rows and printed. documents: each file is one "
+        "row.",
     )
     max_length: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
         1024,
-        description="Longest example in tokens, of a pair each side; what is longer is cut, counted and reported, or "
-        "split as long_documents says.",
+        description="Maximum length of an example in tokens; for pairs, of each answer with its prompt. Longer "
+        "examples are truncated, counted and reported, or split according to long_documents.",
     )
     long_documents: Literal["auto", "cut", "split"] = Field(
         "auto",
-        description="What becomes of an example of more than max_length tokens. cut: its end is lost. split: it is "
-        "several, each beginning with the last token of the one before, so that every token is learnt once. auto: "
-        "plain text is split, and conversations are cut.",
+        description="How to handle examples longer than max_length. cut: truncate. split: split into several "
+        "examples, each starting with the last token of the previous one, so that every token is a target once. "
+        "auto: split plain text, truncate conversations.",
     )
     pack_length: Count | None = Field(
         None,
-        description="Put several examples into one row of at most this many tokens, none seeing another. "
-        "At least max_length, and twice that for pairs. null: one example a row.",
+        description="Pack several examples into one row of at most this many tokens; examples do not attend to each "
+        "other. At least max_length, or twice that for pairs. null: one example per row.",
     )
     limit: Count | None = Field(
         None,
-        description="Use only the first this many rows of train, those held back for validation among them; of forget "
-        "and of retain each. A validation source of its own is read whole.",
+        description="Use only the first N rows of train (including those held out for validation), or of forget and "
+        "of retain each. A separate validation source is not limited.",
     )
     _part: str | None = PrivateAttr(None)  # the key that `train` was filled in from
 

@@ -24,41 +24,41 @@ class AdapterSection(Section):
 
     type: Literal["none", "lora", "rslora", "dora", "qlora"] = Field(
         "none",
-        description="none: train the model's own weights. lora: low-rank matrices beside frozen ones (arXiv "
-        "2106.09685). dora: these, and the magnitudes of the weights (arXiv 2402.09353). In short: rslora is lora with "
-        "rank_stabilised, qlora is lora with quantisation nf4; a recipe that was read has lora for both.",
+        description="none: full fine-tuning. lora: low-rank matrices added to frozen weights (arXiv 2106.09685). "
+        "dora: also the magnitudes of the weights (arXiv 2402.09353). rslora: lora with rank_stabilised; qlora: lora "
+        "with quantisation nf4; resolved recipes have lora for both.",
     )
-    rank: Count | None = Field(None, description="Rank of the matrices. Default: 16, or as start_from has it.")
+    rank: Count | None = Field(None, description="Rank of the matrices. Default: 16, or the rank of start_from.")
     alpha: Positive | None = Field(
         None,
-        description="What the matrices add is scaled by alpha / rank. Default: 32, or as start_from has it.",
+        description="The adapter's output is scaled by alpha / rank. Default: 32, or the alpha of start_from.",
     )
     rank_stabilised: bool = Field(
-        False, description="Scale by alpha / sqrt(rank) instead, so that high ranks learn too (arXiv 2312.03732)."
+        False, description="Scale by alpha / sqrt(rank) instead, which trains better at high ranks (arXiv 2312.03732)."
     )
-    dropout: BelowOne = Field(0.0, description="Dropout on what enters the matrices.")
+    dropout: BelowOne = Field(0.0, description="Dropout probability for the input of the matrices.")
     targets: Literal["all-linear"] | list[Text] | None = Field(
         None,
-        description="The linear modules that get matrices, by the ends of their names, such as [q_proj, v_proj]. "
-        "all-linear: all but the head. Default: all-linear, or as start_from has them.",
+        description="Linear modules to adapt, by the ends of their names, such as [q_proj, v_proj]. all-linear: all "
+        "except the output head. Default: all-linear, or the targets of start_from.",
     )
     modules_to_save: list[Text] = Field(
         [],
-        description="Further modules, by the ends of their names, that are trained whole and saved with the adapter, "
-        "such as [embed_tokens, lm_head].",
+        description="Modules to train in full and save with the adapter, by the ends of their names, such as "
+        "[embed_tokens, lm_head].",
     )
     quantisation: Literal["none", "nf4", "int8"] = Field(
         "none",
-        description="Keep the frozen weights of linear modules, the head aside, in 4 bits (nf4, arXiv 2305.14314) or 8 "
-        "(int8, a scale for every row); they are multiplied in the precision of the run.",
+        description="Quantize the frozen weights of linear modules, except the output head, to 4 bits (nf4, arXiv "
+        "2305.14314) or 8 bits (int8, one scale per row). Computation uses the precision of the run.",
     )
-    double_quantisation: bool = Field(True, description="nf4: store the scales themselves in 8 bits.")
+    double_quantisation: bool = Field(True, description="nf4: also quantize the scales, to 8 bits.")
     start_from: Text | None = Field(
-        None, description="Directory of an existing adapter of the same model, to go on training it."
+        None, description="Directory of an existing adapter of the same model to continue training."
     )
     stack: bool = Field(
         False,
-        description="Keep the adapter of start_from as it is and train a new one on top; what is saved is both in one.",
+        description="Freeze the adapter of start_from and train a new one on top; they are saved as one adapter.",
     )
 
     @model_validator(mode="before")
@@ -86,39 +86,35 @@ def _or_one_word(schema: dict[str, Any]) -> None:
 class ModelSection(Section):
     """The model to train, and its tokenizer."""
 
-    name: Text | None = Field(
-        None, description="A Hugging Face id or a local directory with the weights to start from."
-    )
+    name: Text | None = Field(None, description="Hugging Face id or local directory of the initial weights.")
     config: dict[str, Any] | None = Field(
         None,
-        description="A transformers configuration, model_type included, for a fresh model with random "
-        "weights. Give either this or name.",
+        description="A transformers configuration, including model_type, for a randomly initialized model. Set "
+        "either this or name.",
     )
-    gguf_file: Text | None = Field(
-        None, description="The GGUF file to read inside the repository or directory that name gives."
-    )
+    gguf_file: Text | None = Field(None, description="GGUF file to read in the repository or directory given by name.")
     implementation: Literal["transformers", "gpt"] = Field(
         "transformers",
-        description="Whose code computes the model that name gives. gpt: Trainwright's own decoder, for a gpt2, a "
-        "llama or a qwen3; what is saved is the same architecture again. A config says it by model_type gpt.",
+        description="Implementation of the model given by name. gpt: Trainwright's own decoder, for gpt2, llama and "
+        "qwen3; it is saved in the original architecture. With config, use model_type gpt instead.",
     )
     tokenizer: Text | None = Field(
         None,
-        description="A tokenizer's id or directory, or bytes for the built-in byte-level one. characters: a token for "
-        "each character of data.train; bpe:4096: byte-level BPE of so many tokens trained on data.train; for another "
-        "text characters:FILE and bpe:4096:SOURCE. Default: the tokenizer that comes with name.",
+        description="Hugging Face id or directory of a tokenizer, or bytes for the built-in byte-level one. "
+        "characters: one token per character of data.train. bpe:4096: byte-level BPE with 4096 tokens, trained on "
+        "data.train. characters:FILE and bpe:4096:SOURCE use other text. Default: the model's tokenizer.",
     )
     chat_template: Text | None = Field(
         None,
-        description="A Jinja chat template, or the path of a file with one. Default: the tokenizer's own.",
+        description="A Jinja chat template, or the path of a file with one. Default: the tokenizer's.",
     )
     dropout: BelowOne | None = Field(
         None,
-        description="Sets every dropout probability of the model. Default: as its configuration has them.",
+        description="Dropout probability everywhere in the model. Default: the values of its configuration.",
     )
     adapter: AdapterSection = Field(
         default_factory=AdapterSection,
-        description="Train small added weights in place of the model's own: none, lora, rslora, dora or qlora, or a "
-        "section that says more.",
+        description="Adapter to train instead of the model's own weights: none, lora, rslora, dora or qlora, or a "
+        "section with its settings.",
         json_schema_extra=_or_one_word,
     )

@@ -46,7 +46,7 @@ def _absurd(key: str, value: int) -> str | None:
         return f"{_shown(value)} is too large for a model's configuration"
     for pattern, most, noun in _COUNTS:
         if pattern.search(name) and value > most:
-            return f"{_shown(value)} {noun} are more than any model has (at most {most:,} are taken)"
+            return f"{_shown(value)} {noun} are too many (at most {most:,})"
     return None
 
 

@@ -58,7 +58,7 @@ class UserEnvironment(Environment):
 
         one = self.build(0)
         if not isinstance(one, Env):
-            raise RequestError(f"{_KEY}: entry_point {entry_point} makes a {type(one).__name__}, no gymnasium.Env")
+            raise RequestError(f"{_KEY}: entry_point {entry_point} creates a {type(one).__name__}, not a gymnasium.Env")
         actions: Any = one.action_space
         observations: Any = one.observation_space
         one.close()
@@ -83,7 +83,7 @@ class UserEnvironment(Environment):
         try:
             return self.kind(**keywords)
         except Exception as error:
-            raise RequestError(f"{_KEY}: cannot be made with {keywords} (task {task}): {error}") from error
+            raise RequestError(f"{_KEY}: cannot be created with {keywords} (task {task}): {error}") from error
 
     def tasks(self) -> torch.Tensor:
         """Return all tasks of the environment, [n, p]."""
@@ -164,13 +164,13 @@ def _check_options(tasks: Any, optimal_returns: Any) -> None:
     if not isinstance(tasks, list) or not all(isinstance(task, dict) for task in tasks):
         raise RequestError(f"{_KEY}: tasks is a list of the keywords of each task, such as [{{goal: 3}}], not {tasks}")
     if not tasks:
-        raise RequestError(f"{_KEY}: tasks is empty; give the keywords of each task, such as [{{goal: 3}}]")
+        raise RequestError(f"{_KEY}: tasks is empty; set the keywords of each task, such as [{{goal: 3}}]")
     if optimal_returns is None:
         return
     if not isinstance(optimal_returns, list) or not all(isinstance(best, int | float) for best in optimal_returns):
         raise RequestError(f"{_KEY}: optimal_returns is a list of a number for each task, not {optimal_returns}")
     if len(optimal_returns) != len(tasks):
-        raise RequestError(f"{_KEY}: {len(optimal_returns)} optimal_returns for {len(tasks)} tasks; give as many")
+        raise RequestError(f"{_KEY}: {len(optimal_returns)} optimal_returns for {len(tasks)} tasks; set one for each")
 
 
 def _imported(entry_point: str) -> Callable[..., Any]:

@@ -30,8 +30,8 @@ def _texts(recipe: Recipe) -> Iterator[Contradiction]:
     if any(section != type(section).model_validate(WITHOUT_TEXTS[name]) for section, name in stand_ins):
         yield Contradiction(
             ("model", "data", "task"),
-            f"task {_SECTION} reads no texts: remove the sections model and data; {_SECTION}.model and "
-            f"{_SECTION}.histories say what is trained on what",
+            f"task {_SECTION} reads no texts: remove the sections model and data; set {_SECTION}.model and "
+            f"{_SECTION}.histories instead",
         )
     evaluate = recipe.evaluate
     for key, field in type(evaluate).model_fields.items():
@@ -51,7 +51,8 @@ def _model(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
     elif model.positions == "rotary" and model.n_embd // model.n_head % 2:
         yield Contradiction(
             (f"{key}.positions", f"{key}.n_embd", f"{key}.n_head"),
-            f"heads of {model.n_embd // model.n_head} cannot be turned in pairs; make it even, or set it to learned",
+            f"rotary positions need an even head size, not {model.n_embd // model.n_head}; change model.n_embd or "
+            "model.n_head, or set it to learned",
         )
 
 
@@ -66,12 +67,12 @@ def _compression(section: AlgorithmDistillationSection) -> Iterator[Contradictio
         if section.context != "compressed":
             yield Contradiction(
                 (f"{_SECTION}.{key}", f"{_SECTION}.context"),
-                "has no effect with a full context; set that to compressed",
+                "has no effect with a full context; set context to compressed",
             )
         elif compression not in ("", section.compression):
             yield Contradiction(
                 (f"{_SECTION}.{key}", f"{_SECTION}.compression"),
-                f"has no effect with compression {section.compression}; it belongs to {compression}",
+                f"has no effect with compression {section.compression}, only with {compression}",
             )
 
 
@@ -79,15 +80,15 @@ def _tasks(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
     train, test = section.train_tasks, section.test_tasks
     for key, tasks in (("train_tasks", train), ("test_tasks", test)):
         if isinstance(tasks, list) and (twice := [task for task in tasks if tasks.count(task) > 1]):
-            yield Contradiction((f"{_SECTION}.{key}",), f"{twice[0]} is there more than once; name each task once")
+            yield Contradiction((f"{_SECTION}.{key}",), f"{twice[0]} is given more than once; list each task once")
     if isinstance(train, list) and test is not None and (both := [task for task in train if task in test]):
         yield Contradiction(
             (f"{_SECTION}.test_tasks", f"{_SECTION}.train_tasks"),
-            f"{len(both)} tasks are in both, such as {both[0]}: an agent is tried on tasks it was not trained on; "
-            "remove them from one",
+            f"{len(both)} tasks are in both, such as {both[0]}: test tasks must not be trained on; remove them from "
+            "one",
         )
     if section.trial.last_episodes > section.trial.episodes:
         yield Contradiction(
             (f"{_SECTION}.trial.last_episodes", f"{_SECTION}.trial.episodes"),
-            f"{section.trial.last_episodes} is more than there are episodes",
+            f"{section.trial.last_episodes} is more than trial.episodes",
         )

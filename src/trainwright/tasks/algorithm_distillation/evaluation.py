@@ -107,7 +107,7 @@ def _section_of(agent: Path) -> AlgorithmDistillationSection:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(
-            f"{agent}: agent.json does not say in which environment and on which tasks the agent is tried: {error}"
+            f"{agent}: agent.json does not name the environment and tasks to evaluate on: {error}"
         ) from error
 
 

@@ -62,8 +62,8 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
         both = [task for task in chosen.tolist() if _key(task) in apart]
         if both:
             raise RequestError(
-                f"{_KEY}.train_tasks: {len(both)} of them are tried as well, such as {_named(both)}: an agent is "
-                f"tried on tasks it was not trained on; remove them, or set {_KEY}.test_tasks to others"
+                f"{_KEY}.train_tasks: {len(both)} of them are also test tasks, such as {_named(both)}; remove them, "
+                f"or set {_KEY}.test_tasks to others"
             )
         missing = [task for task in chosen.tolist() if _key(task) not in known]
         if missing:
@@ -75,12 +75,12 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
         wanted = section.train_tasks or len(left)
         if wanted > len(left):
             raise RequestError(
-                f"{_KEY}.train_tasks: {wanted} tasks are asked for, and {histories.path} has histories of {len(left)} "
-                "that are not held back"
+                f"{_KEY}.train_tasks: {wanted} tasks requested, but {histories.path} has histories of only "
+                f"{len(left)} that are not held out"
             )
         chosen = torch.tensor(left[:wanted], dtype=train.dtype)
     if not len(chosen):
-        raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all it has are held back")
+        raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all of its tasks are held out")
     rows = [known[_key(task)] for task in chosen.tolist()]
     held_back = [known[_key(task)] for task in kept_apart.tolist() if _key(task) in known]
     return Goals(rows, held_back, chosen, tasks_tried(section, environment))
@@ -96,7 +96,7 @@ def tasks_held_back(section: AlgorithmDistillationSection, environment: Environm
         return _given(section.test_tasks, environment, "test_tasks")
     tried = environment.split(section.split_seed, section.test_fraction)[1]
     if not len(tried):
-        raise RequestError(f"{_KEY}.test_fraction: holds no task back to try the agent on; raise it")
+        raise RequestError(f"{_KEY}.test_fraction: holds out no task to evaluate on; raise it")
     return tried
 
 
@@ -106,8 +106,8 @@ def _given(tasks: Sequence[Sequence[float]], environment: Environment, name: str
     unknown = [task for task in tasks if _key(task) not in known]
     if unknown:
         raise RequestError(
-            f"{_KEY}.{name}: {_named(unknown)} is no task of {environment.name}; one is {all_tasks[0].tolist()}, and "
-            f"there are {len(all_tasks)}"
+            f"{_KEY}.{name}: {_named(unknown)} is not a task of {environment.name}; there are {len(all_tasks)} tasks, "
+            f"such as {all_tasks[0].tolist()}"
         )
     return torch.tensor(tasks, dtype=all_tasks.dtype)
 

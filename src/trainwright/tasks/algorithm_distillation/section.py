@@ -26,30 +26,32 @@ class HistoryModelSection(Section):
 
     n_embd: Count = Field(64, description="Width of the model.")
     n_layer: Count = Field(4, description="Number of blocks.")
-    n_head: Count = Field(4, description="Attention heads; they divide n_embd, with rotary positions by an even size.")
+    n_head: Count = Field(
+        4,
+        description="Number of attention heads. n_embd must be divisible by it; with rotary positions, the quotient "
+        "must be even.",
+    )
     positions: Literal["rotary", "learned"] = Field(
         "rotary",
-        description="How the model knows the order of its context: by turning queries and keys (arXiv "
-        "2104.09864), or by an embedding of each place.",
+        description="Position encoding: rotary embeddings of queries and keys (arXiv 2104.09864), or a learned "
+        "embedding per position.",
     )
     layout: Literal["transition", "parts"] = Field(
         "transition",
-        description="transition: a step is one token. parts: it is three: action before, its reward, state.",
+        description="transition: one token per step. parts: three tokens per step: previous action, its reward, state.",
     )
-    dropout: BelowOne = Field(0.0, description="Dropout in every block.")
+    dropout: BelowOne = Field(0.0, description="Dropout probability in every block.")
 
 
 class TrialSection(Section):
     """How to evaluate the agent on held-out tasks."""
 
-    episodes: Count = Field(50, description="Episodes one after another, in one context.")
-    tasks: Count | None = Field(
-        64, description="The agent is tried on the first so many of the tasks that are held back. null: on all of them."
-    )
-    copies: Count = Field(8, description="Independent agents of each task.")
-    last_episodes: Count = Field(5, description="The last so many are what is reported as the return in the end.")
+    episodes: Count = Field(50, description="Number of consecutive episodes in one context.")
+    tasks: Count | None = Field(64, description="Number of held-out tasks to evaluate on. null: all of them.")
+    copies: Count = Field(8, description="Independent agents per task.")
+    last_episodes: Count = Field(5, description="Number of last episodes whose mean is reported as the final return.")
     temperature: NotNegative = Field(
-        1.0, description="Logits of actions are divided by it before one is drawn. 0: the likeliest is always taken."
+        1.0, description="Sampling temperature of actions. 0: always take the most likely action."
     )
 
 
@@ -57,58 +59,60 @@ class AlgorithmDistillationSection(Section):
     """Training on the histories of a reinforcement-learning algorithm (arXiv 2210.14215)."""
 
     environment: Annotated[str, Registered(ENVIRONMENTS, imports=False)] = Field(
-        "darkroom", description="What is acted in; gymnasium: a class of your own, by its entry_point."
+        "darkroom", description="The environment. gymnasium: your own class, given by its entry_point."
     )
-    environment_options: dict[str, Any] = Field({}, description="What the environment is made with, by its names.")
+    environment_options: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
     histories: Text = Field(
-        "histories.h5", description="The file of histories that trainwright collect writes and training reads."
+        "histories.h5", description="File of histories, written by `trainwright collect` and read by training."
     )
     source: SourceSection = Field(
-        default_factory=SourceSection, description="The algorithm that trainwright collect keeps histories of."
+        default_factory=SourceSection, description="The algorithm whose histories `trainwright collect` records."
     )
     model: HistoryModelSection = Field(
-        default_factory=HistoryModelSection, description="The transformer, which is always a fresh one."
+        default_factory=HistoryModelSection, description="The transformer; always trained from scratch."
     )
     context_length: Count = Field(
-        240, description="Steps of the environment that the model sees at once; of a compressed context, of a region."
+        240, description="Context length in environment steps; for a compressed context, the length of a region."
     )
     context: Literal["full", "compressed"] = Field(
         "full",
-        description="full: the last steps as they are. compressed: a region of context_length steps, and what is left "
-        "of all before.",
+        description="full: the last context_length steps. compressed: a region of context_length steps and a "
+        "compressed form of all earlier steps.",
     )
     compression: Literal["region", "latents"] = Field(
         "region",
-        description="What a compressed context keeps. region: the one before, between marks. latents: tokens that the "
-        "model itself makes of each region and of the tokens before, trained through several regions.",
+        description="What a compressed context keeps. region: the previous region, between markers. latents: tokens "
+        "that the model computes from each region and the previous latents, trained through several regions.",
     )
-    latents: Count = Field(16, description="compression latents: how many tokens stand for the past.")
+    latents: Count = Field(16, description="compression latents: number of tokens that represent the past.")
     trained_regions: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
-        3, description="compression latents: through how many regions in a row is trained."
+        3, description="compression latents: number of consecutive regions to backpropagate through."
     )
     mark_weight: NotNegative = Field(
-        0.1, description="compression region: what the model's guess counts that the region ends behind a step."
+        0.1, description="compression region: weight of the loss for predicting whether a region ends after a step."
     )
     subsample: Count = Field(
         1,
-        description="Train on every n-th episode of a history, so that it is learnt to learn n times as fast as the "
-        "algorithm did.",
+        description="Train on every n-th episode of a history, so that the agent learns up to n times as fast as the "
+        "algorithm.",
     )
     targets: Literal["every", "last"] = Field(
-        "every", description="Which steps of a window are predicted; last is what was published."
+        "every", description="Which actions of a window are predicted; last is as published."
     )
-    label_smoothing: BelowOne = Field(0.0, description="This much of every action's probability goes to all alike.")
+    label_smoothing: BelowOne = Field(
+        0.0, description="Fraction of the target probability that is spread over all actions."
+    )
     reward_weight: NotNegative = Field(
-        0.0, description="What the squared error of a predicted reward counts beside the action. 0: none is predicted."
+        0.0, description="Weight of the squared error of the predicted reward. 0: rewards are not predicted."
     )
     next_state_weight: NotNegative = Field(
-        0.0, description="What the next state counts beside the action. 0: none is predicted."
+        0.0, description="Weight of the loss of the predicted next state. 0: states are not predicted."
     )
-    split_seed: Number = Field(0, description="Decides which tasks are held back.")
-    test_fraction: BelowOne = Field(0.1, description="How many of the tasks are held back.")
+    split_seed: Number = Field(0, description="Seed of the choice of held-out tasks.")
+    test_fraction: BelowOne = Field(0.1, description="Fraction of the tasks to hold out.")
     train_tasks: Count | list[Task] | None = Field(
         None,
-        description="Train on the first so many of the tasks that are not held back, or on these. null: on all.",
+        description="Number of training tasks, or a list of them. null: all that are not held out.",
     )
-    test_tasks: list[Task] | None = Field(None, description="Hold these tasks back. null: as split_seed decides.")
-    trial: TrialSection = Field(default_factory=TrialSection, description="How the agent is tried at every evaluation.")
+    test_tasks: list[Task] | None = Field(None, description="Tasks to hold out. null: chosen by split_seed.")
+    trial: TrialSection = Field(default_factory=TrialSection, description="Evaluation of the agent on held-out tasks.")

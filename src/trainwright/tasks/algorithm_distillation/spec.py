@@ -60,10 +60,11 @@ def _inputs(recipe: Recipe) -> tuple[str, str]:
 
 SPEC = TaskSpec(
     name="algorithm_distillation",
-    summary="an agent that learns in its context, from the histories of a reinforcement-learning algorithm",
+    summary="an agent that learns in context, trained on the histories of a reinforcement-learning algorithm",
     module="trainwright.tasks.algorithm_distillation.task",
     section=AlgorithmDistillationSection,
-    section_description="What is learnt from which histories. With that task only, which takes no model and no data.",
+    section_description="Histories, model and loss; only with `task: algorithm_distillation`, which has no sections "
+    "model and data.",
     check=check,
     fill=_fill,
     needs=_needs,

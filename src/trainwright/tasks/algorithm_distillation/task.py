@@ -252,9 +252,9 @@ def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, An
         return None
     first = "name" if "name" in others else others[0]
     return (
-        f"algorithm_distillation.source: {section.histories} was made with {first} {made_by.get(first)}, and the "
-        f"recipe has {asked[first]}; trained is on what is there. To have it anew, remove the file and run trainwright "
-        "collect"
+        f"algorithm_distillation.source: {section.histories} was made with {first} {made_by.get(first)}, but the "
+        f"recipe has {asked[first]}; training uses the existing file. To collect it again, remove the file and run "
+        "trainwright collect"
     )
 
 
@@ -264,8 +264,8 @@ def short_context(section: AlgorithmDistillationSection, environment: Environmen
         return None
     return (
         f"algorithm_distillation.context_length: {plural(section.context_length, 'step')} are less than an episode of "
-        f"{environment.horizon}: the agent forgets what an episode brought before the next one begins, so it hardly "
-        f"gets better from one to the next; it needs several, such as {plural(4 * environment.horizon, 'step')}"
+        f"{environment.horizon}: the agent forgets each episode before the next one, so it hardly improves; use "
+        f"several episodes, such as {plural(4 * environment.horizon, 'step')}"
     )
 
 
@@ -276,9 +276,9 @@ def short_histories(windows: HistoryWindows) -> str | None:
         return None
     of = f" (subsample {cut.subsample})" if cut.subsample > 1 else ""
     return (
-        f"algorithm_distillation.context_length: the longest history{of} has {windows.longest} steps, and a window "
-        f"holds {cut.window}: the agent will act in contexts that are longer than any it was trained in; lower "
-        f"context_length{' or subsample' if of else ''}, or collect more steps"
+        f"algorithm_distillation.context_length: the longest history{of} has {windows.longest} steps, but a window "
+        f"has {cut.window}: the agent will act in longer contexts than it was trained on; lower "
+        f"context_length{(' or subsample' if of else '')}, or collect more steps"
     )
 
 
@@ -300,7 +300,7 @@ def open_histories(section: AlgorithmDistillationSection, environment: Environme
             raise RequestError(
                 f"algorithm_distillation.histories: {section.histories} has histories of {theirs.name} "
                 f"{theirs.options}, and algorithm_distillation.environment is {environment.name} "
-                f"{environment.options}; give both the same"
+                f"{environment.options}; make them equal"
             )
     return histories
 

@@ -81,8 +81,8 @@ def _others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> 
         column = list(range(place, count, each))
         if len({texts[d] for d in column}) < 2:
             raise RequestError(
-                f"{key}: dpo.loss kto needs answers to at least two different prompts, as it measures answers against "
-                "those to other prompts; add rows, or set dpo.loss to another"
+                f"{key}: dpo.loss kto needs answers to at least two different prompts, because it compares answers "
+                "with those to other prompts; add rows, or change dpo.loss"
             )
         # Backwards: if the next example has the same prompt, its own successor is used.
         following = {column[-1]: next(d for d in column if texts[d] != texts[column[-1]])}

@@ -20,22 +20,22 @@ class DpoSection(Section):
 
     loss: Literal["dpo", "ipo", "kto"] = Field(
         "dpo",
-        description="dpo: the chosen answer over the rejected one (arXiv 2305.18290). ipo: by a fixed margin, in means "
-        "over tokens (arXiv 2310.12036). kto: each answer for itself, good or bad (arXiv 2402.01306); takes rows with "
-        "a label as well as pairs.",
+        description="dpo: prefer the chosen answer to the rejected one (arXiv 2305.18290). ipo: with a fixed margin "
+        "between means over tokens (arXiv 2310.12036). kto: each answer separately, as good or bad (arXiv "
+        "2402.01306); accepts labelled rows as well as pairs.",
     )
     beta: Positive = Field(
-        0.1, description="How much a departure from the reference counts: the larger, the nearer the model stays to it."
+        0.1, description="Weight of the deviation from the reference; larger values keep the model closer to it."
     )
     label_smoothing: BelowHalf = Field(
-        0.0, description="dpo: the probability that a pair is the wrong way round (conservative DPO)."
+        0.0, description="dpo: probability that the answers of a pair are swapped (conservative DPO)."
     )
-    desirable_weight: Positive = Field(1.0, description="kto: what a good answer counts.")
-    undesirable_weight: Positive = Field(1.0, description="kto: what a bad answer counts.")
+    desirable_weight: Positive = Field(1.0, description="kto: weight of good answers.")
+    undesirable_weight: Positive = Field(1.0, description="kto: weight of bad answers.")
     reference: Literal["start", "base"] = Field(
         "start",
-        description="What the model is compared with. start: the model that training starts from. base: the model "
-        "without the adapter of model.adapter.start_from.",
+        description="The reference model. start: the model that training starts from. base: the model without the "
+        "adapter of model.adapter.start_from.",
     )
 
 
@@ -43,24 +43,22 @@ def _check(recipe: Recipe) -> Iterator[Contradiction]:
     data, dpo = recipe.data, recipe.own(DpoSection)
     if data.long_documents == "split":
         yield Contradiction(
-            ("data.long_documents", "task"), "answers that are compared cannot be split; set it to auto or to cut"
+            ("data.long_documents", "task"), "answers to compare cannot be split; set it to auto or cut"
         )
     if data.format == "labelled" and dpo.loss != "kto":
         yield Contradiction(
-            ("dpo.loss", "data.format"), f"{dpo.loss} compares two answers, and labelled rows have one; set it to kto"
+            ("dpo.loss", "data.format"), f"{dpo.loss} compares two answers, but labelled rows have one; set it to kto"
         )
     if data.pack_length is not None and data.max_length <= data.pack_length < 2 * data.max_length and dpo.loss != "kto":
         yield Contradiction(
             ("data.pack_length", "data.max_length"),
-            f"a pair of two times data.max_length {data.max_length} would not fit; raise it to {2 * data.max_length} "
-            "or lower that",
+            f"a pair of two answers of data.max_length {data.max_length} would not fit; raise it to "
+            f"{2 * data.max_length} or lower data.max_length",
         )
     belongs = {"label_smoothing": "dpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
     for key, loss in belongs.items():
         if getattr(dpo, key) != type(dpo).model_fields[key].default and dpo.loss != loss:
-            yield Contradiction(
-                (f"dpo.{key}", "dpo.loss"), f"has no effect with dpo.loss {dpo.loss}; it belongs to {loss}"
-            )
+            yield Contradiction((f"dpo.{key}", "dpo.loss"), f"has no effect with dpo.loss {dpo.loss}, only with {loss}")
     if dpo.reference == "base" and recipe.model.adapter.start_from is None:
         yield Contradiction(
             ("dpo.reference", "model.adapter.start_from"),
@@ -74,10 +72,10 @@ def _rows(recipe: Recipe, key: str) -> RowKind:
 
 SPEC = TaskSpec(
     name="dpo",
-    summary="preference tuning on answers that were compared or judged",
+    summary="preference tuning on compared or rated answers",
     module="trainwright.tasks.dpo.task",
     section=DpoSection,
-    section_description="What is minimised. With task dpo only.",
+    section_description="Preference loss; only with `task: dpo`.",
     check=_check,
     rows=_rows,
     no_validation_rows="a run on answers to compare; name rows with one answer each",

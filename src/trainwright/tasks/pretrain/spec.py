@@ -20,14 +20,15 @@ class PretrainSection(Section):
 
     windows: Literal["documents", "contiguous"] = Field(
         "documents",
-        description="An example is at most data.max_length tokens. documents: of one document, and shorter ones share "
-        "a row of data.pack_length without seeing each other. contiguous: of all documents one after another, each "
-        "followed by the end-of-text token, as GPT-2 was trained; data.validation is then the end of the corpus.",
+        description="How documents become examples of at most data.max_length tokens. documents: each example is "
+        "from one document; short examples are packed into rows of data.pack_length and do not attend to each other. "
+        "contiguous: cut from all documents concatenated with end-of-text tokens, as for GPT-2; data.validation is "
+        "then the end of the corpus.",
     )
     z_loss: NotNegative = Field(
         0.0,
-        description="Adds so much of the square of the logarithm of the softmax's denominator to the loss of every "
-        "target, so that logits do not drift (arXiv 2204.02311, section 5). The validation loss is without it.",
+        description="Weight of the z-loss, the squared logarithm of the softmax denominator, which keeps logits from "
+        "drifting (arXiv 2204.02311, section 5). Not part of the validation loss.",
     )
 
 
@@ -44,13 +45,13 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check(recipe: Recipe) -> Iterator[Contradiction]:
     if recipe.data.long_documents == "cut":
-        why = "pretraining loses nothing of a document; set it to auto or to split"
+        why = "pretraining does not truncate documents; set it to auto or split"
         yield Contradiction(("data.long_documents", "task"), why)
     if recipe.model.chat_template is not None:
-        why = "texts have no turns to put a template around; remove it"
+        why = "pretraining texts have no turns, so a chat template has no effect; remove it"
         yield Contradiction(("model.chat_template", "task"), why)
     if recipe.evaluate.metrics:
-        why = "texts ask nothing that could be answered; remove it"
+        why = "pretraining texts contain no prompts to answer; remove it"
         yield Contradiction(("evaluate.metrics", "task"), why)
 
 
@@ -60,10 +61,10 @@ def _needs(recipe: Recipe) -> Needs:
 
 SPEC = TaskSpec(
     name="pretrain",
-    summary="learning a corpus of text",
+    summary="language modelling on a text corpus",
     module="trainwright.tasks.pretrain.task",
     section=PretrainSection,
-    section_description="How the corpus becomes examples. With task pretrain only.",
+    section_description="How to divide the corpus into examples; only with `task: pretrain`.",
     check=_check,
     fill=_fill,
     needs=_needs,

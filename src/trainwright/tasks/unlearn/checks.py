@@ -30,31 +30,29 @@ def _rows(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
     data = recipe.data
     if data.train is not None:
         yield Contradiction(
-            ("data.train", "task"), "has no effect with task unlearn, which has data.forget and data.retain; remove it"
+            ("data.train", "task"), "has no effect with task unlearn, which uses data.forget and data.retain; remove it"
         )
     if data.forget is None:
-        yield Contradiction(
-            ("data.forget", "task"), "there is nothing to forget; name the rows, or a data.benchmark that has them"
-        )
+        yield Contradiction(("data.forget", "task"), "no rows to forget; set it, or set data.benchmark")
     if data.retain is None and section.retains:
         yield Contradiction(
             ("data.retain", "unlearn.objective"),
-            f"{section.objective} also trains on rows that are to stay known; name them, or set unlearn.alpha to 0",
+            f"{section.objective} also trains on retain rows; set it, or set unlearn.alpha to 0",
         )
     if data.idk is None and section.facts.idk:
         yield Contradiction(
             ("data.idk", "unlearn.objective"),
-            f"{section.objective} teaches refusals; name a file with one a line, such as I do not know that.",
+            f"{section.objective} trains on refusals; set it to a file with one per line, such as I do not know that.",
         )
     if recipe.evaluate.metrics:
         yield Contradiction(
             ("evaluate.metrics", "task"),
-            "unlearning holds no rows back that could be answered; remove it, and see `trainwright eval RUN --metrics`",
+            "unlearning has no validation rows to answer; remove it, and use `trainwright eval RUN --metrics`",
         )
     if isinstance(data.validation, str):
         yield Contradiction(
             ("data.validation", "task"),
-            "unlearning is measured on the rows to be forgotten and to be kept; set it to how many of them, or to null",
+            "unlearning is measured on forget and retain rows; set it to a number of them, or to null",
         )
 
 
@@ -65,28 +63,28 @@ def _objective(section: UnlearnSection) -> Iterator[Contradiction]:
             owners = ", ".join(other for other in OBJECTIVES.names() if key in OBJECTIVES.get(other).defaults)
             yield Contradiction(
                 (f"unlearn.{key}", "unlearn.objective"),
-                f"has no effect with unlearn.objective {name}; it belongs to {owners}",
+                f"has no effect with unlearn.objective {name}, only with {owners}",
             )
     if section.facts.ascends and section.retain_limit is None:
         yield Contradiction(
             ("unlearn.retain_limit", "unlearn.objective"),
-            f"{name} keeps the retain loss under a limit; give one in nats a token, a little above what it is at the "
-            "start",
+            f"{name} keeps the retain loss below a limit; set it in nats per token, slightly above the initial retain "
+            "loss",
         )
     if section.retain_loss is not None and not section.retains:
         yield Contradiction(
             ("unlearn.retain_loss", "unlearn.alpha"),
-            "has no effect where the retain loss counts 0; set unlearn.alpha, or remove it",
+            "has no effect if the weight of the retain loss is 0; set unlearn.alpha, or remove it",
         )
     if section.retain_loss == "activations" and section.facts.of != "activations":
         yield Contradiction(
             ("unlearn.retain_loss", "unlearn.objective"),
-            f"{name} steers no activations that could be held; set it to nll or kl",
+            f"{name} does not steer activations; set it to nll or kl",
         )
     if section.facts.subtracts and section.retains:
         yield Contradiction(
             ("unlearn.alpha", "unlearn.objective"),
-            "what is learnt of retain rows would be subtracted as well; leave it at 0",
+            "what is learned from retain rows would also be subtracted; set it to 0",
         )
     for pattern in section.trainable or ():
         try:
@@ -98,7 +96,7 @@ def _objective(section: UnlearnSection) -> Iterator[Contradiction]:
 def _reference(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
     keys = ("unlearn.reference", "unlearn.objective")
     if section.reference != "start" and not section.compares:
-        yield Contradiction(keys, f"{section.objective} compares the model with nothing; remove it")
+        yield Contradiction(keys, f"{section.objective} uses no reference model; remove it")
     elif section.reference == "base" and recipe.model.adapter.start_from is None:
         yield Contradiction(
             ("unlearn.reference", "model.adapter.start_from"),
@@ -107,8 +105,8 @@ def _reference(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradictio
     elif section.reference == "start" and section.needs_reference_model and recipe.model.adapter.start_from is not None:
         yield Contradiction(
             ("unlearn.reference", "model.adapter.start_from"),
-            "the adapter that training starts from is changed by it, and what the reference computes is needed in "
-            "every step; set it to base, or merge the adapter into its model first",
+            "training changes the adapter that it starts from, but the reference model is needed in every step; set "
+            "it to base, or merge the adapter into its model first",
         )
 
 
@@ -119,10 +117,10 @@ def _adapter(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]
     if section.trainable is not None:
         yield Contradiction(
             ("unlearn.trainable", "model.adapter.type"),
-            "an adapter trains its own matrices; choose the modules by model.adapter.targets",
+            "an adapter trains its own matrices; choose the modules with model.adapter.targets",
         )
     if section.facts.subtracts and (adapter.type != "lora" or adapter.modules_to_save or adapter.start_from):
         yield Contradiction(
             ("unlearn.objective", "model.adapter"),
-            "what an adapter has learnt can be subtracted where it is a new lora without modules_to_save alone",
+            "an adapter can only be subtracted if it is a new lora without modules_to_save",
         )

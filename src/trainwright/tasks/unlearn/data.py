@@ -63,7 +63,9 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
 
 
 def _line(pairs: TokenDataset, validation: TokenDataset | None) -> str:
-    line = f"unlearning: {plural(len(pairs), 'row')} to be forgotten"
+    line = f"unlearning: {plural(len(pairs), 'row')} to forget"
     if pairs.companions is not None:
-        line += f", each beside one of {plural(pairs.companions.count, 'row')} to be kept, another one every epoch"
+        line += (
+            f", each paired with one of {plural(pairs.companions.count, 'row')} to retain, a different one every epoch"
+        )
     return line if validation is None else f"{line}; {len(validation):,} of them are measured"

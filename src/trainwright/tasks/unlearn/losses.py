@@ -234,8 +234,8 @@ class Formula:
         keys = [name for name in names if name not in tensors]
         if unknown := [key for key in keys if key not in type(section).model_fields]:
             raise RequestError(
-                f"{described} takes {unknown[0]}, which is no key of unlearn; a loss of {section.facts.of} is given "
-                f"{', '.join(tensors)}"
+                f"{described} takes {unknown[0]}, which is not a key of unlearn; a loss of {section.facts.of} is "
+                f"given {', '.join(tensors)}"
             )
         given = {key: section.value(key) for key in keys}
         return cls(function, given, tuple(name for name in names if name in tensors))

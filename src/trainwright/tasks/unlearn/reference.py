@@ -50,8 +50,8 @@ def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     if its.get_vocab() != tokenizer.get_vocab():
         different = len(set(its.get_vocab().items()) ^ set(tokenizer.get_vocab().items()))
         raise RequestError(
-            f"{_KEY}: {other.name} has another tokenizer than the model, with {different:,} differences in the "
-            "vocabulary, so that their probabilities are of other tokens; name a model with the same one"
+            f"{_KEY}: {other.name} has a different tokenizer ({different:,} differences in the vocabulary), so "
+            "probabilities cannot be compared; use a model with the same tokenizer"
         )
     own, theirs = (load_config(each).get_text_config() for each in (recipe.model, other))
     keys = ["vocab_size"] if own.vocab_size != theirs.vocab_size else []

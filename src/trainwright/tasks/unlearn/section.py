@@ -16,57 +16,55 @@ class UnlearnSection(Section):
     """Unlearning minimizes gamma x forget loss + alpha x retain loss. The objective sets the defaults of the keys."""
 
     objective: Annotated[str, Registered(OBJECTIVES)] = Field(
-        "npo", description="The forget loss; `trainwright recipe objectives` says what each is and takes."
+        "npo", description="The forget loss; see `trainwright recipe objectives`."
     )
-    gamma: Positive | None = Field(
-        None, description="What the forget loss counts. Default: 1; simnpo 0.125, satimp 0.1."
-    )
+    gamma: Positive | None = Field(None, description="Weight of the forget loss. Default: 1; simnpo 0.125, satimp 0.1.")
     alpha: NotNegative | None = Field(
         None,
-        description="What the retain loss counts; of pdu at the start. Default: 1; grad_ascent, undial, ce_u and "
-        "task_vector 0. 0: retain rows are not trained on.",
+        description="Weight of the retain loss; for pdu, its initial value. Default: 1; grad_ascent, undial, ce_u "
+        "and task_vector 0. 0: no training on retain rows.",
     )
     retain_loss: Literal["nll", "kl", "activations"] | None = Field(
         None,
-        description="nll: the loss of fine-tuning. kl: KL(reference || model), per token. activations: the mean square "
-        "distance of rmu's activations from the reference's. Default: nll, of rmu activations.",
+        description="nll: negative log-likelihood, as in fine-tuning. kl: KL(reference || model), per token. "
+        "activations: mean squared distance of rmu's activations from the reference's. Default: nll; rmu activations.",
     )
     reference: Text = Field(
         "start",
-        description="What the model is compared with, where something is. start: the model that training starts from. "
-        "base: the model without the adapter of model.adapter.start_from. Or another model with the same tokenizer, a "
-        "directory or id as model.name has it.",
+        description="The reference model, if the objective uses one. start: the model that training starts from. "
+        "base: the model without the adapter of model.adapter.start_from. Or another model with the same tokenizer, "
+        "a directory or id as in model.name.",
     )
     beta: Positive | None = Field(
         None,
-        description="npo, dpo: how much a departure from the reference counts (0.1). simnpo: the sharpness (4.5). "
-        "undial: what is taken off the forget token's logit (10). wga: the power of the probability (1). satimp: the "
-        "same (5).",
+        description="npo, dpo: weight of the deviation from the reference (0.1). simnpo: inverse temperature (4.5). "
+        "undial: subtracted from the logit of the forget token (10). wga, satimp: exponent of the probability (1, 5).",
     )
-    delta: float | None = Field(None, description="simnpo: the margin of the mean loss (0).")
-    importance: NotNegative | None = Field(None, description="satimp: the power of 1 less the probability (1).")
+    delta: float | None = Field(None, description="simnpo: margin of the mean loss (0).")
+    importance: NotNegative | None = Field(None, description="satimp: exponent of 1 minus the probability (1).")
     layer: Annotated[int, Field(ge=0), BeforeValidator(whole)] | None = Field(
-        None, description="rmu: the block, from 0, whose output is steered (7)."
+        None, description="rmu: index of the block whose output is steered, from 0 (7)."
     )
-    steering_coefficient: Positive | None = Field(None, description="rmu: the length of the random direction (2).")
+    steering_coefficient: Positive | None = Field(None, description="rmu: norm of the random direction (2).")
     skip_targets: Annotated[int, Field(ge=0), BeforeValidator(whole)] | None = Field(
-        None, description="ce_u: how many of an answer's first tokens are left alone (1)."
+        None, description="ce_u: number of first tokens of an answer to skip (1)."
     )
     retain_limit: Positive | None = Field(
-        None, description="pdu: the retain loss, in nats a token, that must not be exceeded. Must be given."
+        None, description="pdu: upper limit of the retain loss in nats per token. Required."
     )
     dual_step_size: Positive | None = Field(
-        None, description="pdu: how far alpha moves a step, times what the retain loss is over its limit (1)."
+        None, description="pdu: step size of alpha, multiplied by how far the retain loss exceeds its limit (1)."
     )
     dual_warmup_steps: Steps | None = Field(
         None,
-        description="pdu: the steps before alpha moves: a whole number, or a fraction (below 1) of all steps (0.5).",
+        description="pdu: steps before alpha is first updated: a whole number, or a fraction (below 1) of all steps "
+        "(0.5).",
     )
-    scale: Positive | None = Field(None, description="task_vector: how many times what was learnt is subtracted (1).")
+    scale: Positive | None = Field(None, description="task_vector: factor of the subtracted difference in weights (1).")
     trainable: list[Text] | None = Field(
         None,
-        description="Regular expressions of the names of the parameters that are trained, such as "
-        r"model\.layers\.(5|6|7)\.mlp\.down_proj\.weight; all others are frozen. null: all are trained.",
+        description="Regular expressions of parameter names to train, such as "
+        "model\\.layers\\.(5|6|7)\\.mlp\\.down_proj\\.weight; all others are frozen. null: train all.",
     )
 
     def value(self, key: str) -> Any:

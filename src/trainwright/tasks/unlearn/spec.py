@@ -45,10 +45,10 @@ def _reference(section: UnlearnSection) -> ReferenceModel:
 
 SPEC = TaskSpec(
     name="unlearn",
-    summary="forgetting some rows and nothing else",
+    summary="unlearning some rows while retaining the rest",
     module="trainwright.tasks.unlearn.task",
     section=UnlearnSection,
-    section_description="How is forgotten. With task unlearn only.",
+    section_description="Unlearning settings; only with `task: unlearn`.",
     check=check,
     fill=_fill,
     rows=_rows,

@@ -35,8 +35,8 @@ def freeze_others(model: nn.Module, patterns: Sequence[str] | None, last_block: 
         parameter.requires_grad_(wanted and parameter not in beyond)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(
-            f"unlearn.trainable: what it matches comes after unlearn.layer {last_block}, whose output does not depend "
-            "on it; match earlier blocks, or choose a later layer"
+            f"unlearn.trainable: it only matches parameters after unlearn.layer {last_block}, which do not affect its "
+            "output; match earlier blocks, or choose a later layer"
         )
 
 
@@ -53,6 +53,6 @@ def check_layer(layer: int, blocks: int) -> None:
     """Raise RequestError unless a model with ``blocks`` blocks has this layer."""
     if layer >= blocks:
         raise RequestError(
-            f"unlearn.layer: {layer} is not there: the model has {blocks} blocks, 0 to {blocks - 1}; choose one of the "
-            "first half"
+            f"unlearn.layer: {layer} does not exist: the model has {blocks} blocks, 0 to {blocks - 1}; choose one of "
+            "the first half"
         )

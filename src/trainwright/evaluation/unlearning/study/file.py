@@ -47,42 +47,44 @@ ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidato
 class StudyEvaluation(Section):
     """How every model is evaluated."""
 
-    metrics: list[Text] = Field([], description="Names as of eval --metrics. None: all that lack nothing.")
-    max_new_tokens: Count = Field(200, description="The longest answer, in tokens.")
+    metrics: list[Text] = Field(
+        [], description="Metrics, as for eval --metrics. Default: all that the benchmark supports."
+    )
+    max_new_tokens: Count = Field(200, description="Maximum length of an answer, in tokens.")
 
 
 class Study(Section):
     """The content of a study's file."""
 
     benchmark: Annotated[list[Text], Field(min_length=1), BeforeValidator(_several)] = Field(
-        description="A benchmark, as eval --benchmark has it; of several the first whose directory is on this machine."
+        description="A benchmark, as for eval --benchmark; of a list, the first whose directory exists."
     )
     subset: Annotated[dict[Text, Count], BeforeValidator(_none_as_empty)] = Field(
-        {}, description="Of these sets the first so many rows; the others are whole. null: all are."
+        {}, description="Number of first rows to use, by set; other sets are used in full. null: all sets in full."
     )
     known: list[Text] = Field(
         [],
-        description="Sets whose questions are fine-tuned on as well, by both models, and kept in unlearning: for a "
-        "fresh model, which knows no world to be asked about. Of real_authors and world_facts.",
+        description="Sets (real_authors, world_facts) that both models also train on and that unlearning retains; "
+        "for a randomly initialized model without world knowledge.",
     )
     tokenizer_vocabulary: Count | None = Field(
-        None, description="Make a byte-level BPE tokenizer of so many tokens from the rows. null: the model's own."
+        None, description="Train a byte-level BPE tokenizer of this size on the rows. null: the model's tokenizer."
     )
-    directory: Text = Field(description="Where everything goes. What is finished in there is not done again.")
-    model: dict[str, Any] = Field(description="The section model of the recipes of the two fine-tunings.")
-    parallel: dict[str, Any] = Field({}, description="The section parallel of all recipes.")
-    finetune: dict[str, Any] = Field({}, description="Further sections of the recipes of the two fine-tunings.")
-    unlearn: dict[str, Any] = Field({}, description="Further sections of the recipes of all objectives.")
+    directory: Text = Field(description="Output directory; finished parts in it are reused.")
+    model: dict[str, Any] = Field(description="Section model of the two fine-tuning recipes.")
+    parallel: dict[str, Any] = Field({}, description="Section parallel of all recipes.")
+    finetune: dict[str, Any] = Field({}, description="Further sections of the two fine-tuning recipes.")
+    unlearn: dict[str, Any] = Field({}, description="Further sections of all unlearning recipes.")
     objectives: dict[ModelName, dict[str, Any] | None] = Field(
-        min_length=1, description="The unlearned models by name, each with sections that it has for itself."
+        min_length=1, description="The unlearned models by name, each with its own sections."
     )
-    evaluate: StudyEvaluation = Field(default_factory=StudyEvaluation, description="How every model is measured.")
+    evaluate: StudyEvaluation = Field(default_factory=StudyEvaluation, description="Evaluation of all models.")
 
     @field_validator("known")
     @classmethod
     def _of_the_two(cls, value: list[str]) -> list[str]:
         if odd := [name for name in value if name not in _KNOWN]:
-            raise ValueError(f"{odd[0]} is none of {', '.join(_KNOWN)}")
+            raise ValueError(f"{odd[0]} is unknown; choose from {', '.join(_KNOWN)}")
         return value
 
 
@@ -116,8 +118,8 @@ class StudyFile:
         recipe = self._recipe(own, ("finetune",))
         if recipe.model.adapter.type != "none":
             raise RequestError(
-                f"{self.place('model', 'adapter')}: model.adapter: unlearning starts from the full model, which has to "
-                "be a whole one; leave it out here, and set unlearn.model.adapter to have unlearning train an adapter"
+                f"{self.place('model', 'adapter')}: model.adapter: unlearning starts from the full model; remove it "
+                "here, and set unlearn.model.adapter to unlearn with an adapter"
             )
         return dump_recipe(recipe)
 
@@ -180,7 +182,7 @@ def _told(details: Any, tree: Tree, file: Origin) -> str:
     path = tuple(part for part in details["loc"] if part != "[key]")
     place = origin_of(path, tree, file)
     if details["type"] == "extra_forbidden":
-        return f"{place}: {dotted(path)}: unknown key; known here: {', '.join(Study.model_fields)}"
+        return f"{place}: {dotted(path)}: unknown key; choose from {', '.join(Study.model_fields)}"
     if details["type"] == "missing":
         return f"{place}: {dotted(path)}: is missing. {Study.model_fields[str(path[0])].description}"
     return f"{place}: {dotted(path)}: {str(details['msg']).removeprefix('Value error, ')}"

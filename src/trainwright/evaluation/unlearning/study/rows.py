@@ -37,9 +37,9 @@ def write_rows(study: Study, benchmark: Benchmark, directory: Path) -> Benchmark
         if unknown := [name for name in names if name not in benchmark.sets]:
             raise RequestError(f"{key}: {benchmark.name} has no set {unknown[0]}; it has {', '.join(benchmark.sets)}")
     if kind != "tofu" and (study.subset or study.known):
-        raise RequestError("subset and known are for tofu; name smaller files for another benchmark")
+        raise RequestError("subset and known are for tofu only; use smaller files for other benchmarks")
     if not {"forget", "retain"} <= set(benchmark.training):
-        raise RequestError(f"{benchmark.name} has not both rows to forget and rows to keep to train on")
+        raise RequestError(f"{benchmark.name} does not have both forget and retain rows to train on")
     scratch = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -70,7 +70,7 @@ def _write_tofu(study: Study, benchmark: Benchmark, part: str, directory: Path) 
     trained = {"forget": forget, "retain": kept}
     for name, wanted in study.subset.items():
         if wanted > (most := max(len(asked[name]), len(trained.get(name, ())))):
-            raise RequestError(f"subset.{name}: {wanted:,} rows are asked for, and the set has {most:,}; lower it")
+            raise RequestError(f"subset.{name}: {wanted:,} rows requested, but the set has {most:,}; lower it")
     retain = [*kept, *(_plain(row) for name in study.known for row in asked[name])]
     _write(directory / f"{part}.jsonl", forget)
     _write(directory / f"{TOFU_SPLITS[part]}.jsonl", retain)
@@ -89,7 +89,9 @@ def _rows(source: str, limit: int | None) -> list[Row]:
     except RequestError as error:
         if Path(source).exists():
             raise
-        raise RequestError(f"{error}; benchmark=NAME@DIRECTORY names a directory with the benchmark's files") from None
+        raise RequestError(
+            f"{error}; set benchmark=NAME@DIRECTORY to use a directory with the benchmark's files"
+        ) from None
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 

@@ -7,18 +7,18 @@ from trainwright.tasks.unlearn.objective import Objective
 _HERE = __package__
 
 GRAD_ASCENT = Objective(
-    "raise the loss on the forget rows, and do nothing for the rest",
+    "raise the loss on the forget rows only",
     "arXiv 2210.01504",
     f"{_HERE}.ascent:grad_ascent",
     defaults={"alpha": 0.0},
 )
 GRAD_DIFF = Objective(
-    "raise the loss on the forget rows, lower that on the retain rows",
+    "raise the loss on the forget rows, lower it on the retain rows",
     "arXiv 2203.12817",
     f"{_HERE}.ascent:grad_ascent",
 )
 NPO = Objective(
-    "DPO with nothing but rejected answers: ascent that slows down as rows are forgotten",
+    "DPO with only rejected answers: ascent that slows down as rows are forgotten",
     "arXiv 2404.05868",
     f"{_HERE}.preference:npo",
     of="answers",
@@ -26,14 +26,14 @@ NPO = Objective(
     reference="log-probabilities",
 )
 SIMNPO = Objective(
-    "NPO without a reference, by the mean over an answer's tokens",
+    "NPO without a reference model, with the mean over an answer's tokens",
     "arXiv 2410.07163",
     f"{_HERE}.preference:simnpo",
     of="answers",
     defaults={"beta": 4.5, "delta": 0.0, "gamma": 0.125},
 )
 DPO = Objective(
-    "a refusal is preferred to each forget answer",
+    "prefer a refusal to each forget answer",
     "arXiv 2305.18290, 2401.06121",
     f"{_HERE}.preference:dpo",
     of="answers",
@@ -42,21 +42,21 @@ DPO = Objective(
     idk=True,
 )
 IDK_NLL = Objective(
-    "a refusal is learnt as the answer to each forget question",
+    "learn a refusal as the answer to each forget question",
     "arXiv 2401.06121",
     f"{_HERE}.ascent:descent",
     idk=True,
     learns="refusals",
 )
 RMU = Objective(
-    "activations of forget rows are steered to a random direction, those of retain rows held",
+    "steer activations of forget rows to a random direction, keep those of retain rows",
     "arXiv 2403.03218",
     f"{_HERE}.activations:steered",
     of="activations",
     defaults={"layer": 7, "steering_coefficient": 2.0, "retain_loss": "activations"},
 )
 UNDIAL = Objective(
-    "distil the model's own logits, those of the forget tokens lowered",
+    "distill the model's own logits, with lower logits of the forget tokens",
     "arXiv 2402.10052",
     f"{_HERE}.distillation:undial",
     of="logits",
@@ -76,14 +76,14 @@ SATIMP = Objective(
     defaults={"beta": 5.0, "importance": 1.0, "gamma": 0.1},
 )
 CE_U = Objective(
-    "cross-entropy towards the model's own prediction without the right token",
+    "cross-entropy with the model's own prediction without the right token",
     "arXiv 2503.01224",
     f"{_HERE}.distillation:ce_u",
     of="logits",
     defaults={"skip_targets": 1, "alpha": 0.0},
 )
 PDU = Objective(
-    "flatten the logits on forget rows while the retain loss stays under a limit (dual ascent)",
+    "flatten the logits on forget rows while the retain loss stays below a limit (dual ascent)",
     "arXiv 2506.05314",
     f"{_HERE}.distillation:flatten",
     of="logits",
