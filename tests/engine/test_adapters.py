@@ -244,7 +244,7 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(runs: Runs, base: Path, tm
     [
         (
             ("model.adapter.targets=[q_proj, queries]",),
-            "queries matches no linear module of LlamaForCausalLM; choose from  ",
+            "queries matches no linear module of LlamaForCausalLM; choose from ",
         ),
         (("model.adapter.start_from=nowhere",), "nowhere has no adapter_config.json (no such directory)"),
         (("model.adapter.stack=true",), "no adapter to stack on"),
