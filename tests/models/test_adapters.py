@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from trainwright.errors import RequestError, TrainingError
-from trainwright.models.adapters.attaching import Adapter, attach_adapter, check_adapter
-from trainwright.models.load import load_config, load_model
+from trainwright.models.adapters.attaching import Adapter, attach_adapter
+from trainwright.models.load import check_adapter, load_config, load_model
 from trainwright.models.quantisation import QuantisedLinear, count_parameters
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection

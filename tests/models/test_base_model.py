@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.models.test_merging import base, trained
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
-from trainwright.models.adapters.attaching import check_adapter
-from trainwright.models.adapters.merging import merge
 from trainwright.models.gguf.export import export_gguf
+from trainwright.models.load import check_adapter
+from trainwright.models.merging import merge
 from trainwright.recipe.sections.model import ModelSection
 
 RIGHT = '{"name": "a", "fingerprint": "b", %s}'

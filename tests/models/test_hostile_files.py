@@ -18,10 +18,10 @@ from tests.models.test_merging import base, trained
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
 from trainwright.models.adapters import config as adapters_config
-from trainwright.models.adapters.attaching import attach_adapter, check_adapter
-from trainwright.models.files.weights import load_empty
-from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.adapters.attaching import attach_adapter
+from trainwright.models.load import check_adapter, load_config, load_model, load_tokenizer
 from trainwright.models.source import resolve
+from trainwright.models.weights import load_empty
 from trainwright.planning.facts import architecture_of
 from trainwright.recipe.sections.model import ModelSection
 

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from trainwright.errors import RequestError
-from trainwright.models.files.weights import empty_model
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.weights import empty_model
 from trainwright.recipe.sections.model import ModelSection
 
 LLAMA: dict[str, Any] = {

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.support.commands import PATIENCE, ROOT, environment
 from trainwright.cli.main import app
 from trainwright.errors import RequestError
-from trainwright.models.load import config_from
+from trainwright.models.configuration import config_from
 from trainwright.models.source import check_directory
 from trainwright.models.supported import check_supported
 from trainwright.planning.facts import architecture_of, check_model

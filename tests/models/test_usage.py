@@ -16,13 +16,13 @@ import torch
 
 from tests.models.test_merging import IDS, base, logits_of, trained
 from tests.support.commands import PATIENCE, environment
-from trainwright.models.adapters.merging import merge
 from trainwright.models.files.save import save_model
-from trainwright.models.files.usage import loading
 from trainwright.models.gguf.export import export_gguf
 from trainwright.models.gpt.model import register
 from trainwright.models.load import load_config, load_model
+from trainwright.models.merging import merge
 from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.usage import loading
 from trainwright.observe.card import model_card, published_settings
 from trainwright.recipe.sections.model import ModelSection
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from trainwright.errors import RequestError
 from trainwright.models.files.save import save_model
-from trainwright.models.files.weights import FileWeights, GivenWeights, empty_model, load_empty
 from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.weights import FileWeights, GivenWeights, empty_model, load_empty
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.sections.model import ModelSection

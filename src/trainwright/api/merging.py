@@ -54,7 +54,7 @@ def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merg
     """Merge in this process."""
     from trainwright.inference.finding import find_model
     from trainwright.inference.loading import for_users
-    from trainwright.models.adapters.merging import merge as work_in
+    from trainwright.models.merging import merge as work_in
 
     with for_users(), Activity(sys.stderr, "reading the model"):
         found = find_model(model, adapter)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
-from trainwright.models.files.weights import Weights
+from trainwright.models.weights import Weights
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 

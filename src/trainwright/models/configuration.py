@@ -1,16 +1,21 @@
-"""The parts of a model's configuration that a recipe sets: a fresh configuration, its vocabulary, the dropout."""
+"""Read a model's configuration, and the parts that a recipe sets: a fresh one, its vocabulary, the dropout."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
+from trainwright.recipe.files import read_json
+from trainwright.recipe.sections.model_sizes import check_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -144,3 +149,37 @@ def _causal_kind(fields: Mapping[str, Any]) -> str:
 def _nearest(word: str, words: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def config_from(directory: Path) -> PretrainedConfig:
+    """Return the configuration in ``directory``; raise RequestError if it is not a decoder-only language model."""
+    from transformers import AutoConfig
+
+    file, where = directory / "config.json", f"model.name: {directory}"
+    if file.is_file() and isinstance(fields := read_json(file, f"model.name: {file}"), dict):
+        check_sizes(fields, f"model.name: {file}")
+        check_supported(fields, where)
+    else:
+        raise RequestError(f"{where}/config.json is not a model's configuration, which is a JSON object")
+    try:
+        with TemporaryDirectory(prefix="trainwright-") as place:
+            (Path(place) / "config.json").write_text(json.dumps(without_ignored(fields)), encoding="utf-8")
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # json, huggingface_hub and validation errors share no base class
+        raise RequestError(f"{where}/config.json cannot be used: {error}") from error
+    config.name_or_path = str(directory)
+    return config
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Read or write weights without the progress bars of transformers."""
+    from transformers.utils import logging as progress
+
+    shown: Any = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            progress.enable_progress_bar()

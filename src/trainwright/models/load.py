@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import doing
@@ -16,18 +12,17 @@ from trainwright.machine.allocator import leave_to_system
 from trainwright.models.configuration import (
     NOT_MADE,
     SPECIAL_IDS,
+    config_from,
     fresh_config,
     making,
+    no_progress_bar,
     set_dropout,
-    without_ignored,
 )
-from trainwright.models.source import TOKENIZER_FILES, check_directory, locate, resolve
-from trainwright.models.supported import check_supported
+from trainwright.models.source import check_directory, locate, resolve
 from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization.stored import tokenizer_from
 from trainwright.models.tokenization.trained import is_trained, trained_tokenizer
 from trainwright.paths import user_path
-from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model_sizes import check_sizes
 from trainwright.text import plural
 
 if TYPE_CHECKING:
@@ -98,6 +93,21 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
     if model.dropout is not None:
         set_dropout(config, model.dropout)
     return config
+
+
+def check_adapter(section: ModelSection, seed: int) -> None:
+    """Check ``model.adapter`` for this model before any weights are loaded.
+
+    Raises:
+        RequestError: the adapter belongs to another base, sets keys that do not apply to it, or a target matches
+            nothing.
+    """
+    from trainwright.models.adapters.base_model import base_model
+    from trainwright.models.adapters.config import peft_config
+    from trainwright.models.files.save import skeleton
+
+    if section.adapter.type != "none":
+        peft_config(section.adapter, skeleton(load_config(section)), base_model(section, seed))
 
 
 def load_model(
@@ -239,26 +249,6 @@ def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:
             leave_to_system(mapped.data_ptr(), mapped.nbytes)  # otherwise the whole file stays in memory too
 
 
-def config_from(directory: Path) -> PretrainedConfig:
-    """Return the configuration in ``directory``; raise RequestError if it is not a decoder-only language model."""
-    from transformers import AutoConfig
-
-    file, where = directory / "config.json", f"model.name: {directory}"
-    if file.is_file() and isinstance(fields := read_json(file, f"model.name: {file}"), dict):
-        check_sizes(fields, f"model.name: {file}")
-        check_supported(fields, where)
-    else:
-        raise RequestError(f"{where}/config.json is not a model's configuration, which is a JSON object")
-    try:
-        with TemporaryDirectory(prefix="trainwright-") as place:
-            (Path(place) / "config.json").write_text(json.dumps(without_ignored(fields)), encoding="utf-8")
-            config = AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # json, huggingface_hub and validation errors share no base class
-        raise RequestError(f"{where}/config.json cannot be used: {error}") from error
-    config.name_or_path = str(directory)
-    return config
-
-
 def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Set the special ids of another tokenizer; raise RequestError if its vocabulary exceeds the embeddings."""
     size = config.get_text_config().vocab_size
@@ -269,22 +259,6 @@ def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         )
     for name in SPECIAL_IDS:
         setattr(config, name, getattr(tokenizer, name))
-
-
-def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in ``directory``; raise RequestError, naming the recipe key ``key``, if it fails."""
-    from transformers import AutoTokenizer
-
-    hint = "" if key == "model.tokenizer" else '; set model.tokenizer ("bytes", an id or a directory)'
-    if not any((directory / file).exists() for file in TOKENIZER_FILES):
-        pickles = ", ".join(sorted(file.name for file in directory.glob("*.pkl")))
-        why = f"; its tokenizer is a pickle ({pickles}), which can run any code when loaded" if pickles else ""
-        raise RequestError(f"{key}: {directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}){why}{hint}")
-    try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # as above: no common base class
-        reason = " ".join(str(error).split())
-        raise RequestError(f"{key}: the tokenizer in {directory} cannot be loaded: {reason}{hint}") from error
 
 
 def _chat_template(text: str) -> str:
@@ -316,17 +290,3 @@ def _text_of(file: Path, key: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise RequestError(f"{key}: {file}:{line}: not UTF-8 text; save the file as UTF-8") from None
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """Read or write weights without the progress bars of transformers."""
-    from transformers.utils import logging as progress
-
-    shown: Any = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            progress.enable_progress_bar()

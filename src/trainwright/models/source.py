@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import RequestError
 from trainwright.models.files.safetensors_header import DamagedFile, read_header
+from trainwright.models.tokenization.stored import TOKENIZER_FILES
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 
@@ -39,7 +40,6 @@ HUB_FILES = [
     "README.md",
 ]
 HUB_TIMEOUT = 5.0  # seconds
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainwright import __version__, text
 from trainwright.models.adapters.base_model import BASE, BaseModel
-from trainwright.models.files.usage import asking, loading
+from trainwright.models.usage import asking, loading
 from trainwright.observe.reader import Event, read_events
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe

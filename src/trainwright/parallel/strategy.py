@@ -26,7 +26,7 @@ from trainwright.parallel.world import World
 from trainwright.recipe.schema import ParallelSection
 
 if TYPE_CHECKING:
-    from trainwright.models.files.weights import Weights
+    from trainwright.models.weights import Weights
 
 # Creates an optimizer from parameters by name.
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]

@@ -26,13 +26,13 @@ from trainwright.inference.generation import answer_batch, new_token_limit
 from trainwright.inference.loading import probe
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import stop_of
-from trainwright.models.adapters.attaching import adds_nothing, attach_adapter, check_adapter
+from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.cut import cut_config, varied_layers
 from trainwright.models.files.save import save_model
-from trainwright.models.files.weights import Weights, empty_model, load_empty
-from trainwright.models.load import fresh_model, load_config, load_model, load_tokenizer
+from trainwright.models.load import check_adapter, fresh_model, load_config, load_model, load_tokenizer
 from trainwright.models.source import resolve
+from trainwright.models.weights import Weights, empty_model, load_empty
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World

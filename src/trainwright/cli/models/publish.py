@@ -118,7 +118,7 @@ def _export_adapter(found: Found, out: Path) -> None:
 
 
 def _show_usage(directory: Path) -> None:
-    from trainwright.models.files.usage import loading
+    from trainwright.models.usage import loading
 
     lines = loading(directory, str(directory))
     if lines is not None:
@@ -140,8 +140,8 @@ def _write_whole(found: Found, out: Path, dtype: str | None) -> None:
 
     from trainwright.api.merging import check_finished, dtype_of
     from trainwright.inference.loading import load
-    from trainwright.models.adapters.merging import merge as merged
     from trainwright.models.files.save import save_model
+    from trainwright.models.merging import merge as merged
 
     if found.checkpoint is None and found.section.adapter.type != "none":
         merged(found.section, found.seed, out, dtype_of(dtype))

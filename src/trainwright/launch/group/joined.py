@@ -46,7 +46,7 @@ from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.meaning import Meaning
-    from trainwright.launch.ending.first_failure import FailureReport
+    from trainwright.launch.group.first_failure import FailureReport
     from trainwright.launch.group.members import Place
     from trainwright.launch.group.rendezvous import Meeting
     from trainwright.parallel.world import RankInfo
@@ -118,7 +118,7 @@ def run_joined(
     own_threads = "OMP_NUM_THREADS" in os.environ
     limit_threads(detect().cpu_cores, environment.local_size)
     # Imports torch from here on.
-    from trainwright.launch.ending.first_failure import FailureReport
+    from trainwright.launch.group.first_failure import FailureReport
 
     try:
         meeting = _meet(environment, asked)

@@ -38,20 +38,6 @@ _SAME = {torch.float32: 1e-4}
 _SAME_ROUNDED, _SAME_TOGETHER = 5e-3, 3e-2
 
 
-def check_adapter(section: ModelSection, seed: int) -> None:
-    """Check ``model.adapter`` for this model before any weights are loaded.
-
-    Raises:
-        RequestError: the adapter belongs to another base, sets keys that do not apply to it, or a target matches
-            nothing.
-    """
-    from trainwright.models.files.save import skeleton
-    from trainwright.models.load import load_config
-
-    if section.adapter.type != "none":
-        peft_config(section.adapter, skeleton(load_config(section)), base_model(section, seed))
-
-
 def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> Adapter | None:
     """Attach the adapter of ``section`` to a loaded ``model`` and freeze all other weights; return None without
     adapter.

@@ -51,7 +51,8 @@ def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") ->
         MachineError: the file cannot be written.
         TrainingError: the file does not read back as the same model.
     """
-    from trainwright.models.load import config_from, tokenizer_from
+    from trainwright.models.configuration import config_from
+    from trainwright.models.tokenization.stored import tokenizer_from
 
     if out.exists():
         raise RequestError(f"--out: {out} already exists; choose a new file")
@@ -292,8 +293,9 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
     import torch
     from transformers import AutoModelForCausalLM
 
+    from trainwright.models.configuration import no_progress_bar
     from trainwright.models.gguf.reading import write_converted
-    from trainwright.models.load import no_progress_bar, tokenizer_from
+    from trainwright.models.tokenization.stored import tokenizer_from
 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as place:
         write_converted(file, Path(place) / "model", "--out")

@@ -39,7 +39,7 @@ from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World, have_group
 
 if TYPE_CHECKING:
-    from trainwright.models.files.weights import Weights
+    from trainwright.models.weights import Weights
 
 
 class FullySharded:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from trainwright.errors import RequestError
-from trainwright.models.files.weights import Weights
 from trainwright.models.load import load_config, load_tokenizer
 from trainwright.models.source import resolve
+from trainwright.models.weights import Weights
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe

@@ -20,8 +20,8 @@ from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.cut import layer_count
-from trainwright.models.files.weights import empty_model
 from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.weights import empty_model
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import find_benchmark

@@ -12,8 +12,9 @@ from trainwright.activity import doing
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers
+from trainwright.models.configuration import no_progress_bar
 from trainwright.models.files.save import replacing, save_model
-from trainwright.models.load import load_config, load_model, load_tokenizer, no_progress_bar
+from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.merged import Merged
 from trainwright.models.source import resolve
 
