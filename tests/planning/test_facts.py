@@ -40,7 +40,7 @@ def recipe(tmp_path: Path, **sections: dict[str, Any]) -> Recipe:
 
 
 def test_a_fresh_model_has_the_tokenizers_vocabulary(tmp_path: Path) -> None:
-    workload, assumptions = facts_of(recipe(tmp_path))
+    workload, assumptions, _ = facts_of(recipe(tmp_path))
     assert workload.architecture.vocabulary == 259
     assert (workload.row_tokens, workload.global_batch_rows, workload.packed) == (80, 12.0, False)
     assert workload.steps == 5
@@ -56,7 +56,7 @@ def test_packs_of_a_model_that_mixes_documents_are_refused(tmp_path: Path) -> No
 
 
 def test_packs_hold_several_examples(tmp_path: Path) -> None:
-    workload, _ = facts_of(recipe(tmp_path, data={"pack_length": 256}))
+    workload, _, _ = facts_of(recipe(tmp_path, data={"pack_length": 256}))
     assert (workload.row_tokens, workload.global_batch_rows) == (240, 4.0)
     assert (workload.document, workload.longest) == (80, 80)
 
@@ -68,7 +68,7 @@ def test_documents_are_looked_at_before_they_are_prepared(tmp_path: Path, mixed:
     source = str(tmp_path / "texts")
     train = [{"source": source, "format": "documents"}] if mixed else source
     data = {"train": train, **({} if mixed else {"format": "documents"})}
-    workload, assumptions = facts_of(recipe(tmp_path, data=data))
+    workload, assumptions, _ = facts_of(recipe(tmp_path, data=data))
     assert workload.row_tokens < 80 and "from the characters of the first 1;" in assumptions[0]
 
 
@@ -80,7 +80,7 @@ def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
 
     examples = TokenDataset.from_examples([([1] * 8, [True] * 8)] * 10, "x")
     remember(asked.model, asked.data, 0, examples, tmp_path / "cache")
-    workload, assumptions = facts_of(asked)
+    workload, assumptions, _ = facts_of(asked)
     few = "train.global_batch_size 12 exceeds the 10 examples to train on: each step uses every example about 1.2 times"
     assert (workload.steps, workload.row_tokens, assumptions) == (2, 8, (few,))
     for size, told in ((10, []), (10**9, ["each step uses every example about 100,000,000 times"])):
