@@ -20,7 +20,7 @@ from trainwright.models.gpt.model import GPT, TransformerBlock, attention_in_wor
 from trainwright.models.gpt.variants import VARIANTS
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.weights import load_empty
-from trainwright.planning.architectures.architecture import from_config
+from trainwright.planning.architectures.configured import from_config
 from trainwright.recipe.sections.model import ModelSection
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}

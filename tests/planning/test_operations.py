@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from trainwright.data.stream.batch import Batch
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.models.causal_lm import CausalLM
-from trainwright.planning.architectures.architecture import Architecture, from_config
+from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.operations import (
     BlockKind,
     Device,

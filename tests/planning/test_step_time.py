@@ -8,7 +8,8 @@ import pytest
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, Setting
-from trainwright.planning.architectures.architecture import Architecture, from_config
+from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.step_time.batch import typical_batch
 from trainwright.planning.step_time.rates import Group, rates_of
 from trainwright.planning.step_time.rates_nominal import nominal_setting

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.planning.test_operations import FAMILIES, PACK, ROWS, Shape, architecture_of
+from trainwright.planning.architectures import traced
 from trainwright.planning.facts import architecture_of as architecture_of_model
 from trainwright.planning.memory.inventory import inventory
-from trainwright.planning.operations import Device, Setting, block_kinds, block_pass, traced
+from trainwright.planning.operations import Device, Setting, block_kinds, block_pass
 from trainwright.recipe.sections.model import ModelSection
 
 SLOW = pytest.mark.slow

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 from trainwright.errors import RequestError
 from trainwright.machine.catalogue import find_card
-from trainwright.planning.architectures.architecture import Architecture, from_config
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.catalogue import known_model
+from trainwright.planning.architectures.configured import from_config
 
 Half = Literal["mend", "check"]
 Figure = dict[str, Any]

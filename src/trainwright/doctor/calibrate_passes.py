@@ -18,7 +18,8 @@ from trainwright.doctor.calibrate_fits import Numbers, non_negative
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, Setting
-from trainwright.planning.architectures.architecture import Architecture, from_config
+from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.operations import Device, MicroBatch, Passes, passes
 from trainwright.planning.operations import Setting as Shapes
 from trainwright.planning.step_time.rates import rates_of

@@ -14,11 +14,12 @@ from trainwright.models.gpt.variants import MODEL_TYPE
 from trainwright.models.packable import check_packable, unpackable
 from trainwright.models.supported import check_trainable
 from trainwright.paths import user_path
-from trainwright.planning.architectures.architecture import Architecture, from_config
+from trainwright.planning.architectures import traced
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.catalogue import KnownModel, find_model, known_model, nearest_models
-from trainwright.planning.architectures.configured import architecture_of_config
+from trainwright.planning.architectures.configured import architecture_of_config, from_config
 from trainwright.planning.architectures.families import FAMILIES
-from trainwright.planning.operations import MicroBatch, traced
+from trainwright.planning.operations import MicroBatch
 from trainwright.planning.task_needs import beside, trained
 from trainwright.planning.workload import ALL_LINEAR, Adapter, Quantisation, Target, Workload
 from trainwright.recipe.files import read_json

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-from trainwright.errors import RequestError
-from trainwright.models.gpt.variants import MODEL_TYPE
-from trainwright.planning.architectures.families import architecture_fields
-from trainwright.planning.architectures.gpt_family import gpt_fields
-
-# A hundred times the largest existing models. A plan iterates over buckets and shards of parameters, so much larger
-# models would take it minutes.
-_MOST_PARAMETERS = 10**14
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -255,25 +245,3 @@ class Architecture:
         if self.shared_intermediate:
             around += self._mlp(self.shared_intermediate, bias=False)
         return around + self.experts * expert, around + self.experts_per_token * expert
-
-
-def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Architecture | None:
-    """Return the architecture that a transformers configuration describes; None for an unknown model_type.
-
-    For a model that also takes images (gemma3) it is that of the language model. Missing keys have transformers'
-    defaults, except those that determine the model's size, which are required.
-
-    Raises:
-        RequestError: keys are missing or invalid; the message starts with ``origin``.
-    """
-    ours = config.get("model_type") == MODEL_TYPE
-    fields = gpt_fields(config, origin) if ours else architecture_fields(config, origin)
-    if fields is None:
-        return None
-    found = Architecture(**fields)
-    if (count := found.parameters().total) > _MOST_PARAMETERS:
-        raise RequestError(
-            f"{origin}: these sizes give {count:.1e} parameters, too many to train; check hidden_size, "
-            "intermediate_size and other sizes"
-        )
-    return found

@@ -8,8 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.planning.architectures.architecture import Architecture, from_config
-from trainwright.planning.operations import traced
+from trainwright.models.gpt.variants import MODEL_TYPE
+from trainwright.planning.architectures import traced
+from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.architectures.families import architecture_fields
+from trainwright.planning.architectures.gpt_family import gpt_fields
+
+# A hundred times the largest existing models. A plan iterates over buckets and shards of parameters, so much larger
+# models would take it minutes.
+_MOST_PARAMETERS = 10**14
 
 
 def architecture_of_config(config: Mapping[str, Any], origin: str) -> Architecture:
@@ -42,6 +49,28 @@ def architecture_of_config(config: Mapping[str, Any], origin: str) -> Architectu
             ) from None
         assert found is not None
         return replace(found, family=str(config["model_type"]))
+
+
+def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Architecture | None:
+    """Return the architecture that a transformers configuration describes; None for an unknown model_type.
+
+    For a model that also takes images (gemma3) it is that of the language model. Missing keys have transformers'
+    defaults, except those that determine the model's size, which are required.
+
+    Raises:
+        RequestError: keys are missing or invalid; the message starts with ``origin``.
+    """
+    ours = config.get("model_type") == MODEL_TYPE
+    fields = gpt_fields(config, origin) if ours else architecture_fields(config, origin)
+    if fields is None:
+        return None
+    found = Architecture(**fields)
+    if (count := found.parameters().total) > _MOST_PARAMETERS:
+        raise RequestError(
+            f"{origin}: these sizes give {count:.1e} parameters, too many to train; check hidden_size, "
+            "intermediate_size and other sizes"
+        )
+    return found
 
 
 def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architecture:

@@ -19,15 +19,15 @@ from trainwright.data.stream.batch import Batch
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.cut import cut_config, layer_count
 from trainwright.models.recompute import save_activation_memory
-from trainwright.planning.operations.traced import Event, TraceError
 
+Event = list[Any]
 _LAYERS = 2  # number of layers of the model whose first block is traced
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def layout_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes of a model for a plan, and its parameters as [unit, name, rows, columns]."""
-    with _fake(), _telling(config):
+    with _fake():
         model = _model(config, torch.float32)
         lm = CausalLM(model, packed=False)
         blocks = lm.blocks()
@@ -71,7 +71,7 @@ def timeline(
     length: int,
 ) -> dict[str, list[Event]]:
     """Return the allocations, releases and gradients of the first block: without gradients, forward, and backward."""
-    with _fake(), _telling(config):
+    with _fake():
         lm = CausalLM(_model(config, _DTYPES[width], _LAYERS), packed=packed).train()
         block = lm.blocks()[0]
         hidden, arguments, named = _call(lm, block, _batch(lm, packed, masked, rows, length))
@@ -222,13 +222,3 @@ def _fake() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-
-
-@contextmanager
-def _telling(config: dict[str, Any]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # code of any model
-        raise TraceError(
-            f"{config.get('model_type')}: {type(error).__name__}: {str(error).splitlines()[:1]}"
-        ) from error

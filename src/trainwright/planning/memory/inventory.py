@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.operations import block_kinds, block_weights, end_weights, traced
+from trainwright.planning.operations import block_kinds, block_weights, end_weights
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Adapter, OptimizerName, Quantisation

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
+from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.operations import traced
 from trainwright.planning.operations.block import Block
 from trainwright.planning.operations.ends import begin, finish
 from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch

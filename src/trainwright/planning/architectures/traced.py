@@ -13,12 +13,14 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainwright.machine.cache import cache_root
-from trainwright.planning.operations.shapes import MicroBatch
 
-Event = list[Any]
+if TYPE_CHECKING:
+    from trainwright.planning.architectures.tracing import Event
+    from trainwright.planning.operations.shapes import MicroBatch
+
 # Rows and tokens per row: three shapes for three unknowns.
 _SHAPES = ((2, 64), (4, 64), (2, 128))
 _FORMAT = 1
@@ -68,7 +70,13 @@ def _cached(config: str, kind: str, make: Any) -> Any:
         pass
     from trainwright.planning.architectures import tracing
 
-    made = make(tracing)
+    try:
+        made = make(tracing)
+    except TraceError:
+        raise
+    except Exception as error:  # code of any model
+        family = json.loads(config).get("model_type")
+        raise TraceError(f"{family}: {type(error).__name__}: {str(error).splitlines()[:1]}") from error
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{id(made):x}")
