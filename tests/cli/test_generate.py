@@ -120,7 +120,7 @@ def test_a_conversation_holds_what_was_said_until_it_is_reset(loaded: Loaded) ->
         (("--prompt", "a", "--num-processes", "2"), "are for --file"),
         (("--file", "empty.jsonl", "--out", "o.jsonl"), "empty.jsonl:2: messages[0], a user turn, is empty"),
         (("--file", "taken.jsonl", "--out", "o.jsonl"), "taken.jsonl:1: the row already has a field generated"),
-        (("--file", "good.jsonl", "--out", "taken.jsonl"), "--out: taken.jsonl exists"),
+        (("--file", "good.jsonl", "--out", "taken.jsonl"), "--out: taken.jsonl already exists"),
         (("--file", "good.jsonl", "--out", "o.xlsx"), "--out: o.xlsx should end in .jsonl, .ndjson, .json, .csv"),
         (("--prompt", "a", "--checkpoint", "best"), "is not a run"),
     ],

@@ -345,7 +345,7 @@ def test_a_worker_that_a_signal_ends_is_named(runs: Runs) -> None:
     victim.send_signal(signal.SIGTERM)
     ended = started.wait()
     assert ended.code == 4, ended.stdout + ended.stderr
-    assert "was ended by SIGTERM from outside" in ended.stderr and "rank" in ended.stderr.splitlines()[0]
+    assert "was ended by an external SIGTERM" in ended.stderr and "rank" in ended.stderr.splitlines()[0]
     assert "Traceback" not in ended.stderr and "gloo" not in ended.stderr
 
 
