@@ -95,7 +95,7 @@ def test_a_rank_that_a_signal_has_ended_is_the_cause_of_what_others_say_of_conne
     records = slot_records(slots)
     assert records.keys() == {0, 2}
     failure = first_failure(tmp_path, 3, {0: 4, 1: None, 2: 143}, False, records=records)
-    assert failure.message.startswith("rank 2 was ended by SIGTERM from outside") and failure.exit_code == 4
+    assert failure.message.startswith("rank 2 was ended by an external SIGTERM") and failure.exit_code == 4
     # One that crashed is told of before one that may have been ended because of that.
     crashed = first_failure(tmp_path, 3, {0: 4, 1: -signal.SIGSEGV, 2: 143}, False, records=records)
     assert crashed.message.startswith("rank 1 crashed")

@@ -226,7 +226,7 @@ def test_a_worker_that_is_ended_from_outside_is_named_and_not_its_peers(tmp_path
         os.kill(pids(logs)[1], signal.SIGTERM)
         ended = process.wait()
     assert ended.code == 4
-    assert ended.stderr.startswith("error: rank 1 was ended by SIGTERM from outside"), ended.stderr
+    assert ended.stderr.startswith("error: rank 1 was ended by an external SIGTERM"), ended.stderr
     assert "Traceback" not in ended.stderr and "gloo" not in ended.stderr
 
 
