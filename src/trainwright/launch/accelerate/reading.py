@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
 from trainwright.recipe.files import parse_json, read_text
 from trainwright.recipe.yaml_text import Tree, parse_mapping
 
@@ -62,7 +61,8 @@ def default_path() -> Path:
     """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return user_path(home) / "accelerate" / "default_config.yaml"
+    # Unlike a path that a user has written, it may have no home directory to be in.
+    return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
 
 
 def read(path: Path) -> Source:
