@@ -286,7 +286,7 @@ def test_a_target_that_matches_nothing_is_refused_with_those_that_are_there(base
         "model.adapter.targets: w_proj matches no linear module of LlamaForCausalLM; choose from "
     )
     assert message.endswith("q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj")
-    assert "there are c_attn, c_proj, c_fc" in refused(section(bases["gpt2"], targets=["q_proj"]))
+    assert "choose from c_attn, c_proj, c_fc" in refused(section(bases["gpt2"], targets=["q_proj"]))
     assert "modules_to_save" in refused(section(bases["llama"], targets=["lm_head"]))
     assert "matches no linear module" in refused(section(bases["llama"], targets=["embed_tokens"]))
 
