@@ -82,7 +82,8 @@ class Case:
 
     ``build`` creates the inputs and returns the function to time; the curve's seconds are its seconds divided by
     ``amount``. ``joint``: it waits for the other processes, so all must call it equally often. ``typical``: its typical
-    time counts, not its minimum.
+    time counts, not its minimum. ``cold``: its inputs are not in the caches, as in a step of a large model; only the
+    quick measurement has such cases.
     """
 
     curve: str
@@ -92,6 +93,7 @@ class Case:
     amount: float = 1.0
     joint: bool = False
     typical: bool = False
+    cold: bool = False
 
 
 def product_cases(device: torch.device) -> Iterator[Case]:

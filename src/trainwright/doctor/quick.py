@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from trainwright.doctor.block import Sizes, backward, blocks_of
 from trainwright.doctor.calibrate_cases import (
     DTYPES,
     PRECISIONS,
@@ -57,6 +58,7 @@ _LEAST_CASES = 12  # products of one matrix in two precisions, measured regardle
 _MESSAGES = (2**14, 2**22)  # bytes that are reduced over processes
 _SUMS = 5
 _LAUNCHES = 100
+_CACHE = 2**27  # bytes, more than one core's share of the caches
 
 
 class Side(NamedTuple):
@@ -116,6 +118,8 @@ def _cases(asked: Mapping[str, Any], device: torch.device) -> list[Case]:
             tokens = 2 ** int(math.log2(min(_MOST[kind], max(_FEWEST[kind], tokens))))
             for few in (tokens, max(_FEWEST[kind], tokens // 4)):
                 cases += products_of((few, wide, narrow), precision, device)
+        if asked["block"] and (wide, narrow) == tuple(asked["widths"][0]):
+            cases += [case for name in ("fp32", "bf16") for case in blocks_of(Sizes(*asked["block"]), name)]
     small, large = _ELEMENTS[kind]
     for precision in ("fp32", "bf16"):
         cases += [traffic_of(precision, kind_, small, device) for kind_ in ("copy", "elementwise", "reduction")]
@@ -142,7 +146,7 @@ def _attention_cases(precision: str, length: int, device: torch.device) -> list[
             return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True).to(dtype)
         inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
         output = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        return lambda: _backward(output, inputs)
+        return lambda: backward(output, inputs)
 
     return [
         Case(f"attention/{precision}/{direction}", (length,), False, partial(build, direction), amount)
@@ -215,6 +219,7 @@ class _Member:
         self.barriers, self.late = barriers, late
         self.clock = Stopwatch()
         self.kept: dict[int, Run] = {}
+        self.other = torch.ones(_CACHE // 4)  # takes the place of other tensors in the caches
 
     def run(self, pipe: Any) -> None:
         """Measure everything, and send the times through ``pipe``."""
@@ -265,6 +270,8 @@ class _Member:
         for index, case in enumerate(cases):
             if index >= fewest and self._is_late():
                 return
+            if case.cold and side.processes * side.threads < self.asked["cores"]:
+                continue  # a step uses all cores
             if side.processes == 1 and len(times[index]) == 1 and not times[index][0].is_spoilt and not fewest:
                 times[index].append(times[index][0])  # the second round only repeats disturbed cases
                 continue
@@ -277,10 +284,15 @@ class _Member:
                 warm.add((index, side.threads))
                 self.clock.start()
             until = time.monotonic() + _SLOT
-            found = [self.clock.time(run)]
+            found = [self._time(case, run)]
             while len(found) < _CALLS and time.monotonic() < until:
-                found.append(self.clock.time(run))
+                found.append(self._time(case, run))
             times[index].append(least(found))
+
+    def _time(self, case: Case, run: Run) -> Timed:
+        if case.cold:
+            self.other.mul_(1.0)
+        return self.clock.time(run)
 
     def _sums(self) -> dict[Side, dict[int, float]]:
         """Return the seconds of all-reducing tensors over the processes of each setting with several."""
@@ -311,14 +323,8 @@ def _launch_seconds(device: torch.device) -> float:
     y = x
     for _ in range(_LAUNCHES):
         y = y * scale
-    _backward(y, (x,))
+    backward(y, (x,))
     return (time.perf_counter() - begun) / (2 * _LAUNCHES)
-
-
-def _backward(output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Run ``torch.autograd.grad`` without its import of torch's compiler."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward((output,), (torch.ones_like(output),), True, False, inputs, False, accumulate_grad=False)
 
 
 def _together(asked: Mapping[str, Any], sides: Sequence[Side], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +39,31 @@ _FAR = 2.0
 _MOST_WIDTH = {"cpu": 2048, "cuda": 8192}
 _MOST_WIDTHS = 3
 _LENGTHS = (16, 512)
+# A measured block: parameters of its matrices, and tokens. Forward and backward take 6 operations of each pair.
+_MOST_PARAMETERS, _BLOCK_TOKENS = 4_000_000, 256
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of a model: widths (out, in) of its matrices, and the length of its documents."""
+    """Shapes of a model: widths (out, in) of its matrices, and the length of its documents.
+
+    ``block``: hidden size, width of the MLP, number of heads and of key-value heads, size of a head; None on GPUs.
+    """
 
     widths: tuple[tuple[int, int], ...]
     length: int
+    block: tuple[int, int, int, int, int] | None = None
 
     def bounded(self, device: str) -> Shapes:
         """Return the shapes to measure: the first few, halved until they are fast enough."""
         found = dict.fromkeys((_halved(n, device), _halved(k, device)) for n, k in self.widths)
         length = 2 ** round(math.log2(min(_LENGTHS[1], max(_LENGTHS[0], self.length))))
-        return Shapes(tuple(found)[:_MOST_WIDTHS], length)
+        block = None if self.block is None or device != "cpu" else _bounded_block(self.block)
+        return Shapes(tuple(found)[:_MOST_WIDTHS], length, block)
 
 
 # Shapes of a small model, if none is given.
-USUAL = Shapes(((1536, 576), (576, 1536), (576, 576)), 128)
+USUAL = Shapes(((1536, 576), (576, 1536), (576, 576)), 128, (576, 1536, 9, 3, 64))
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,47 @@ def measured_file(machine: Machine, root: Path | None = None) -> Path:
 def covers(found: Calibration, wanted: Shapes) -> bool:
     """Return whether the measurement covers the ``wanted`` shapes."""
     known = [sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(found, f"product/{name}/forward")]
-    return all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in wanted.widths)
+    near = all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in wanted.widths)
+    return near and (wanted.block is None or any(_ratio(sizes, wanted.block) <= _FAR for sizes in _blocks(found)))
+
+
+def for_block(found: Calibration, block: Sequence[int] | None) -> Calibration:
+    """Return the measurement with the nearest block alone of those that were measured in a setting."""
+    if block is None or not any(_blocks(found)):
+        return found
+    return replace(found, settings=tuple(_with_nearest_block(setting, block) for setting in found.settings))
+
+
+def _with_nearest_block(setting: Setting, block: Sequence[int]) -> Setting:
+    curves = dict(setting.curves)
+    for name, curve in setting.curves.items():
+        if name.startswith("block/"):
+            curves[name] = replace(curve, samples=(min(curve.samples, key=lambda one: _ratio(one.sizes, block)),))
+    return replace(setting, curves=curves)
+
+
+def _blocks(found: Calibration) -> list[tuple[float, ...]]:
+    return [sample.sizes for name in ("fp32", "bf16") for sample in _samples(found, f"block/{name}/backward")]
+
+
+def _ratio(sizes: Sequence[float], block: Sequence[int]) -> float:
+    """Return the largest ratio of the widths of two blocks."""
+    return max(max(a / b, b / a) for a, b in zip(sizes[:2], block[:2], strict=True))
+
+
+def _bounded_block(block: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:
+    """Return a block whose widths are halved until it is fast enough."""
+    hidden, inner, heads, shared, size = block
+    while heads > 1 and hidden * (3 * inner + 2 * (heads + shared) * size) > _MOST_PARAMETERS:
+        hidden, inner, heads, shared = -(-hidden // 2), -(-inner // 2), heads // 2, max(1, shared // 2)
+    while heads % shared:
+        shared -= 1
+    return hidden, inner, heads, shared, size
+
+
+def documents_of_block(shapes: Shapes) -> tuple[int, int]:
+    """Return the number and the length of the documents that a block is measured on."""
+    return max(1, _BLOCK_TOKENS // shapes.length), shapes.length
 
 
 def rates_in_words(found: Calibration) -> str:
@@ -154,6 +201,7 @@ def _measure(machine: Machine, wanted: Shapes, known: Calibration | None) -> Cal
         "versions": versions(machine),
         "widths": wanted.widths,
         "length": wanted.length,
+        "block": None if wanted.block is None else [*wanted.block, *documents_of_block(wanted)],
         "begun": begun,
         "seconds": SECONDS,
         "before": [] if known is None else list(_before(known)),
@@ -182,12 +230,12 @@ def _measure(machine: Machine, wanted: Shapes, known: Calibration | None) -> Cal
 
 
 def _before(known: Calibration) -> Iterator[dict[str, Any]]:
-    """Yield earlier measurements of products of other shapes."""
+    """Yield earlier measurements of products and blocks of other shapes."""
     for setting in known.settings:
         rows = [
             {"curve": name, "sizes": sample.sizes, "seconds": sample.seconds}
             for name, curve in setting.curves.items()
-            if name.startswith("product/")
+            if name.startswith(("product/", "block/"))
             for sample in curve.samples
         ]
         yield {"processes": setting.processes, "threads": setting.threads, "samples": rows}

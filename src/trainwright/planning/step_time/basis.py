@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, current_calibration
 from trainwright.machine.measured.own_runs import OwnRuns, own_runs
-from trainwright.machine.measured.quick import Shapes, measured
+from trainwright.machine.measured.quick import Shapes, for_block, measured
 from trainwright.planning.operations import block_kinds, block_weights
 from trainwright.planning.workload import Workload
 
@@ -20,8 +20,8 @@ from trainwright.planning.workload import Workload
 class Basis:
     """The source of a plan's times.
 
-    ``said``: message about a measurement made now. ``trouble``: why there is no measurement. ``runs``: this machine's
-    own runs, which correct predictions.
+    ``measurement``: with the block alone that is nearest to the model's. ``said``: message about a measurement made
+    now. ``trouble``: why there is no measurement. ``runs``: this machine's own runs, which correct predictions.
     """
 
     calibration: Calibration | None = None
@@ -48,12 +48,14 @@ def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] 
     calibration, runs = current_calibration(machine), own_runs(machine)
     if calibration is not None and not calibration.is_disturbed:
         return Basis(calibration, runs=runs)
-    found = measured(machine, shapes_of(workload), doing)
-    return Basis(None, found.found, found.said, found.trouble, runs)
+    shapes = shapes_of(workload)
+    found = measured(machine, shapes, doing)
+    measurement = None if found.found is None else for_block(found.found, shapes.bounded(machine.device).block)
+    return Basis(None, measurement, found.said, found.trouble, runs)
 
 
 def shapes_of(workload: Workload) -> Shapes:
-    """Return the model's matrix sizes, those with the most computation first, and the length of its documents."""
+    """Return the model's matrix sizes (those with the most computation first), its block, and its documents' length."""
     a = workload.architecture
     done: dict[tuple[int, int], int] = {}
     for kind in block_kinds(a):
@@ -62,4 +64,6 @@ def shapes_of(workload: Workload) -> Shapes:
                 size = weight.n, weight.k
                 done[size] = done.get(size, 0) + weight.n * weight.k
     widths = sorted(done, key=lambda size: -done[size])
-    return Shapes(tuple(widths) or ((a.hidden, a.hidden),), max(1, round(workload.document)))
+    inner = a.intermediate or a.shared_intermediate or a.expert_intermediate
+    block = (a.hidden, inner, a.heads, a.key_value_heads, a.head_dim) if inner else None
+    return Shapes(tuple(widths) or ((a.hidden, a.hidden),), max(1, round(workload.document)), block)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from trainwright.machine.describe import Cluster
 from trainwright.machine.links import Link
 from trainwright.machine.measured.calibration import Calibration, Setting
+from trainwright.planning.step_time.measured_blocks import with_measured_blocks
 from trainwright.planning.step_time.rates_measured import measured_setting, peak, thread_counts
 from trainwright.planning.step_time.rates_nominal import nominal_setting, steps_of
 
@@ -76,8 +77,12 @@ class Rates:
         if self.calibration is not None:
             return self.calibration.nearest(processes)
         if self.measurement is not None:
-            return measured_setting(self.measurement, self._nominal, processes, threads)
+            return with_measured_blocks(self._measured(processes, threads), self.measurement, self._measured)
         return self._nominal(processes, threads)
+
+    def _measured(self, processes: int, threads: int | None) -> Setting:
+        assert self.measurement is not None
+        return measured_setting(self.measurement, self._nominal, processes, threads)
 
     def _nominal(self, processes: int, threads: int | None) -> Setting:
         return nominal_setting(self.cluster, processes, threads)

@@ -37,7 +37,7 @@ def measured_setting(measured: Calibration, nominal: Nominal, processes: int, th
     Each curve is that of the nearest setting in which it was measured; otherwise it is nominal, scaled by the deviation
     of nominal rates in that setting.
     """
-    by_distance = sorted(measured.settings, key=lambda setting: _apart(setting, processes, threads))
+    by_distance = sorted(measured.settings, key=lambda setting: apart(setting, processes, threads))
     own = nominal(processes, threads)
     curves = {name: _nearest_curve(name, own, by_distance, nominal) for name in own.curves}
     launch = by_distance[0].launch if by_distance[0].launch > 0 else own.launch
@@ -60,7 +60,7 @@ def _products(measured: Calibration, precision: str) -> float:
     return _IN_STEP.products + share * (_FAST_PRODUCTS - _IN_STEP.products)
 
 
-def _apart(setting: Setting, processes: int, threads: int | None) -> tuple[float, float]:
+def apart(setting: Setting, processes: int, threads: int | None) -> tuple[float, float]:
     """Return the distance of a setting from these numbers of processes and threads, and that of the threads alone."""
     of_threads = abs(math.log((setting.threads or 1) / (threads or 1)))
     return abs(math.log(setting.processes / processes)) + of_threads, of_threads

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trainwright.machine.measured.calibration import Curve, InStep
 from trainwright.machine.measured.calibration import Setting as Speeds
 from trainwright.planning.operations import Kernel, MicroBatch, Pass
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.step_time.rates import Layout
 from trainwright.planning.workload import MixedPrecision
+
+if TYPE_CHECKING:
+    from trainwright.planning.step_time.rates import Layout
 
 # A compiler fuses everything between two products into one kernel that reads its inputs and writes its outputs; the
 # rest stays in registers. In a llama block (3,072 wide, its MLP 8,192) these are 149,000 numbers per token forward and

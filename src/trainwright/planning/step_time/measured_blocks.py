@@ -1,0 +1,76 @@
+"""The time of kernels in a step relative to the same kernels in a loop, from a measured transformer block.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from trainwright.machine.measured.calibration import Calibration, Setting
+from trainwright.planning.architectures.architecture import from_config
+from trainwright.planning.operations import Device, MicroBatch, passes
+from trainwright.planning.operations import Setting as Shapes
+from trainwright.planning.step_time.rates_measured import apart
+from trainwright.planning.step_time.work import Pricing
+from trainwright.planning.workload import MixedPrecision
+
+_MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
+_WIDTH = {"fp32": 4, "bf16": 2}
+# Factors outside this range come from a disturbed measurement.
+_LEAST, _MOST = 0.4, 4.0
+
+
+def with_measured_blocks(
+    setting: Setting, measured: Calibration, setting_of: Callable[[int, int | None], Setting]
+) -> Setting:
+    """Return the setting with its factors of kernels in a step scaled so that they predict the measured block.
+
+    The block is that of the nearest setting in which it was measured.
+
+    Args:
+        setting_of: the rates of a number of processes and threads, with typical factors.
+    """
+    by_distance = sorted(measured.settings, key=lambda one: apart(one, setting.processes, setting.threads))
+    in_step = dict(setting.in_step)
+    for precision in _MIXED.keys() & in_step.keys():
+        names = [f"block/{precision}/{direction}" for direction in ("forward", "backward")]
+        nearest = next((one for one in by_distance if all(name in one.curves for name in names)), None)
+        if nearest is None:
+            continue
+        samples, typical = [nearest.curves[name].samples[-1] for name in names], in_step[precision]
+        expected = _seconds(samples[0].sizes, precision, setting_of(nearest.processes, nearest.threads))
+        found = sum(sample.seconds for sample in samples)
+        factor = min(_MOST, max(_LEAST, found / expected))
+        in_step[precision] = replace(
+            typical,
+            products=typical.products * factor,
+            attention=typical.attention * factor,
+            traffic=typical.traffic * factor,
+            host=typical.host * factor,
+        )
+    return replace(setting, in_step=in_step)
+
+
+def _seconds(sizes: Sequence[float], precision: str, setting: Setting) -> float:
+    """Return the predicted seconds of the forward and backward pass of a block (``trainwright.doctor.block.Sizes``)."""
+    hidden, inner, heads, shared, size, documents, length = map(int, sizes)
+    architecture = from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": shared,
+            "head_dim": size,
+            "vocab_size": 2,
+        }
+    )
+    assert architecture is not None, "llamas are known"
+    tokens = documents * length
+    batch = MicroBatch(1, tokens, ((length, documents),), tokens, packed=True, masked=False)
+    shapes = Shapes(architecture, batch, Device("cpu", setting.threads or 1), _WIDTH[precision], True)
+    (block,) = passes(shapes).blocks
+    return Pricing(setting, batch, _MIXED[precision], on_gpu=False).pass_and_back(block).seconds
