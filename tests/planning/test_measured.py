@@ -8,8 +8,9 @@ import pytest
 from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration
+from trainwright.machine.measured.calibration import Calibration, Curve, Sample
 from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
+from trainwright.machine.measured.quick import Shapes, covers, documents_of_block, for_block
 from trainwright.machine.processor import Processor
 from trainwright.planning.architectures.catalogue import find_model
 from trainwright.planning.candidates import Constraints
@@ -18,6 +19,7 @@ from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.search import Judge
 from trainwright.planning.step_time.basis import Basis, basis_of, shapes_of
 from trainwright.planning.step_time.corrections import model_of, way_of
+from trainwright.planning.step_time.measured_blocks import block_seconds
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.table import summary, table, words
 from trainwright.planning.workload import Workload
@@ -124,6 +126,56 @@ def test_shapes_are_the_models_own_the_most_work_first() -> None:
     shapes = shapes_of(work())
     assert set(shapes.widths) == {(1536, 576), (576, 1536), (576, 576), (192, 576)}
     assert shapes.widths[0] == (1536, 576) and shapes.length == 128
+    assert shapes.block == (576, 1536, 9, 3, 64)
+
+
+def _with_block(found: Calibration, seconds: float, hidden: float = 576.0, precision: str = "fp32") -> Calibration:
+    """Two processes have measured a block, with a third of its time forward."""
+    sizes = (hidden, 1536.0, 9.0, 3.0, 64.0, 2.0, 128.0)
+    settings = list(found.settings)
+    place = next(place for place, one in enumerate(settings) if (one.processes, one.threads) == (2, 1))
+    curves = dict(settings[place].curves)
+    for direction, share in (("forward", 1 / 3), ("backward", 2 / 3)):
+        name = f"block/{precision}/{direction}"
+        known = curves[name].samples if name in curves else ()
+        curves[name] = Curve("table", (*known, Sample(sizes, seconds * share)))
+    settings[place] = replace(settings[place], curves=curves)
+    return replace(found, settings=tuple(settings))
+
+
+def test_kernels_in_a_step_take_what_a_measured_block_takes() -> None:
+    cluster = of_cores(2, *AMX)
+    plain = rates_of(cluster, None, measurement()).setting(2, 1)
+    expected = block_seconds((576.0, 1536.0, 9.0, 3.0, 64.0, 2.0, 128.0), "fp32", plain)
+    slow = rates_of(cluster, None, _with_block(measurement(), 1.5 * expected)).setting(2, 1)
+    for name in ("products", "attention", "traffic", "host"):
+        assert getattr(slow.in_step["fp32"], name) == pytest.approx(1.5 * getattr(plain.in_step["fp32"], name))
+    assert slow.in_step["bf16"] == plain.in_step["bf16"]
+    assert block_seconds((576.0, 1536.0, 9.0, 3.0, 64.0, 2.0, 128.0), "fp32", slow) == pytest.approx(1.5 * expected)
+    spoilt = rates_of(cluster, None, _with_block(measurement(), 100 * expected)).setting(2, 1)
+    assert spoilt.in_step["fp32"].products == pytest.approx(2.5 * plain.in_step["fp32"].products)
+
+
+def test_the_block_of_a_plan_is_the_nearest_that_was_measured() -> None:
+    both = _with_block(_with_block(measurement(), 1.0), 2.0, hidden=4096.0)
+    for hidden, seconds in ((576, 1.0), (3000, 2.0)):
+        found = for_block(both, (hidden, 1536, 9, 3, 64))
+        (sample,) = found.settings[1].curves["block/fp32/backward"].samples
+        assert sample.seconds == pytest.approx(seconds * 2 / 3)
+    assert for_block(measurement(), (576, 1536, 9, 3, 64)) == measurement()
+    wanted = Shapes(((512, 512),), 64, (576, 1536, 9, 3, 64))
+    assert covers(both, wanted) and not covers(measurement(), wanted)
+    assert not covers(both, replace(wanted, block=(64, 128, 4, 2, 16)))
+
+
+def test_a_large_block_is_measured_at_a_fraction_of_its_widths() -> None:
+    found = Shapes(((14336, 4096),), 100, (4096, 14336, 32, 8, 128)).bounded("cpu")
+    assert found.block is not None
+    hidden, inner, heads, shared, size = found.block
+    assert hidden * (3 * inner + 2 * (heads + shared) * size) <= 4_000_000 and heads % shared == 0
+    assert inner / hidden == pytest.approx(3.5, rel=0.1) and size == 128
+    assert documents_of_block(found) == (2, 128)
+    assert Shapes(((14336, 4096),), 100, (4096, 14336, 32, 8, 128)).bounded("cuda").block is None
 
 
 def test_nothing_is_measured_of_a_machine_that_is_not_at_hand() -> None:

@@ -38,6 +38,7 @@ from trainwright.doctor.calibrate_cases import (
 )
 from trainwright.doctor.calibrate_fits import curve_of
 from trainwright.doctor.undisturbed import Stopwatch, Timed, least
+from trainwright.launch.process import die_with_parent
 from trainwright.machine.measured.calibration import Calibration, Setting, as_json
 from trainwright.models.attention import BF16_FROM_LENGTH
 from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
@@ -216,14 +217,16 @@ class _Member:
         directory: Path,
     ) -> None:
         self.rank, self.asked, self.sides, self.end, self.directory = rank, asked, sides, end, directory
-        self.barriers, self.late = barriers, late
+        self.barriers, self.late, self.parent = barriers, late, os.getpid()
         self.clock = Stopwatch()
         self.kept: dict[int, Run] = {}
-        self.other = torch.ones(_CACHE // 4)  # takes the place of other tensors in the caches
 
     def run(self, pipe: Any) -> None:
         """Measure everything, and send the times through ``pipe``."""
+        die_with_parent(self.parent)  # which is killed if a measurement takes too long
         cases = _cases(self.asked, torch.device("cpu"))
+        # Takes the place of other tensors in the caches. Made here: threads do not survive a fork.
+        self.other = torch.ones(_CACHE // 4)
         mine = [side for side in self.sides if self.rank < side.processes]
         times: dict[Side, list[list[Timed]]] = {side: [[] for _ in cases] for side in mine}
         launches: dict[Side, list[float]] = {side: [] for side in mine}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trainwright.machine.measured.calibration import Calibration, Setting
-from trainwright.planning.architectures.architecture import from_config
+from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.operations import Device, MicroBatch, passes
 from trainwright.planning.operations import Setting as Shapes
 from trainwright.planning.step_time.rates_measured import apart
@@ -19,7 +19,7 @@ from trainwright.planning.workload import MixedPrecision
 _MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
 _WIDTH = {"fp32": 4, "bf16": 2}
 # Factors outside this range come from a disturbed measurement.
-_LEAST, _MOST = 0.4, 4.0
+_LEAST, _MOST = 0.7, 2.5
 
 
 def with_measured_blocks(
@@ -40,7 +40,7 @@ def with_measured_blocks(
         if nearest is None:
             continue
         samples, typical = [nearest.curves[name].samples[-1] for name in names], in_step[precision]
-        expected = _seconds(samples[0].sizes, precision, setting_of(nearest.processes, nearest.threads))
+        expected = block_seconds(samples[0].sizes, precision, setting_of(nearest.processes, nearest.threads))
         found = sum(sample.seconds for sample in samples)
         factor = min(_MOST, max(_LEAST, found / expected))
         in_step[precision] = replace(
@@ -53,7 +53,7 @@ def with_measured_blocks(
     return replace(setting, in_step=in_step)
 
 
-def _seconds(sizes: Sequence[float], precision: str, setting: Setting) -> float:
+def block_seconds(sizes: Sequence[float], precision: str, setting: Setting) -> float:
     """Return the predicted seconds of the forward and backward pass of a block (``trainwright.doctor.block.Sizes``)."""
     hidden, inner, heads, shared, size, documents, length = map(int, sizes)
     architecture = from_config(
