@@ -14,9 +14,9 @@ from typing import Any
 
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
-from trainwright.planning.facts import adapter_of, architecture_of
+from trainwright.planning.facts import architecture_of
 from trainwright.planning.memory.peak import Memory, memory_of
-from trainwright.planning.workload import Choice, Workload
+from trainwright.planning.workload import Choice, Workload, adapter_of
 from trainwright.recipe.sections.model import ModelSection
 
 FAMILIES = (

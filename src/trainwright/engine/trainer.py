@@ -195,7 +195,10 @@ class Trainer:
         return metrics
 
     def _clip_factor(self, norm: float) -> float:
-        """Return the factor that clips the gradients to the recipe's maximum norm."""
+        """Return the factor that clips the gradients to ``optimizer.max_grad_norm``; `Strategy.step` multiplies by it.
+
+        torch's ``clip_grad_norm_`` is not used, because the norm is a sum over the shards of all ranks.
+        """
         limit = self.recipe.optimizer.max_grad_norm
         return 1.0 if limit is None or norm <= limit else limit / norm
 

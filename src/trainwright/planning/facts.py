@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from trainwright.planning.architectures.configured import architecture_of_config
 from trainwright.planning.architectures.families import FAMILIES
 from trainwright.planning.operations import MicroBatch
 from trainwright.planning.task_needs import beside, trained
-from trainwright.planning.workload import ALL_LINEAR, Adapter, Quantisation, Target, Workload
+from trainwright.planning.workload import Workload, adapter_of, quantisation_of
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model_sizes import check_sizes
 
@@ -33,28 +33,6 @@ if TYPE_CHECKING:
 
 _BYTES_VOCABULARY = 259
 _SAMPLED_ROWS = 200
-_RANK = 16  # rank of an adapter when the recipe does not set one
-# Names of modules in the supported families, by purpose.
-_TARGETS: dict[str, tuple[Target, ...]] = {
-    "q_proj": ("query",),
-    "k_proj": ("key",),
-    "v_proj": ("value",),
-    "o_proj": ("output",),
-    "out_proj": ("output",),
-    "dense": ("output",),
-    "gate_proj": ("gate",),
-    "up_proj": ("up",),
-    "down_proj": ("down",),
-    "qkv_proj": ("query", "key", "value"),
-    "query_key_value": ("query", "key", "value"),
-    "gate_up_proj": ("gate", "up"),
-    "c_attn": ("query", "key", "value"),
-    "c_fc": ("up",),
-    "fc1": ("up",),
-    "fc2": ("down",),
-    "dense_h_to_4h": ("up",),
-    "dense_4h_to_h": ("down",),
-}
 
 
 class Facts(NamedTuple):
@@ -99,7 +77,7 @@ def facts_of(recipe: Recipe) -> Facts:
             target_fraction=lengths.target_fraction,
             windows=recipe.spec.corpus,
             adapter=adapter,
-            quantisation=_quantisation(recipe.model),
+            quantisation=quantisation_of(recipe.model),
             steps=_steps(recipe, lengths),
             evaluates=data.validation is not None,
             generates=bool(recipe.evaluate.prompts),
@@ -243,7 +221,7 @@ def full_rows(recipe: Recipe) -> Facts:
         longest_document=document,
         max_length=document,
         adapter=adapter_of(recipe.model),
-        quantisation=_quantisation(recipe.model),
+        quantisation=quantisation_of(recipe.model),
         optimizer=recipe.optimizer.name,
     )
     steps = train.max_steps
@@ -386,40 +364,3 @@ def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
     if lengths.examples is None or train.epochs is None:
         return None
     return max(1, -(-round(train.epochs * lengths.examples) // train.global_batch_size))
-
-
-def adapter_of(model: ModelSection) -> Adapter | None:
-    """Return the adapter that a recipe trains, or None if it trains the model itself."""
-    section = model.adapter
-    if section.type == "none":
-        return None
-    started = _started(section.start_from)
-    targets = section.targets or started.get("target_modules") or "all-linear"
-    return Adapter(
-        kind="dora" if section.type == "dora" else "lora",
-        rank=section.rank or started.get("r") or _RANK,
-        targets=ALL_LINEAR if isinstance(targets, str) else _by_purpose(targets),
-        dropout=section.dropout,
-    )
-
-
-def _quantisation(model: ModelSection) -> Quantisation:
-    section = model.adapter
-    return "nf4_single" if section.quantisation == "nf4" and not section.double_quantisation else section.quantisation
-
-
-def _started(directory: str | None) -> dict[str, Any]:
-    """Return the configuration of the adapter that training starts from."""
-    if directory is None:
-        return {}
-    file = user_path(directory) / "adapter_config.json"
-    try:
-        found = read_json(file)
-        return found if isinstance(found, dict) else {}
-    except RequestError:
-        return {}  # the error is reported when the adapter is loaded
-
-
-def _by_purpose(names: Sequence[str]) -> tuple[Target, ...]:
-    found = dict.fromkeys(target for name in names for target in _TARGETS.get(name.rpartition(".")[2], ALL_LINEAR))
-    return tuple(found)

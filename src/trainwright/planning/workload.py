@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from trainwright.errors import RequestError
+from trainwright.paths import user_path
 from trainwright.planning.architectures.architecture import Architecture
+from trainwright.recipe.files import read_json
 from trainwright.recipe.strategy_spec import StrategySpec, spec_of
+
+if TYPE_CHECKING:
+    from trainwright.recipe.sections.model import ModelSection
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "muon"]
@@ -16,6 +23,28 @@ Quantisation = Literal["none", "nf4", "nf4_single", "int8"]
 # The linear modules of a block, by purpose; a family may fuse several into one matrix.
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 ALL_LINEAR: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
+_RANK = 16  # rank of an adapter when the recipe does not set one
+# Names of modules in the supported families, by purpose.
+_TARGETS: dict[str, tuple[Target, ...]] = {
+    "q_proj": ("query",),
+    "k_proj": ("key",),
+    "v_proj": ("value",),
+    "o_proj": ("output",),
+    "out_proj": ("output",),
+    "dense": ("output",),
+    "gate_proj": ("gate",),
+    "up_proj": ("up",),
+    "down_proj": ("down",),
+    "qkv_proj": ("query", "key", "value"),
+    "query_key_value": ("query", "key", "value"),
+    "gate_up_proj": ("gate", "up"),
+    "c_attn": ("query", "key", "value"),
+    "c_fc": ("up",),
+    "fc1": ("up",),
+    "fc2": ("down",),
+    "dense_h_to_4h": ("up",),
+    "dense_4h_to_h": ("down",),
+}
 
 
 @dataclass(frozen=True)
@@ -154,3 +183,41 @@ class Choice:
     def offloaded(self) -> frozenset[str]:
         """The parts that are in the host's memory when a GPU computes."""
         return self.spec.offloaded(self)
+
+
+def adapter_of(model: ModelSection) -> Adapter | None:
+    """Return the adapter that a recipe trains, or None if it trains the model itself."""
+    section = model.adapter
+    if section.type == "none":
+        return None
+    started = _started(section.start_from)
+    targets = section.targets or started.get("target_modules") or "all-linear"
+    return Adapter(
+        kind="dora" if section.type == "dora" else "lora",
+        rank=section.rank or started.get("r") or _RANK,
+        targets=ALL_LINEAR if isinstance(targets, str) else _by_purpose(targets),
+        dropout=section.dropout,
+    )
+
+
+def quantisation_of(model: ModelSection) -> Quantisation:
+    """Return the quantization of the base model that a recipe trains an adapter on."""
+    section = model.adapter
+    return "nf4_single" if section.quantisation == "nf4" and not section.double_quantisation else section.quantisation
+
+
+def _started(directory: str | None) -> dict[str, Any]:
+    """Return the configuration of the adapter that training starts from."""
+    if directory is None:
+        return {}
+    file = user_path(directory) / "adapter_config.json"
+    try:
+        found = read_json(file)
+        return found if isinstance(found, dict) else {}
+    except RequestError:
+        return {}  # the error is reported when the adapter is loaded
+
+
+def _by_purpose(names: Sequence[str]) -> tuple[Target, ...]:
+    found = dict.fromkeys(target for name in names for target in _TARGETS.get(name.rpartition(".")[2], ALL_LINEAR))
+    return tuple(found)

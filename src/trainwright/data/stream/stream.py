@@ -226,7 +226,10 @@ class Stream(Generic[Data]):
         return self.divide(examples)
 
     def divide(self, examples: Sequence[int], most_rows: int | None = None) -> GlobalBatch:
-        """Divide any examples of the dataset into micro-batches of at most ``most_rows`` rows."""
+        """Divide any examples of the dataset into micro-batches of at most ``most_rows`` rows.
+
+        With packing, the packs are made here, for each global batch.
+        """
         lengths = [self.dataset.length(example) for example in examples]
         if self._pack_length is None:
             # Examples of similar length share a micro-batch, which reduces padding.

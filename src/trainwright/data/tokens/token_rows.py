@@ -226,6 +226,9 @@ def tokenize_source(
 ) -> TokenRows:
     """Read ``source`` and encode each row; the tokens are stored in files in the directory ``spool``.
 
+    A row goes through ``read_rows``, ``Kind.documents`` (its messages), ``ChatEncoder.encode`` (tokens and targets) and
+    ``TokenRows.add`` (cut and stored).
+
     Raises:
         RequestError: the source, its layout or a row is wrong (the message names the row's file and line), or no row
             has a target.
