@@ -53,8 +53,8 @@ class Batch:
 def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
     """Collate the documents of a micro-batch into tensors.
 
-    Packed, all rows become one row [1, T] of documents one after another. Instead of labels with -100, the batch has the
-    positions and the ids of its targets.
+    Packed, all rows become one row [1, T] of documents one after another. Instead of labels with -100, the batch has
+    the positions and the ids of its targets.
     """
     documents = [document for example in micro.examples for document in dataset.documents(example)]
     pairs = [dataset.document(document) for document in documents]
