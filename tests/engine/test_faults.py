@@ -302,6 +302,7 @@ def test_a_run_whose_directory_is_deleted_ends_with_words(runs: Runs, count: int
     ended = started.wait()
     assert ended.code == 4, ended.stdout + ended.stderr
     assert f"{started.run}/events.jsonl is gone: the run's directory was deleted or moved" in ended.stderr
+    assert "log: " not in ended.stderr  # it is gone, too
     assert "Traceback" not in ended.stderr
     assert not started.run.exists(), "it is not made again without what was in it"
     assert checkpoints(moved).latest()[0] is not None

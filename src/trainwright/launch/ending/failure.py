@@ -184,7 +184,7 @@ def first_failure(
         assert code is not None
         killed = code == -signal.SIGKILL and out_of_memory
         ran_out = MemoryFailure(rank, "the kernel killed the process", in_training=True) if killed else None
-        message = f"rank {rank} {_ended(code, out_of_memory)}\nlog: {_log(logs, rank)}"
+        message = f"rank {rank} {_ended(code, out_of_memory)}{_log(logs, rank)}"
         return Failure(message, EXIT_TRAINING, ran_out)
     if not causes and gone is not None:
         return Failure(
@@ -205,10 +205,10 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
     ran_out = MemoryFailure(rank, **record["ran_out"]) if record.get("ran_out") else None
     if not record["known"]:
         trace = record["message"]["extraInfo"]["py_callstack"].rstrip()
-        return Failure(f"rank {rank} failed\n{trace}\nlog: {_log(logs, rank)}", exit_code, ran_out)
+        return Failure(f"rank {rank} failed\n{trace}{_log(logs, rank)}", exit_code, ran_out)
     if exit_code != EXIT_TRAINING:  # an error of the request or the machine: the rank that noticed it does not matter
         return Failure(record["text"], exit_code)
-    return Failure(f"{record['text']}\nfirst seen on rank {rank}, log: {_log(logs, rank)}", exit_code, ran_out)
+    return Failure(f"{record['text']}{_log(logs, rank, f'first seen on rank {rank}, ')}", exit_code, ran_out)
 
 
 def ended_from_outside(rank: int, number: signal.Signals) -> str:
@@ -251,5 +251,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and "time" in record else None
 
 
-def _log(logs: Path, rank: int) -> Path:
-    return logs / f"rank-{rank}.log"
+def _log(logs: Path, rank: int, before: str = "") -> str:
+    """Return a line that names the log of a rank; empty if the run's directory has been deleted."""
+    return f"\n{before}log: {logs / f'rank-{rank}.log'}" if logs.is_dir() else ""
