@@ -59,7 +59,7 @@ _LEAST_CASES = 12  # products of one matrix in two precisions, measured regardle
 _MESSAGES = (2**14, 2**22)  # bytes that are reduced over processes
 _SUMS = 5
 _LAUNCHES = 100
-_CACHE = 2**27  # bytes, more than one core's share of the caches
+_CACHE, _LEAST_CACHE = 2**27, 2**24  # bytes, more than the caches of a processor and of a core
 
 
 class Side(NamedTuple):
@@ -226,7 +226,8 @@ class _Member:
         die_with_parent(self.parent)  # which is killed if a measurement takes too long
         cases = _cases(self.asked, torch.device("cpu"))
         # Takes the place of other tensors in the caches. Made here: threads do not survive a fork.
-        self.other = torch.ones(_CACHE // 4)
+        share = 1 if self.rank == 0 else self.asked["cores"]  # only rank 0 computes alone
+        self.other = torch.ones(max(_CACHE // share, _LEAST_CACHE) // 4)
         mine = [side for side in self.sides if self.rank < side.processes]
         times: dict[Side, list[list[Timed]]] = {side: [[] for _ in cases] for side in mine}
         launches: dict[Side, list[float]] = {side: [] for side in mine}
