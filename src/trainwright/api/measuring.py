@@ -55,7 +55,7 @@ class MeasureAsked:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> MeasureAsked:
-        """Return the options from arguments by name, with paths and steps as text and several names as one text."""
+        """Return the options from arguments by name, with paths as text and several names as one text."""
         return cls(**{name: _as_text(value) for name, value in given.items()})
 
     def trial(self) -> dict[str, Any]:
