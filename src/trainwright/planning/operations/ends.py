@@ -172,25 +172,21 @@ def _whole_loss(
 def _in_place(tape: Tape, logits: Tensor) -> Tensor:
     total = tape.new(1, _FP32)
     tape.launch("elementwise", 2 * logits.bytes, logits.bytes)
-    if tape.wants(logits):
-        kept = tape.save(logits)
-        tape.record([total], [logits], lambda grads: [kept.get().alias()])
-    return total
+    kept = tape.save_for(logits)
+    return tape.derive(total, [logits], lambda grad: [kept.get().alias()])
 
 
 def _picked(tape: Tape, x: Tensor) -> Tensor:
     """Return the sum of one element of each row; its gradient has the size of ``x``."""
     total = tape.new(1, _FP32)
     numel, width = x.numel, x.width
-    if tape.wants(x):
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            made = tape.new(numel, width)
-            tape.launch("copy", 0, made.bytes)
-            return [made]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        made = tape.new(numel, width)
+        tape.launch("copy", 0, made.bytes)
+        return [made]
 
-        tape.record([total], [x], apply)
-    return total
+    return tape.derive(total, [x], apply)
 
 
 def _logits(tape: Tape, weight: Parameter, rows: int, width: int) -> Tensor:

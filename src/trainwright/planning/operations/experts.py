@@ -109,9 +109,7 @@ def _with_bias(tape: Tape, out: Tensor, bias: Parameter | None, indices: Tensor,
     rows = gather(tape, as_tensor(tape, bias, out.width), out.numel, indices)
     made = Tensor(tape, out.storage, out.numel, out.width, out.heads_first)
     tape.launch("elementwise", out.bytes + rows.bytes, out.bytes)
-    if tape.wants(out, rows):
-        tape.record([made], [out, rows], lambda grads: [grads[0], grads[0]])
-    return made
+    return tape.derive(made, [out, rows], lambda grad: [grad, grad])
 
 
 def _experts(
@@ -140,18 +138,14 @@ def _experts(
 def _sum_of_each(tape: Tape, x: Tensor, numel: int) -> Tensor:
     out = tape.new(numel, x.width)
     tape.launch("reduction", x.bytes, out.bytes)
-    if tape.wants(x):
-        whole = x.numel
+    whole = x.numel
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            grad = grads[0]
-            assert grad is not None
-            seen = Tensor(tape, grad.storage, whole, grad.width)  # expanded, without allocating memory
-            seen.base = grad
-            return [seen]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        seen = Tensor(tape, grad.storage, whole, grad.width)  # expanded, without allocating memory
+        seen.base = grad
+        return [seen]
 
-        tape.record([out], [x], apply)
-    return out
+    return tape.derive(out, [x], apply)
 
 
 def _expand_each(tape: Tape, weight: Parameter, experts: int, width: int) -> None:
@@ -180,19 +174,17 @@ def grouped_linear(tape: Tape, x: Tensor, weight: Parameter, experts: int) -> Te
 
     _expand_each(tape, weight, experts, width)
     out = tape.result("grouped", multiply)[0]
-    if tape.wants(x, weight):
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            of_x = of_weight = None
-            if wants_x:
-                _expand_each(tape, weight, experts, width)
-                of_x = tape.new(rows * k, width)
-                tape.product(each, k, n, width, experts)
-            if kept is not None:
-                kept.get()
-                of_weight = tape.new(weight.numel, width)
-                tape.product(n, k, each, width, experts, transposed=True)
-            return [of_x, of_weight]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        of_x = of_weight = None
+        if wants_x:
+            _expand_each(tape, weight, experts, width)
+            of_x = tape.new(rows * k, width)
+            tape.product(each, k, n, width, experts)
+        if kept is not None:
+            kept.get()
+            of_weight = tape.new(weight.numel, width)
+            tape.product(n, k, each, width, experts, transposed=True)
+        return [of_x, of_weight]
 
-        tape.record([out], [x, weight], apply)
-    return out
+    return tape.derive(out, [x, weight], apply)

@@ -8,18 +8,12 @@ from trainwright.planning.operations.tape import Tape, Tensor
 def turned(tape: Tape, x: Tensor) -> Tensor:
     """Apply rotary positions in the memory of ``x``; in the backward pass in that of the gradient."""
     tape.launch("elementwise", x.bytes, x.bytes)
-    out = x.alias()
-    out.base = x
-    if tape.wants(x):
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            grad = grads[0]
-            assert grad is not None
-            tape.launch("elementwise", grad.bytes, grad.bytes)
-            return [grad.alias()]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        tape.launch("elementwise", grad.bytes, grad.bytes)
+        return [grad.alias()]
 
-        tape.record([out], [x], apply)
-    return out
+    return tape.derive(x.view(), [x], apply)
 
 
 def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
@@ -27,14 +21,10 @@ def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     kept = [tape.save(x) for x in (gate, up)] if tape.wants(gate, up) else []
     out = tape.new(up.numel, up.width)
     tape.launch("elementwise", gate.bytes + up.bytes, out.bytes)
-    if kept:
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            grad = grads[0]
-            assert grad is not None
-            found = [one.get().alias() for one in kept]
-            tape.launch("elementwise", 3 * grad.bytes, 2 * grad.bytes)
-            return [*found]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        found = [one.get().alias() for one in kept]
+        tape.launch("elementwise", 3 * grad.bytes, 2 * grad.bytes)
+        return [*found]
 
-        tape.record([out], [gate, up], apply)
-    return out
+    return tape.derive(out, [gate, up], apply)

@@ -146,19 +146,17 @@ def _expanded_linear(
 
     out = tape.result("product", multiply)[0]
     del matrix
-    if recorded:
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            matrix = expand(tape, weight, width)
-            of_x = tape.new(rows * k, width)
-            tape.product(rows, k, n, width)
-            del matrix
-            if kept is not None:
-                kept.get()
-            return [of_x]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        matrix = expand(tape, weight, width)
+        of_x = tape.new(rows * k, width)
+        tape.product(rows, k, n, width)
+        del matrix
+        if kept is not None:
+            kept.get()
+        return [of_x]
 
-        tape.record([out], [x], apply)
-    return out
+    return tape.derive(out, [x], apply)
 
 
 def rms_norm(tape: Tape, x: Tensor, weight: Parameter, rows: int, in_fp32: bool = False) -> Tensor:
@@ -319,18 +317,14 @@ def embedding(tape: Tape, weight: Parameter, tokens: int, of_head: bool = False)
     """
     out = tape.new(tokens * weight.k, weight.width)
     tape.launch("copy", out.bytes, out.bytes)
-    if tape.grad and weight.trainable:
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            grad = grads[0]
-            assert grad is not None
-            if of_head:
-                whole = Tensor(tape, Storage(0), weight.numel, weight.width)
-            else:
-                whole = tape.new(weight.numel, weight.width)
-                tape.launch("copy", 0, whole.bytes)
-            tape.launch("copy", 2 * grad.bytes, grad.bytes)
-            return [whole]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        if of_head:
+            whole = Tensor(tape, Storage(0), weight.numel, weight.width)
+        else:
+            whole = tape.new(weight.numel, weight.width)
+            tape.launch("copy", 0, whole.bytes)
+        tape.launch("copy", 2 * grad.bytes, grad.bytes)
+        return [whole]
 
-        tape.record([out], [weight], apply)
-    return out
+    return tape.derive(out, [weight], apply)

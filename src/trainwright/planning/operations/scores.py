@@ -114,26 +114,22 @@ def _masked_fill(tape: Tape, x: Tensor, mask: int) -> Tensor:
     kept = tape.save(tape.new(mask, 1)) if tape.wants(x) else None
     out = tape.new(x.numel, x.width, x.heads_first)
     tape.launch("elementwise", x.bytes + mask, x.bytes)
-    if kept is not None:
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            grad = grads[0]
-            assert grad is not None
-            kept.get()
-            made = tape.new(grad.numel, grad.width, grad.heads_first)
-            tape.launch("elementwise", grad.bytes + mask, grad.bytes)
-            return [made]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        assert kept is not None
+        kept.get()
+        made = tape.new(grad.numel, grad.width, grad.heads_first)
+        tape.launch("elementwise", grad.bytes + mask, grad.bytes)
+        return [made]
 
-        tape.record([out], [x], apply)
-    return out
+    return tape.derive(out, [x], apply)
 
 
 def product(tape: Tape, a: Tensor, b: Tensor, m: int, n: int, k: int, count: int, rows: int) -> Tensor:
     """Compute ``count`` products of [m, k] with [k, n]: ``count / rows`` heads of each row."""
     a, b = (contiguous(tape, x) if not x.heads_first and rows > 1 else view(tape, x) for x in (a, b))
     width = a.width
-    recorded = tape.wants(a, b)
-    kept = (tape.save(a), tape.save(b)) if recorded else None
+    kept = [tape.save(x) for x in (a, b)] if tape.wants(a, b) else []
 
     def multiply() -> list[Tensor]:
         made = tape.new(count * m * n, width, heads_first=True)
@@ -141,20 +137,17 @@ def product(tape: Tape, a: Tensor, b: Tensor, m: int, n: int, k: int, count: int
         return [made]
 
     out = tape.result("product", multiply)[0]
-    if kept is not None:
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            grad = grads[0]
-            assert grad is not None
-            for one in kept:
-                one.get()
-            of_a = tape.new(count * m * k, width, heads_first=True)
-            tape.product(m, k, n, width, count)
-            of_b = tape.new(count * k * n, width, heads_first=True)
-            tape.product(k, n, m, width, count)
-            return [of_a, of_b]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        for one in kept:
+            one.get()
+        of_a = tape.new(count * m * k, width, heads_first=True)
+        tape.product(m, k, n, width, count)
+        of_b = tape.new(count * k * n, width, heads_first=True)
+        tape.product(k, n, m, width, count)
+        return [of_a, of_b]
 
-        tape.record([out], [a, b], apply)
+    tape.derive(out, [a, b], apply)
     del a, b
     return view(tape, out)
 
@@ -163,20 +156,16 @@ def repeat(tape: Tape, x: Tensor, group: int) -> Tensor:
     """Repeat every head ``group`` times."""
     out = tape.new(x.numel * group, x.width, heads_first=True)
     tape.launch("copy", x.bytes, out.bytes)
-    if tape.wants(x):
-        numel = x.numel
+    numel = x.numel
 
-        def apply(grads: list[Tensor | None]) -> list[Tensor | None]:
-            grad = grads[0]
-            assert grad is not None
-            if group == 1:
-                return [grad.alias()]
-            total = tape.new(numel, grad.width, heads_first=True)
-            tape.launch("reduction", grad.bytes, total.bytes)
-            return [total]
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        if group == 1:
+            return [grad.alias()]
+        total = tape.new(numel, grad.width, heads_first=True)
+        tape.launch("reduction", grad.bytes, total.bytes)
+        return [total]
 
-        tape.record([out], [x], apply)
-    return out
+    return tape.derive(out, [x], apply)
 
 
 def tokens_first(tape: Tape, x: Tensor, heads: Heads) -> Tensor:

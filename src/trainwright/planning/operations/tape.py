@@ -22,6 +22,7 @@ from trainwright.planning.operations.shapes import Device
 KernelKind = Literal["product", "attention", "elementwise", "reduction", "copy", "expansion"]
 Edge = tuple["Node", int]
 Apply = Callable[[list["Tensor | None"]], list["Tensor | None"]]
+Derivative = Callable[["Tensor"], list["Tensor | None"]]
 
 
 class Kernel(NamedTuple):
@@ -89,6 +90,12 @@ class Tensor:
     def alias(self) -> Tensor:
         """Return another handle, without a history."""
         return Tensor(self.tape, self.storage, self.numel, self.width, self.heads_first)
+
+    def view(self, numel: int | None = None) -> Tensor:
+        """Return a view, without a history; ``numel``: its size, if it is a part or broadcast."""
+        seen = Tensor(self.tape, self.storage, self.numel if numel is None else numel, self.width, self.heads_first)
+        seen.base = self
+        return seen
 
 
 class Parameter:
@@ -255,6 +262,10 @@ class Tape:
         """Save ``tensor`` (None: a parameter) for the backward pass."""
         return Saved(tensor) if self.frame is None else self.frame.save(tensor)
 
+    def save_for(self, tensor: Tensor, *inputs: Tensor) -> Saved:
+        """Save ``tensor`` if an operation on ``inputs`` (by default itself) is recorded; otherwise nothing is kept."""
+        return self.save(tensor) if self.wants(*(inputs or (tensor,))) else Saved(None)
+
     def wants(self, *inputs: Tensor | Parameter) -> bool:
         """Return whether an operation on ``inputs`` is recorded."""
         return self.grad and any(
@@ -268,6 +279,15 @@ class Tape:
         node = Node(self._sequence, self.operation, edges, len(outputs), apply)
         for slot, output in enumerate(outputs):
             output.node, output.slot = node, slot
+
+    def derive(self, output: Tensor, inputs: Sequence[Tensor | Parameter], derivative: Derivative) -> Tensor:
+        """Return ``output``, recorded if a gradient passes through it.
+
+        ``derivative``: maps its gradient to those of ``inputs``.
+        """
+        if self.wants(*inputs):
+            self.record([output], inputs, lambda grads: derivative(_only(grads)))
+        return output
 
     def leaf(self, tensor: Tensor) -> None:
         """Record a node without inputs that takes the gradient of ``tensor``."""
@@ -355,6 +375,11 @@ class Tape:
         if before.storage.handles == 1:
             return before.alias()
         return self.new(before.numel, before.width, before.heads_first)
+
+
+def _only(grads: list[Tensor | None]) -> Tensor:
+    assert grads[0] is not None, "a node runs when its gradient is complete"
+    return grads[0]
 
 
 def _product_room(m: int, n: int, k: int, transposed: bool) -> int:
