@@ -19,13 +19,12 @@ from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, Setting
 from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.configured import from_config
-from trainwright.planning.operations import Device, MicroBatch, Passes, passes
-from trainwright.planning.operations import Setting as Shapes
+from trainwright.planning.operations import MicroBatch
+from trainwright.planning.step_time.measured_blocks import MIXED, llama, on_cpu
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
-from trainwright.planning.step_time.work import Pricing, Work
-from trainwright.planning.workload import Choice, MixedPrecision, Workload
+from trainwright.planning.step_time.work import Work
+from trainwright.planning.workload import Choice, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 
-_MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
-_WIDTH = {"fp32": 4, "bf16": 2}
 _VOCABULARY = 256
 # Typical values (of AVX-512 servers): factors on products, attention and memory-bound kernels, seconds per kernel;
 # seconds per collective and the factor on it. Fits are regularized towards them with the weight ``_HELD``, where a pass
@@ -61,9 +58,8 @@ class SmallModel:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration for ``transformers``."""
+        """The configuration of the llama for ``transformers``."""
         return {
-            "model_type": "llama",
             "hidden_size": self.width,
             "intermediate_size": 3 * self.width,
             "num_hidden_layers": self.layers,
@@ -77,9 +73,7 @@ class SmallModel:
     @property
     def architecture(self) -> Architecture:
         """The model's architecture."""
-        found = from_config(self.config)
-        assert found is not None, "llamas are known"
-        return found
+        return llama(**self.config)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -123,7 +117,7 @@ def pass_cases(world: World) -> Iterator[Case]:
 
     if world.device.type != "cpu":
         return
-    for precision in _MIXED:
+    for precision in MIXED:
         for place, model in enumerate(_MODELS):
             build = partial(_pass, model, precision)
             yield Case(f"passes/{precision}", (place,), model.held_out, build, typical=True)
@@ -188,9 +182,7 @@ def _fitted(
 
 
 def _priced(model: SmallModel, precision: str, setting: Setting) -> Work:
-    shapes = Shapes(model.architecture, model.batch, Device("cpu", setting.threads or 1), _WIDTH[precision], True)
-    pricing = Pricing(setting, model.batch, _MIXED[precision], on_gpu=False)
-    run: Passes = passes(shapes)
+    run, pricing = on_cpu(model.architecture, model.batch, precision, setting)
     loss = Work(loss=pricing.logits(model.batch.targets * _VOCABULARY))
     return sum((pricing.pass_and_back(part) for part in (run.embedding, *run.blocks, run.head)), loss)
 
@@ -205,7 +197,7 @@ def _sharded_seconds(model: SmallModel, precision: str, setting: Setting, machin
         document_tokens=model.length,
         batch_tokens=count * tokens,
     )
-    choice = Choice("fsdp", count, 1, 1, _MIXED[precision], threads=setting.threads)
+    choice = Choice("fsdp", count, 1, 1, MIXED[precision], threads=setting.threads)
     cluster = cluster_of(machine)
     rates = rates_of(cluster, Calibration(machine.describe(), "", {}, (setting,), {}))
     parts = step_time(workload, choice, cluster, rates).parts
@@ -251,5 +243,7 @@ def _made(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
     from trainwright.models.causal_lm import CausalLM
     from trainwright.models.load import fresh_model
 
-    module = CausalLM(fresh_model(AutoConfig.for_model(**model.config), seed=0, dtype=dtype), packed=True).train()
+    module = CausalLM(
+        fresh_model(AutoConfig.for_model("llama", **model.config), seed=0, dtype=dtype), packed=True
+    ).train()
     return module, pack([[place % _VOCABULARY for place in range(length)] for length in model.lengths])()

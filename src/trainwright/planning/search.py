@@ -130,6 +130,7 @@ class Found:
         return min(self.judged, key=lambda one: one.shortfall)
 
 
+@dataclass
 class Judge:
     """Evaluate choices for one workload on one machine.
 
@@ -138,32 +139,20 @@ class Judge:
     factors on the times from this machine's own runs.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        cluster: Cluster,
-        rates: Rates,
-        available: Callable[[str], str | None] = lambda strategy: None,
-        own: Errors | None = None,
-        bold: bool = False,
-        corrections: Corrections | None = None,
-    ) -> None:
-        self.workload = workload
-        self.cluster = cluster
-        self.rates = rates
-        self.available = available
-        self.own = own
-        self.bold = bold
-        self.corrections = corrections
-        self._fitted: dict[Choice, Judged] = {}
-        self._times: dict[Choice, StepTime] = {}
+    workload: Workload
+    cluster: Cluster
+    rates: Rates
+    available: Callable[[str], str | None] = lambda strategy: None
+    own: Errors | None = None
+    bold: bool = False
+    corrections: Corrections | None = None
+    _fitted: dict[Choice, Judged] = field(default_factory=dict, repr=False)
+    _times: dict[Choice, StepTime] = field(default_factory=dict, repr=False)
 
     def with_less_margin(self) -> Judge:
         """Return a judge that also accepts close candidates that are expected to fit; it shares the cached results."""
-        other = Judge(self.workload, self.cluster, self.rates, self.available, self.own, True, self.corrections)
-        other._fitted = {choice: replace(judged, bold=True) for choice, judged in self._fitted.items()}
-        other._times = self._times
-        return other
+        fitted = {choice: replace(judged, bold=True) for choice, judged in self._fitted.items()}
+        return replace(self, bold=True, _fitted=fitted)
 
     def fit(self, choice: Choice) -> Judged:
         """Return the memory that a choice needs, without its time."""

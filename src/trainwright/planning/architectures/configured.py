@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.models.gpt.variants import MODEL_TYPE
+from trainwright.models.gpt import variants as gpt_variants
 from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.families import architecture_fields
-from trainwright.planning.architectures.gpt_family import gpt_fields
 
 # A hundred times the largest existing models. A plan iterates over buckets and shards of parameters, so much larger
 # models would take it minutes.
@@ -60,8 +59,8 @@ def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Archi
     Raises:
         RequestError: keys are missing or invalid; the message starts with ``origin``.
     """
-    ours = config.get("model_type") == MODEL_TYPE
-    fields = gpt_fields(config, origin) if ours else architecture_fields(config, origin)
+    ours = config.get("model_type") == gpt_variants.MODEL_TYPE
+    fields = _gpt_fields(config, origin) if ours else architecture_fields(config, origin)
     if fields is None:
         return None
     found = Architecture(**fields)
@@ -101,3 +100,32 @@ def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architec
         learned_positions=layout["learned_positions"],
         rotary_layers=0 if layout["learned_positions"] else layout["layers"],
     )
+
+
+def _gpt_fields(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Return the fields of Architecture: those of the equivalent transformers architecture, with fused matrices.
+
+    Raises:
+        RequestError: the variant is unknown.
+    """
+    try:
+        values = gpt_variants.expanded(config)
+    except KeyError as error:
+        known = ", ".join(gpt_variants.VARIANTS)
+        raise RequestError(f"{origin}.variant: {error.args[0]} is none of {known}") from None
+    dropout = values.get("dropout", 0.0)
+    if values["position_embedding"] == "learned":
+        theirs = {
+            "activation_function": "gelu" if values["mlp"] == "gelu" else "gelu_pytorch_tanh",
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
+        }
+        fields = architecture_fields({**values, **theirs, "model_type": "gpt2"}, origin)
+        bias = bool(values["bias"])
+        biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "norm_bias"), bias)
+        return {**(fields or {}), **biases, "family": gpt_variants.MODEL_TYPE}
+    kind = "qwen3" if values["qk_norm"] else "llama"
+    head_dim = values["hidden_size"] // values["num_attention_heads"]
+    fields = architecture_fields({**values, "head_dim": head_dim, "model_type": kind, "rope_parameters": None}, origin)
+    dropouts = dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), dropout)
+    fused = {"fused_qkv": True, "fused_gate_up": True}
+    return {**(fields or {}), **dropouts, **fused, "family": gpt_variants.MODEL_TYPE}

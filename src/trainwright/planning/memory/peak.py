@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import NORM_ELEMENTS
-from trainwright.planning.memory.inventory import Inventory, first_blocks, inventory, partly_trained
-from trainwright.planning.memory.overhead import divided, loading, overhead
-from trainwright.planning.memory.partly import PartlyTrained
+from trainwright.planning.memory.inventory import Inventory, by_unit, first_blocks, inventory, partly_trained
 from trainwright.planning.memory.strategies import StrategyMemory, memory_model
 from trainwright.planning.memory.walk import Allocated, Moved, Peak, Walk
 from trainwright.planning.operations import Device, MicroBatch, Setting, passes
@@ -24,6 +22,15 @@ _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
 # models/quantisation.py: number of elements that are quantized at once, and the approximate bytes that each needs.
 _QUANTISED, _QUANTISING = 2**20, 23
 _PLACES = 256  # rows whose lengths are read one by one
+_MIB = 2**20
+# Memory of the driver and the libraries, including kernels and workspaces: 0.4 to 0.6 GiB on data-centre cards.
+_CUDA_CONTEXT = 512 * _MIB
+# Communicators with their channels, within and between nodes.
+_NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
+# Blocks that the allocator holds unused, as a share of temporary memory.
+_SLACK = {"cuda": 0.04, "cpu": 0.02}
+# Resident: Python, torch, transformers and the mapped code of both.
+_PROCESS = 380 * _MIB
 
 
 @dataclass(frozen=True)
@@ -105,15 +112,23 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     moved = _moved(choice, cluster)
     frozen = choice.spec.gathers_blocks and setting.adapter is not None
     holds = stack.holds_inputs and frozen and choice.activation_checkpointing == "full"
-    walk = Walk(parts, after, workload.architecture.tied, setting.width, moved, holds, _cached(setting))
+    walk = Walk(
+        parts,
+        after,
+        tied=workload.architecture.tied,
+        width=setting.width,
+        moved=moved,
+        holds=holds,
+        beside=_cached(setting),
+        trained=workload.trained,
+        counts=by_unit(held),
+    )
     model = memory_model(choice.strategy)(held, setting, choice, workload.optimizer)
     flow = model.flow()
-    if workload.trained is not None:
-        flow = PartlyTrained(flow, workload.trained, held)
     walk.step(flow, choice.gradient_accumulation_steps)
     if workload.evaluates:
         walk.evaluate(flow)
-    base, host = divided(choice, cluster, _lasting(model, workload))
+    base, host = _divided(choice, cluster, _lasting(model, workload))
     updates_on_host = bool(host)  # read before other entries are added
     if updates_on_host and (gradients := model.gradients_on_host()):
         host["gradients"] = gradients
@@ -136,7 +151,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     fullest = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total)
     moment = fullest.parts()
     held_then = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
-    return Memory(held_then, phases, overhead(choice, cluster, between, max(phases.values())), host)
+    return Memory(held_then, phases, _overhead(choice, cluster, between, max(phases.values())), host)
 
 
 def _moved(choice: Choice, cluster: Cluster) -> Moved:
@@ -214,5 +229,31 @@ def _load(
         if not workload.fresh:
             return 4 * held.numel
         return 4 * max(held.numel, workload.architecture.parameters().total) + _drawing(workload, choice)
-    host["weights while loading"] = max(0, loading(choice, held.numel) - sum(host.values()))
+    host["weights while loading"] = max(0, _loading(choice, held.numel) - sum(host.values()))
     return base.get("parameters", 0)
+
+
+def _overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict[str, int]:
+    """Return the overhead by name. ``lasting``: bytes of tensors kept between steps, ``most``: bytes at the peak."""
+    slack = {"allocator slack": int(_SLACK[cluster.device] * max(0, most - lasting))}
+    if cluster.device == "cpu":
+        library = choice.spec.library
+        return {"process and libraries": _PROCESS + (library.process_bytes if library else 0), **slack}
+    several = choice.num_processes > 1
+    between = choice.num_processes > cluster.devices_per_node
+    nccl = _NCCL_IN_NODE * several + _NCCL_BETWEEN_NODES * between
+    return {"CUDA context": _CUDA_CONTEXT, **({"NCCL buffers": nccl} if nccl else {}), **slack}
+
+
+def _divided(choice: Choice, cluster: Cluster, base: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Divide ``base``, the memory kept between steps, into device and host memory according to the strategy."""
+    if cluster.device == "cpu":
+        return dict(base), {}
+    moved = choice.offloaded
+    host = {name: count for name, count in base.items() if name in moved and count}
+    return {name: 0 if name in moved else count for name, count in base.items()}, host
+
+
+def _loading(choice: Choice, numel: int) -> int:
+    """Return the host bytes while a process reads its weights: fp32, in full or its own shard."""
+    return -(-4 * numel // choice.shards) if choice.spec.shards_parameters else 4 * numel

@@ -101,7 +101,8 @@ class Walk:
 
     ``parts``: passes of its first micro-batch, ``later``: of all others. ``width``: bytes per element of the gradients
     that autograd makes. ``moved``: saved activations of blocks are in the host's memory, except the results that
-    selective recomputation keeps (models/recompute.py).
+    selective recomputation keeps (models/recompute.py). ``trained``: unit and name of the parameters that have
+    gradients; None: of all. ``counts``: numbers of elements and of trained elements of each unit, from -1.
     """
 
     parts: Passes
@@ -111,6 +112,8 @@ class Walk:
     moved: Moved = "nothing"
     holds: bool = False
     beside: int = 0
+    trained: frozenset[tuple[int, str]] | None = None
+    counts: tuple[tuple[int, int], ...] = ()
     forward: Peak = field(default_factory=Peak)
     backward: Peak = field(default_factory=Peak)
     evaluation: Peak = field(default_factory=Peak)
@@ -189,7 +192,7 @@ class Walk:
             before, kept = kept, kept + (2 * block.output if self.holds else 0)
             if unit not in looked_at:
                 flow.backward(unit)
-                flow.arrive(unit, "", block.gradients)
+                self._arrive(flow, unit, "", block.gradients)
                 flow.unit_ended(unit)
                 continue
             peak.note(_with(flow.backward(unit), waiting), before, block.kept + block.output)
@@ -210,9 +213,19 @@ class Walk:
                 continue
             if unit == -1 and moment.name == "embedding":
                 waiting = 0
-            peak.note(_with(flow.arrive(unit, moment.name, moment.numel), waiting), kept, moment.live, loss)
+            held = self._arrive(flow, unit, moment.name, moment.numel)
+            peak.note(_with(held, waiting), kept, moment.live, loss)
         peak.note(_with(flow.held, waiting), kept, part.backward_peak, loss)
         return waiting
+
+    def _arrive(self, flow: Flow, unit: int, name: str, numel: int) -> Allocated:
+        """Add the gradient of a parameter, or without a name those of a unit; return the most memory that was held."""
+        if self.trained is not None:
+            if not name:
+                numel = self.counts[unit + 1][1]
+            if not numel or (name and (unit, name) not in self.trained):
+                return flow.held
+        return flow.arrive(unit, name, numel)
 
 
 def _with(held: Allocated, waiting: int) -> Allocated:

@@ -24,10 +24,10 @@ from trainwright.planning.operations.elementary import (
     split,
     square,
     to,
+    turned,
     view,
 )
 from trainwright.planning.operations.experts import sparse_mlp
-from trainwright.planning.operations.fused import turned
 from trainwright.planning.operations.latent import latent_projections
 from trainwright.planning.operations.layers import mlp, norm, project, rotate, rotate_pairs
 from trainwright.planning.operations.scores import alibi_attention, eager_attention, repeat

@@ -246,3 +246,31 @@ def gather(tape: Tape, x: Tensor, numel: int, indices: Tensor) -> Tensor:
         return [full]
 
     return tape.derive(out, [x], apply)
+
+
+def turned(tape: Tape, x: Tensor) -> Tensor:
+    """Apply rotary positions in a fused kernel (github.com/linkedin/Liger-Kernel, ops), in the memory of ``x``.
+
+    The backward pass runs in the memory of the gradient.
+    """
+    tape.launch("elementwise", x.bytes, x.bytes)
+
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        tape.launch("elementwise", grad.bytes, grad.bytes)
+        return [grad.alias()]
+
+    return tape.derive(x.view(), [x], apply)
+
+
+def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
+    """Return an activation times ``up`` by a fused kernel; the gradients overwrite both inputs."""
+    kept = [tape.save(x) for x in (gate, up)] if tape.wants(gate, up) else []
+    out = tape.new(up.numel, up.width)
+    tape.launch("elementwise", gate.bytes + up.bytes, out.bytes)
+
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        found = [one.get().alias() for one in kept]
+        tape.launch("elementwise", 3 * grad.bytes, 2 * grad.bytes)
+        return [*found]
+
+    return tape.derive(out, [gate, up], apply)

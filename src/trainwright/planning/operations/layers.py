@@ -12,6 +12,7 @@ from trainwright.planning.operations.elementary import (
     dropout,
     from_input,
     from_result,
+    gated,
     mean,
     mul,
     neg,
@@ -23,7 +24,6 @@ from trainwright.planning.operations.elementary import (
     to,
     view,
 )
-from trainwright.planning.operations.fused import gated
 from trainwright.planning.operations.tape import Parameter, Storage, Tape, Tensor
 from trainwright.planning.operations.weights import Weights
 

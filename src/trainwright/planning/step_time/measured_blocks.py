@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trainwright.machine.measured.calibration import Calibration, Setting
+from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.configured import from_config
-from trainwright.planning.operations import Device, MicroBatch, passes
+from trainwright.planning.operations import Device, MicroBatch, Passes, passes
 from trainwright.planning.operations import Setting as Shapes
 from trainwright.planning.step_time.rates_measured import apart
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import MixedPrecision
 
-_MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
+MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
 _WIDTH = {"fp32": 4, "bf16": 2}
 # Factors outside this range come from a disturbed measurement.
 _LEAST, _MOST = 0.7, 2.5
@@ -34,7 +35,7 @@ def with_measured_blocks(
     """
     by_distance = sorted(measured.settings, key=lambda one: apart(one, setting.processes, setting.threads))
     in_step = dict(setting.in_step)
-    for precision in _MIXED.keys() & in_step.keys():
+    for precision in MIXED.keys() & in_step.keys():
         names = [f"block/{precision}/{direction}" for direction in ("forward", "backward")]
         nearest = next((one for one in by_distance if all(name in one.curves for name in names)), None)
         if nearest is None:
@@ -53,24 +54,32 @@ def with_measured_blocks(
     return replace(setting, in_step=in_step)
 
 
+def llama(**sizes: object) -> Architecture:
+    """Return the architecture of a small llama; ``sizes``: keys of its configuration."""
+    found = from_config({"model_type": "llama", **sizes})
+    assert found is not None, "llamas are known"
+    return found
+
+
+def on_cpu(a: Architecture, batch: MicroBatch, precision: str, setting: Setting) -> tuple[Passes, Pricing]:
+    """Return the passes of a model on a CPU, and what predicts their time."""
+    shapes = Shapes(a, batch, Device("cpu", setting.threads or 1), _WIDTH[precision])
+    return passes(shapes), Pricing(setting, batch, MIXED[precision], on_gpu=False)
+
+
 def block_seconds(sizes: Sequence[float], precision: str, setting: Setting) -> float:
     """Return the predicted seconds of the forward and backward pass of a block (``trainwright.doctor.block.Sizes``)."""
     hidden, inner, heads, shared, size, documents, length = map(int, sizes)
-    architecture = from_config(
-        {
-            "model_type": "llama",
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_hidden_layers": 1,
-            "num_attention_heads": heads,
-            "num_key_value_heads": shared,
-            "head_dim": size,
-            "vocab_size": 2,
-        }
+    architecture = llama(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        head_dim=size,
+        vocab_size=2,
     )
-    assert architecture is not None, "llamas are known"
     tokens = documents * length
     batch = MicroBatch(1, tokens, ((length, documents),), tokens, packed=True, masked=False)
-    shapes = Shapes(architecture, batch, Device("cpu", setting.threads or 1), _WIDTH[precision], True)
-    (block,) = passes(shapes).blocks
-    return Pricing(setting, batch, _MIXED[precision], on_gpu=False).pass_and_back(block).seconds
+    run, pricing = on_cpu(architecture, batch, precision, setting)
+    return pricing.pass_and_back(run.blocks[0]).seconds
