@@ -14,7 +14,6 @@ from tests.support.commands import MACHINE, trainwright
 from tests.support.measured import measurement
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
-from trainwright.machine.described import read_machine
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Sample, as_json
@@ -27,6 +26,7 @@ from trainwright.machine.measured.quick import (
     measured,
     measured_file,
 )
+from trainwright.machine.written import machine_described_in
 
 HERE = Machine("here", "a processor", 2, 16 * 2**30, (), is_here=True)
 SHAPES = Shapes(((256, 128),), 64)
@@ -153,7 +153,7 @@ def test_impossible_figures_in_a_machine_file_are_refused_with_their_key(
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(content))
     with pytest.raises(RequestError, match=key.replace(".", r"\.")):
-        read_machine(file)
+        machine_described_in(file)
     ended = trainwright("machine", cwd=tmp_path, TRAINWRIGHT_MACHINE=str(file))
     assert ended.returncode == 2 and key in ended.stderr
 

@@ -162,7 +162,7 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: Plan, logs
     os.environ.update(plan.variables)
     check_limits(plan.processes, plan.processes)
     limit_threads(plan.cores, plan.processes)
-    with Stopping(_say_stopping) as stopping:
+    with Stopping("stopping: the script is interrupted; ctrl-C again kills it") as stopping:
         # Imports torch, so it comes after the thread limit and before the workers are forked.
         from trainwright.launch.accelerate.script import Script, run_script
         from trainwright.launch.local import launch as launch_workers
@@ -179,8 +179,3 @@ def _announce(script: str, plan: Plan, logs: Path) -> None:
     by = f", by {plan.file}" if plan.file else ""
     device = "the CPU" if plan.on_cpu else f"GPU{'s' * (plan.processes > 1)}"
     say(f"{script}: {number} on {device}{by}; logs: {logs}", file=sys.stderr)
-
-
-def _say_stopping(line: str) -> None:
-    # Called inside a signal handler: see Stopping. The line passed in mentions checkpoints, which are up to the script.
-    os.write(2, b"\nstopping: the script is interrupted; ctrl-C again kills it\n")

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +46,7 @@ def calibrate(
     settings = []
     spoilt: list[float] = []
     begun = time.monotonic()
-    with Stopping(_say_stopping) as stopping, tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work:
+    with Stopping("stopping") as stopping, tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work:
         preload_libraries()
         parts["imports"] = time.monotonic() - begun
         for number, count in enumerate(counts):
@@ -143,7 +142,3 @@ def _environment(**wanted: int | None) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _say_stopping(_: str) -> None:
-    os.write(sys.stderr.fileno(), b"\nstopping\n")

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from trainwright.activity import Activity
 from trainwright.doctor.comparison import TOLERANCES, Comparison
-from trainwright.doctor.fitting import fitting_model
-from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, RequestError, Stopped, TrainwrightError
+from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import console, limit_threads, preload_libraries, run_in_child, stop_requested
+from trainwright.launch.process import console, limit_threads, preload_worker, run_in_child, stop_requested
 from trainwright.machine.cache import cache_root
 from trainwright.machine.machine import Machine
 from trainwright.observe.progress import progress_on
@@ -31,12 +26,14 @@ from trainwright.observe.remaining import Remaining
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import ParallelSection, Recipe
 from trainwright.recipe.sections.model import ModelSection
-from trainwright.text import say
+from trainwright.text import count, say, size
 
 if TYPE_CHECKING:
     from trainwright.observe.reader import Event
 
 _SHOW_SECONDS = 5.0
+_BYTES = 16  # of a parameter: fp32 master weight, gradient and AdamW's two moments
+_USABLE = 0.8  # of the memory; the rest is for activations and other programs
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,8 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
     limit_threads(machine.cpu_cores, _processes(recipe))
     directory, kept = Path(tempfile.mkdtemp(prefix="trainwright-verify-")), False
     try:
-        with Stopping(_say_stopping) as stopping:
-            with Activity(sys.stderr, "importing torch and transformers"):
-                preload_libraries()
-                # Imported before forking, as each worker would import them again otherwise.
-                import_module("trainwright.launch.run_worker")
-                from trainwright.tasks.registry import task_module
-
-                task_module(recipe)
+        with Stopping("stopping after this step") as stopping:
+            preload_worker(recipe)
             model = _prepared_model(recipe, machine, directory, prepare, stopping, out)
             sides = [
                 Side(_name(each), each.model_copy(update={"model": model}), directory / place)
@@ -138,9 +129,46 @@ def _prepare(recipe: Recipe, machine: Machine, directory: Path, prepare: Callabl
     """Prepare in a child process, whose libraries and threads must not be in the parent of the workers."""
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
-    model, cut = fitting_model(recipe.model, machine, directory / "model") if recipe.has_texts else (recipe.model, None)
+    model, cut = (
+        _fitting_model(recipe.model, machine, directory / "model") if recipe.has_texts else (recipe.model, None)
+    )
     answer = {"model": model.model_dump(), "cut": cut}
     (directory / "model.json").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tuple[ModelSection, str | None]:
+    """Return the model, or one cut to its first layers if one process of this machine cannot train it in full.
+
+    Args:
+        directory: where a cut model is written.
+
+    Returns:
+        The section to train, and a message about the cut; None for the full model.
+
+    Raises:
+        MachineError: not even one layer fits, or the model cannot be cut.
+    """
+    from trainwright.models.cut import MOST_LAYERS, cut_model, layer_count, parameter_count
+    from trainwright.models.load import load_config
+
+    config = load_config(model)
+    memory = min((gpu.memory_bytes for gpu in machine.gpus), default=machine.memory_bytes)
+    where = "one GPU" if machine.gpus else "this machine"
+    whole = parameter_count(config)
+    if whole * _BYTES <= memory * _USABLE:
+        return model, None
+    problem = (
+        f"{count(whole)} parameters with their optimizer need {size(whole * _BYTES)}, and {where} has {size(memory)}"
+    )
+    layers = layer_count(config)
+    try:
+        for kept in range(min(MOST_LAYERS, layers - 1), 0, -1):
+            if parameter_count(config, kept) * _BYTES <= memory * _USABLE:
+                cut = cut_model(model, kept, directory)
+                return cut, f"both sides use only the first {kept} of {layers} layers: {problem}"
+    except (ValueError, TypeError, AttributeError) as error:  # of a configuration with other names
+        raise MachineError(f"{problem}; and the model cannot be cut to fewer layers: {error}") from error
+    raise MachineError(f"{problem}; not even one of its {layers} layers fits, so it cannot be compared")
 
 
 def _rehearse(side: Side, steps: int, stopping: Stopping) -> None:
@@ -194,11 +222,6 @@ class _Shown:
             self._progress.step(event)
         if event["event"] == "fault" or event.get("step") == self._steps:
             self._progress.close()
-
-
-def _say_stopping(_: str) -> None:
-    # Called in a signal handler, possibly in the middle of a write to the buffered sys.stderr.
-    os.write(2, b"\nstopping after this step\n")
 
 
 def _compare(sides: Sequence[Side], tolerance: float, out: TextIO) -> Comparison:

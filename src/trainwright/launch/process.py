@@ -18,10 +18,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainwright import errors
+from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch.ending.oom_killer import be_killed_first
 from trainwright.launch.ending.stop import (
@@ -33,6 +35,9 @@ from trainwright.launch.ending.stop import (
     stop_requested,
 )
 
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import Recipe
+
 __all__ = [
     "console",
     "die_with_parent",
@@ -40,6 +45,7 @@ __all__ = [
     "limit_threads",
     "outlive_output",
     "preload_libraries",
+    "preload_worker",
     "run_in_child",
     "set_fresh",
     "stop_requested",
@@ -152,6 +158,16 @@ def preload_libraries() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch.distributed.launcher.api  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
+def preload_worker(recipe: Recipe) -> None:
+    """Import what every worker of the recipe needs before they are forked: otherwise each would import it again."""
+    with Activity(sys.stderr, "importing torch and transformers"):
+        preload_libraries()
+        import_module("trainwright.launch.run_worker")
+        from trainwright.tasks.registry import task_module
+
+        task_module(recipe)
 
 
 def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> None:

@@ -21,10 +21,11 @@ from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.launch import replan, run_directory
+from trainwright.launch import run_directory
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.limits import open_files_in_words
 from trainwright.launch.process import console, keep_freed_memory, set_fresh, threads_allowed
+from trainwright.launch.relaunch import is_replan_asked
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.compilation import compile_blocks
@@ -123,7 +124,7 @@ def run_worker(
             stop_requested=stop_requested,
             keep_recipe=functools.partial(_keep_recipe, run, world),
             updating=lambda: set_fresh(False),
-            change_asked=functools.partial(replan.is_asked, run) if may_change else None,
+            change_asked=functools.partial(is_replan_asked, run) if may_change else None,
             policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
         )
         task.begin(strategy, lambda message: events.emit(Notice(message=message)))

@@ -13,17 +13,15 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch import run_directory
-from trainwright.launch.batch import warning
-from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping
+from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
 from trainwright.launch.limits import check_limits
-from trainwright.launch.process import limit_threads, outlive_output, preload_libraries, run_in_child
+from trainwright.launch.process import limit_threads, outlive_output, preload_worker, run_in_child
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -81,11 +79,11 @@ def start(
     outlive_output()
     check_limits(here, processes)
     limit_threads(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
-    if (said := warning()) is not None:
+    if (said := job_script_warning()) is not None:
         say(f"warning: {said}", file=sys.stderr)
     if meeting is None:
         with Stopping() as stopping:
-            return _train(request, resolved, here, work, stopping, None, counted)
+            return _Launch(request, resolved, work, stopping, here, counted=counted).train()
     # Imports torch, so it comes after the thread limit.
     from trainwright.launch.group.nodes import LinkedStopping, Node, Nodes
     from trainwright.recipe.loading import dump_recipe
@@ -96,133 +94,122 @@ def start(
             place = meeting.host, meeting.port
             nodes = Nodes.meet(meeting.node_rank, meeting.nodes, place, meeting.seconds, mine, linked)
         try:
-            return _train(request, resolved, here, work, linked, nodes, None)
+            return _Launch(request, resolved, work, linked, here, nodes).train()
         finally:
             nodes.leave()
 
 
-def _train(
-    request: Request,
-    resolved: Resolved,
-    processes: int,
-    work: Work,
-    stopping: Stopping,
-    nodes: Nodes | None,
-    counted: Callable[[], Resolved] | None,
-) -> Path:
-    """Prepare the run directory, and run the workers of this machine to their end."""
-    node = 0 if nodes is None else nodes.index
-    with ExitStack() as held:
-        run, resolved = _prepared(request, resolved, work, stopping, nodes, held, counted)
-        if counted is not None:
-            processes = int(resolved.recipe.parallel.num_processes)
-            check_limits(processes, processes)
-        if node == 0:
-            from trainwright.planning.table import summary
+@dataclass
+class _Launch:
+    """One launch of a run on this machine.
 
-            say(summary(resolved.plan))
-        try:
-            code = _launched(run, request, resolved, processes, work, stopping, nodes)
-        except TrainwrightError as error:
-            new = node == 0 and request.run is None
-            if error.exit_code == EXIT_REQUEST and new and not (run / "events.jsonl").exists():
-                # A request that only a worker could reject leaves nothing behind either.
-                shutil.rmtree(run, ignore_errors=True)
-            raise
-    if code == EXIT_STOPPED:
-        stopped = Stopped(f"{_left(run, stopping)}; continue with: trainwright train --resume {run}")
-        stopped.run = run
-        raise stopped
-    if not (run / "final").is_dir():
-        raise TrainingError(f"{run} is gone: the run's directory was deleted or moved after the training was done")
-    return run
-
-
-def _prepared(
-    request: Request,
-    resolved: Resolved,
-    work: Work,
-    stopping: Stopping,
-    nodes: Nodes | None,
-    held: ExitStack,
-    counted: Callable[[], Resolved] | None,
-) -> tuple[Path, Resolved]:
-    """Return the run directory, locked by this launch, with everything in the cache that its workers need, and the
-    recipe as it was planned at last.
+    Attributes:
+        resolved: the recipe and its plan; replaced if the plan is made again once the data is prepared.
+        processes: on this machine.
+        nodes: all nodes of the run, if there are several.
     """
-    with ExitStack() as until_prepared:
 
-        def make() -> tuple[Path, str]:
-            run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
-            held.enter_context(run_directory.only_launch(run))
-            until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
-            (run / "logs").mkdir(exist_ok=True)
-            return run, _record(run, request, resolved)
+    request: Request
+    resolved: Resolved
+    work: Work
+    stopping: Stopping
+    processes: int
+    nodes: Nodes | None = None
+    counted: Callable[[], Resolved] | None = None
 
-        def get_ready() -> None:
-            with Activity(sys.stderr, "importing torch and transformers"):
-                preload_libraries()
-                # Imported before forking: otherwise each worker would import them again.
-                import_module("trainwright.launch.run_worker")
-                from trainwright.tasks.registry import task_module
+    def train(self) -> Path:
+        """Prepare the run directory, and run the workers of this machine to their end."""
+        is_first = self.nodes is None or self.nodes.index == 0
+        with ExitStack() as held:
+            run = self._prepare(held)
+            if is_first:
+                from trainwright.planning.table import summary
 
-                task_module(resolved.recipe)
-            log = run / "logs" / (f"prepare-node-{nodes.index}.log" if nodes and nodes.index else "prepare.log")
-            run_in_child(functools.partial(work.prepare, run), log, stopping)
-            if stopping.requested:
-                raise Stopped()
+                say(summary(self.resolved.plan))
+            try:
+                code = self._run_workers(run)
+            except TrainwrightError as error:
+                new = is_first and self.request.run is None
+                if error.exit_code == EXIT_REQUEST and new and not (run / "events.jsonl").exists():
+                    # A request that only a worker could reject leaves nothing behind either.
+                    shutil.rmtree(run, ignore_errors=True)
+                raise
+        if code == EXIT_STOPPED:
+            stopped = Stopped(f"{_left(run, self.stopping)}; continue with: trainwright train --resume {run}")
+            stopped.run = run
+            raise stopped
+        if not (run / "final").is_dir():
+            raise TrainingError(f"{run} is gone: the run's directory was deleted or moved after the training was done")
+        return run
 
-        if nodes is None:
+    def _prepare(self, held: ExitStack) -> Path:
+        """Return the run directory, locked by this launch, with everything in the cache that its workers need."""
+        request, nodes = self.request, self.nodes
+        with ExitStack() as until_prepared:
+
+            def make() -> tuple[Path, str]:
+                wanted = self.resolved.recipe.logging.run_directory
+                run = request.run or run_directory.create(wanted, request.stem)
+                held.enter_context(run_directory.only_launch(run))
+                until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
+                (run / "logs").mkdir(exist_ok=True)
+                return run, self._record(run)
+
+            if nodes is not None:
+                run = nodes.open(make)
+                nodes.telling(functools.partial(self._get_ready, run))
+                nodes.all_ready()
+                return run
             run = make()[0]
-            get_ready()
-            if counted is not None:
-                threads = resolved.plan.chosen.choice.threads
-                resolved = counted()
-                _record(run, request, resolved)
-                _set_threads(threads, resolved.plan.chosen.choice.threads)
-            if request.run is None and resolved.plan.is_close:
+            self._get_ready(run)
+            if self.counted is not None:
+                self._plan_again(run, self.counted())
+            if request.run is None and self.resolved.plan.is_close:
                 from trainwright.launch.probe import fit
 
-                fit(run, stopping)
-        else:
-            run = nodes.open(make)
-            nodes.telling(get_ready)
-            nodes.all_ready()
-    return run, resolved
+                fit(run, self.stopping)
+        return run
 
+    def _get_ready(self, run: Path) -> None:
+        preload_worker(self.resolved.recipe)
+        node = 0 if self.nodes is None else self.nodes.index
+        log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
+        run_in_child(functools.partial(self.work.prepare, run), log, self.stopping)
+        if self.stopping.requested:
+            raise Stopped()
 
-def _record(run: Path, request: Request, resolved: Resolved) -> str:
-    """Write the recipe and its plan into the run directory; return the recipe's text."""
-    text = run_directory.recipe_text(resolved.recipe)
-    run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
-    return text
+    def _plan_again(self, run: Path, resolved: Resolved) -> None:
+        before, self.resolved = self.resolved.plan.chosen.choice.threads, resolved
+        self.processes = int(resolved.recipe.parallel.num_processes)
+        self._record(run)
+        _set_threads(before, resolved.plan.chosen.choice.threads)
+        check_limits(self.processes, self.processes)
 
+    def _record(self, run: Path) -> str:
+        """Write the recipe and its plan into the run directory; return the recipe's text."""
+        resolved = self.resolved
+        text = run_directory.recipe_text(resolved.recipe)
+        run_directory.record(run, text, self.request.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
+        return text
 
-def _launched(
-    run: Path,
-    request: Request,
-    resolved: Resolved,
-    processes: int,
-    work: Work,
-    stopping: Stopping,
-    nodes: Nodes | None,
-) -> int:
-    """Run the workers to their end; relaunch with another plan if the plan proved wrong and the recipe asks for it."""
-    from trainwright.launch.local import launch
-    from trainwright.launch.relaunch import Relaunch
-    from trainwright.launch.replan import take
+    def _run_workers(self, run: Path) -> int:
+        """Run the workers to their end; relaunch with another plan if the plan was wrong and the recipe asks for it."""
+        from trainwright.launch.local import launch
+        from trainwright.launch.relaunch import Relaunch, take_replan
 
-    again = functools.partial(work.train, run, True, may_change=nodes is None)
-    relaunch = Relaunch(run, lambda fault: functools.partial(again, fault=fault))
-    more: dict[str, Any] = {"logs": run / "logs", "stopping": stopping, "nodes": nodes, "relaunch": relaunch}
-    entry = functools.partial(work.train, run, request.run is not None, may_change=nodes is None)
-    code = launch(entry, processes=processes, **more)
-    while code == EXIT_STOPPED and not stopping.requested and (changed := take(run)) is not None:
-        recipe, threads = changed
-        say(f"continuing with {recipe.parallel.strategy} on {recipe.parallel.num_processes}")
-        _set_threads(resolved.plan.chosen.choice.threads, threads)
-        code = launch(again, processes=int(recipe.parallel.num_processes), **more)
-    return code
+        train = functools.partial(self.work.train, run, may_change=self.nodes is None)
+        again = functools.partial(train, True)
+        relaunch = Relaunch(run, lambda fault: functools.partial(again, fault=fault))
+        launched = functools.partial(
+            launch, logs=run / "logs", stopping=self.stopping, nodes=self.nodes, relaunch=relaunch
+        )
+        code = launched(functools.partial(train, self.request.run is not None), processes=self.processes)
+        while code == EXIT_STOPPED and not self.stopping.requested and (changed := take_replan(run)) is not None:
+            recipe, threads = changed
+            say(f"continuing with {recipe.parallel.strategy} on {recipe.parallel.num_processes}")
+            _set_threads(self.resolved.plan.chosen.choice.threads, threads)
+            code = launched(again, processes=int(recipe.parallel.num_processes))
+        return code
 
 
 def _set_threads(before: int | None, threads: int | None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError
+from trainwright.machine.system_files import read
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
@@ -96,7 +97,7 @@ def installed_build() -> Build:
     """Return the build of the installed torch, read from its file: importing it takes a second."""
     spec = find_spec("torch")
     places = list(spec.submodule_search_locations or []) if spec is not None else []
-    text = _read(Path(places[0]) / "version.py") if places else ""
+    text = read(Path(places[0]) / "version.py") if places else ""
 
     def value(name: str) -> str | None:
         found = re.search(rf"^{name}\b[^=\n]*=\s*'([^']*)'", text, re.MULTILINE)
@@ -214,7 +215,7 @@ def _amd_gpus(root: Path) -> int:
         return 1
     count = 0
     for node in nodes:
-        values = dict(line.split(maxsplit=1) for line in _read(node).splitlines() if len(line.split()) > 1)
+        values = dict(line.split(maxsplit=1) for line in read(node).splitlines() if len(line.split()) > 1)
         count += int(values.get("simd_count", 0)) > 0 and int(values.get("cpu_cores_count", 0)) == 0
     return count
 
@@ -227,7 +228,7 @@ def _pci(root: Path) -> list[tuple[str, str, str]]:
     except OSError:
         return []
     return [
-        (name, _read(directory / name / "vendor").strip(), _read(directory / name / "class").strip()) for name in names
+        (name, read(directory / name / "vendor").strip(), read(directory / name / "class").strip()) for name in names
     ]
 
 
@@ -236,10 +237,3 @@ def _entries(directory: Path, pattern: str) -> int:
         return sum(re.fullmatch(pattern, name) is not None for name in os.listdir(directory))
     except OSError:
         return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

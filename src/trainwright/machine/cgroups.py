@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from trainwright.machine.system_files import read
+
 # v1 has a number near 2**63 for no limit.
 _NO_LIMIT = 2**60
 
@@ -27,9 +29,9 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
     found = []
     for group, version in groups("cpu", root):
         if version == 2:
-            quota, _, period = _read(group / "cpu.max").partition(" ")
+            quota, _, period = read(group / "cpu.max").partition(" ")
         else:
-            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+            quota, period = read(group / "cpu.cfs_quota_us"), read(group / "cpu.cfs_period_us")
         if quota.strip().isdigit() and period.strip().isdigit() and int(period):
             found.append(int(quota) / int(period))
     return min(found, default=None)
@@ -41,7 +43,7 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]
     A container may see its own group at the top of the mount, regardless of its path.
     """
     mounts = list(_mounts(root))
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read(root / "proc/self/cgroup").splitlines():
         fields = line.split(":", 2)
         if len(fields) < 3:
             continue
@@ -71,7 +73,7 @@ def _chain(root: Path, place: str, inside: str, path: str) -> Iterator[Path]:
 
 def _mounts(root: Path) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
     """Yield where control groups are mounted, the group shown there, and the controllers; None for v2 (proc(5))."""
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
         if len(fields) > 4 and kinds and kinds[0] in ("cgroup", "cgroup2"):
@@ -82,18 +84,11 @@ def _mounts(root: Path) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
 def _memory(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit of each group that has one, and its used bytes that cannot be freed on demand."""
     for group, version in groups("memory", root):
-        limit = _read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
+        limit = read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
         if not limit.isdigit() or int(limit) >= _NO_LIMIT:
             continue
-        used = _read(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")).strip()
+        used = read(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")).strip()
         prefix = "" if version == 2 else "total_"
-        statistics = dict(pair for line in _read(group / "memory.stat").splitlines() if len(pair := line.split()) == 2)
+        statistics = dict(pair for line in read(group / "memory.stat").splitlines() if len(pair := line.split()) == 2)
         files = sum(int(statistics.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
         yield int(limit), max(0, int(used) - files) if used.isdigit() else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""

@@ -12,7 +12,9 @@ from trainwright.machine import cgroups
 from trainwright.machine.accelerators import Nvml, ask_nvml, installed_build, unusable
 from trainwright.machine.links import detect_links
 from trainwright.machine.machine import Gpu, Machine
+from trainwright.machine.measured.waiting import usable_cores
 from trainwright.machine.processor import detect_processor
+from trainwright.machine.system_files import read
 
 
 def detect() -> Machine:
@@ -21,7 +23,7 @@ def detect() -> Machine:
     Raises:
         RequestError: the file does not describe a machine.
     """
-    from trainwright.machine.described import described_machine
+    from trainwright.machine.written import described_machine
 
     return described_machine() or _look()
 
@@ -44,8 +46,7 @@ def _look() -> Machine:
 
 
 def _cpu_cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = cgroups.cpu_limit()
+    cores, limit = usable_cores(), cgroups.cpu_limit()
     return cores if limit is None else min(cores, max(1, int(limit)))
 
 
@@ -56,7 +57,7 @@ def _memory_bytes() -> int:
 
 def _memory_free_bytes(memory_bytes: int) -> int:
     available = next(
-        (int(line.split()[1]) * 1024 for line in _read("/proc/meminfo").splitlines() if "MemAvailable" in line),
+        (int(line.split()[1]) * 1024 for line in read(Path("/proc/meminfo")).splitlines() if "MemAvailable" in line),
         memory_bytes,
     )
     free = cgroups.memory_free()
@@ -64,7 +65,7 @@ def _memory_free_bytes(memory_bytes: int) -> int:
 
 
 def _cpu_name() -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
+    for line in read(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -125,10 +126,3 @@ def _visible_gpu(handles: list[Any], name: str) -> Any | None:
     if name.isdigit():
         return handles[int(name)] if int(name) < len(handles) else None
     return next((h for h in handles if pynvml.nvmlDeviceGetUUID(h).startswith(name)), None)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""

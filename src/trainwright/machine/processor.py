@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.machine.catalogue import Card
 from trainwright.machine.links import memory
+from trainwright.machine.system_files import read
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
@@ -57,7 +58,7 @@ class Processor:
 
 def detect_processor() -> Processor:
     """Return the processor that this process runs on, as far as the kernel reports it."""
-    text = _read("/proc/cpuinfo")
+    text = read(Path("/proc/cpuinfo"))
     flags = (_field(text, "flags") or _field(text, "Features")).split()
     clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)
     family = _field(text, "cpu family")
@@ -91,10 +92,3 @@ def _field(text: str, name: str) -> str:
     """Return the value of the first line of ``text`` with this name."""
     found = re.search(rf"^{re.escape(name)}\s*:(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""

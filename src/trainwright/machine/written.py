@@ -1,15 +1,21 @@
-"""Read a machine from the output of ``trainwright machine --json``, to plan for it elsewhere."""
+"""Read a machine from the output of ``trainwright machine --json``: to plan for it elsewhere, or to replace this one.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.describe import Cluster, parse_machine
+from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, of_json
 from trainwright.machine.measured.contradictions import contradictions
 from trainwright.paths import user_path
@@ -18,7 +24,7 @@ from trainwright.recipe.files import read_json
 # Derived from the other keys; written for readers.
 _DERIVED = ("devices", "device")
 _MEASURED = ("calibration", "measurement")
-# What the cluster was made from, for machine/described.py.
+# What the cluster was made from, to replace this machine.
 _DETECTED = "machine"
 _LEAST_ONE = (
     "nodes",
@@ -29,6 +35,9 @@ _LEAST_ONE = (
     "card.nominal_bytes",
 )
 _FIX = "`trainwright machine --json > FILE` writes such a file"
+VARIABLE = "TRAINWRIGHT_MACHINE"
+_LEAST_ONE_HERE = ("cpu_cores", "memory_bytes")
+_ADVICE = "write the file with `trainwright machine --json` on that machine"
 
 
 Written = tuple[Cluster, Calibration | None, Calibration | None]
@@ -64,6 +73,46 @@ def read_machine(file: Path) -> Written:
     )
     calibration, measurement = (measured_in(content, key, file) for key in _MEASURED)
     return cluster, calibration, measurement
+
+
+def described_machine() -> Machine | None:
+    """Return the machine of the file that ``$TRAINWRIGHT_MACHINE`` names; None if it is not set.
+
+    Raises:
+        RequestError: the file cannot be read or does not describe a machine.
+    """
+    file = os.environ.get(VARIABLE)
+    return machine_described_in(Path(file)) if file else None
+
+
+def machine_described_in(file: Path) -> Machine:
+    """Return the machine that ``trainwright machine --json`` has written to ``file``.
+
+    Raises:
+        RequestError: the file cannot be read or does not describe a machine.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        values = read_json(file)
+    except RequestError as error:
+        raise RequestError(f"{VARIABLE}: {error}; {_ADVICE}") from None
+    if not isinstance(values, dict) or values.get("machine") is None:
+        raise RequestError(f"{VARIABLE}: {file} has no key `machine`; {_ADVICE}")
+    measured_in(values, "measurement", file)
+    try:
+        found: Machine = TypeAdapter(Machine).validate_json(json.dumps(values["machine"]))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("machine", *first["loc"])))
+        raise RequestError(f"{VARIABLE}: {file}: {key}: {first['msg']}; {_ADVICE}") from error
+    for key in _LEAST_ONE_HERE:
+        if getattr(found, key) < 1:
+            raise RequestError(f"{VARIABLE}: {file}: machine.{key}: expected at least 1, not {getattr(found, key)}")
+    if not (math.isfinite(found.processor.clock) and found.processor.clock > 0):
+        expected = f"expected a finite number above 0, not {found.processor.clock}"
+        raise RequestError(f"{VARIABLE}: {file}: machine.processor.clock: {expected}")
+    return replace(found, described_by=str(file), is_here=False)
 
 
 def measured_in(content: Mapping[str, Any], key: str, file: Path) -> Calibration | None:

@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
 from trainwright.errors import Interrupted
-from trainwright.launch.batch import stop_with_shell
 
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 # Schedulers send SIGUSR1 or SIGUSR2 before the end, if configured, and the kernel SIGXCPU (ulimit -t).
@@ -32,6 +32,11 @@ _SAME_REQUEST_SECONDS = 1.0
 # because another worker failed.
 _LAUNCHER_DECIDES_SECONDS = 1.0
 CLOSED_BY_LAUNCHER = 128 + signal.SIGTERM
+
+# Set in every job of Slurm, PBS (and Torque), LSF, Grid Engine, Flux and Cobalt.
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID", "COBALT_JOBID")
+_SHELLS = {"bash", "sh", "dash", "zsh", "ksh", "mksh", "csh", "tcsh", "fish", "busybox"}
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # What a stopped launch has left behind.
 CHECKPOINT, NEWEST, BEFORE_FIRST_STEP = "checkpoint", "newest", "before the first step"
@@ -81,15 +86,15 @@ def stop_requested() -> bool:
 class Stopping:
     """The launcher's side: while entered, the first stop signal raises the flag and a second SIGINT kills.
 
-    `kill` is called on that second SIGINT, in the main thread; it may raise.
+    `kill` is called on that second SIGINT, in the main thread; it may raise. `notice` is shown on the first signal.
     """
 
-    def __init__(self, notice: Callable[[str], None] | None = None) -> None:
+    def __init__(self, notice: str = "stopping: each worker finishes its step and a checkpoint is written") -> None:
         self.flags = Flags()
         self.kill: Callable[[], None] = _interrupt
         self.killed = False
         self.left = CHECKPOINT
-        self._notice = notice or _write_stderr
+        self._notice = notice
         self._first = 0.0
         self._previous: dict[int, Any] = {}
 
@@ -100,7 +105,7 @@ class Stopping:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the user wants the run to outlive the terminal
             self._previous[number] = signal.signal(number, self._handle)
-        stop_with_shell()
+        _stop_with_shell()
         return self
 
     def __exit__(
@@ -129,7 +134,8 @@ class Stopping:
         if not self.flag.value:
             self.flag.value = 1
             self._first = now
-            self._notice("stopping: each worker finishes its step and a checkpoint is written")
+            # Written past the buffered sys.stderr, which may be in use.
+            os.write(2, f"\n{self._notice}\n".encode())
         elif number == signal.SIGINT and now - self._first > _SAME_REQUEST_SECONDS:
             self.end(NEWEST)
 
@@ -217,6 +223,28 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _write_stderr(line: str) -> None:
-    # Called inside a signal handler, while the buffered sys.stderr may be in use.
-    os.write(2, f"\n{line}\n".encode())
+def _stop_with_shell() -> None:
+    """Have the kernel send SIGTERM when the job script's shell dies (prctl(2)): the run stops after a checkpoint."""
+    parent = os.getppid()
+    if not sys.platform.startswith("linux") or not any(name in os.environ for name in _JOBS) or not _is_shell(parent):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it died between the two
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def job_script_warning() -> str | None:
+    """Return a warning about a command to which Slurm leaves no time for a last checkpoint, or None."""
+    if os.environ.get("SLURM_TASK_PID") != str(os.getppid()) or not _is_shell(os.getppid()):
+        return None
+    return (
+        "this command runs in a job script: on scancel, preemption and at the time limit, Slurm ends the script's "
+        "shell and this run before it can write a last checkpoint; put exec or srun before the command"
+    )
+
+
+def _is_shell(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/exe").resolve().name in _SHELLS
+    except OSError:
+        return False

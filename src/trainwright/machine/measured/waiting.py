@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainwright.machine.cgroups import groups
+from trainwright.machine.system_files import read
+
 _TASKS = Path("/proc/self/task")
 _STEAL = 7  # of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5))
 
@@ -79,37 +82,16 @@ def _listed(directory: Path) -> list[Path]:
 
 
 def _numbers(file: Path) -> list[int]:
-    try:
-        return [int(word) for word in file.read_text(encoding="ascii").split()]
-    except (OSError, ValueError):
-        return []
+    return [int(word) for word in read(file).split()]
 
 
 def _ticks() -> list[int]:
-    try:
-        first = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
-        return [int(word) for word in first.split()[1:]]
-    except (OSError, ValueError):
-        return []
+    return [int(word) for word in read(Path("/proc/stat")).partition("\n")[0].split()[1:]]
 
 
 def _periods() -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the periods of this process's control group and its ancestors (cgroup-v2.rst, sched-bwc.rst)."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = Path("/sys/fs/cgroup") / ("cpu" if controllers else "")
-        own = root / path.strip("/")
-        for group in (own, *own.parents):
-            if not group.is_relative_to(root):
-                break
-            try:
-                counts = dict(part.split() for part in (group / "cpu.stat").read_text(encoding="ascii").splitlines())
-                yield str(group), (int(counts["nr_periods"]), int(counts["nr_throttled"]))
-            except (OSError, ValueError, KeyError):
-                continue
+    for group, _ in groups("cpu"):
+        counts = dict(line.split(maxsplit=1) for line in read(group / "cpu.stat").splitlines())
+        if {"nr_periods", "nr_throttled"} <= counts.keys():
+            yield str(group), (int(counts["nr_periods"]), int(counts["nr_throttled"]))
