@@ -37,8 +37,7 @@ from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, limit_threads, threads_allowed
-from trainwright.parallel.build import build_strategy
-from trainwright.parallel.strategy import Setup
+from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.registry import build_task, prepare_task

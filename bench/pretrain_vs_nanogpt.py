@@ -42,8 +42,7 @@ from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, run_in_child, threads_allowed
 from trainwright.machine.detect import detect
 from trainwright.models.compilation import compile_blocks
-from trainwright.parallel.build import build_strategy
-from trainwright.parallel.strategy import Setup
+from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe

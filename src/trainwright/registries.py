@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainwright.extensions import Registry
 
-# Each is a recipe.task_spec.TaskSpec in a module that imports no torch.
-TASKS: Registry[Any] = Registry(
+if TYPE_CHECKING:
+    from trainwright.recipe.strategy_spec import StrategySpec
+    from trainwright.recipe.task_spec import TaskSpec
+
+# Each is in a module that imports no torch.
+TASKS: Registry[TaskSpec] = Registry(
     "trainwright.tasks",
     {
         "sft": "trainwright.tasks.sft.spec:SPEC",
@@ -70,8 +74,8 @@ OBJECTIVES: Registry[Any] = Registry(
     required=("line", "paper", "loss", "of", "defaults", "reference", "idk", "learns", "ascends", "subtracts"),
 )
 
-# Each is a recipe.strategy_spec.StrategySpec. Simpler ones first: of equally fast ones the first is chosen.
-STRATEGIES: Registry[Any] = Registry(
+# Simpler ones first: of equally fast ones the first is chosen.
+STRATEGIES: Registry[StrategySpec] = Registry(
     "trainwright.strategies",
     {
         "single": "trainwright.parallel.replicated.spec:SINGLE",

@@ -15,10 +15,9 @@ from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _batch_statistics
 from trainwright.engine.events import Record
-from trainwright.engine.loss_watch import Losses, Noise
 from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.policies.base import Gradients, Report, StepPolicy
-from trainwright.engine.progress import EVALUATION, Progress
+from trainwright.engine.progress import EVALUATION, Losses, Noise, Progress
 from trainwright.engine.trainer import Trainer
 from trainwright.parallel.world import World
 

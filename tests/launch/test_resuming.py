@@ -8,8 +8,8 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
-from trainwright.launch.accelerate.meaning import read_meaning
-from trainwright.launch.request import read_request, resolve_request
+from trainwright.launch.accelerate.meaning import Meaning, read_meaning
+from trainwright.launch.request import Request, request_of, resolve_request, split_words
 from trainwright.launch.resuming import continued
 from trainwright.machine.machine import Machine
 from trainwright.planning.resolve import resolve
@@ -53,6 +53,11 @@ def a_run(*overrides: str, name: str = "tiny-20260101-120000") -> Path:
     recipe = load_recipe(Path("tiny.yaml"), [*RESOLVED, *overrides])
     run_directory.record(run, run_directory.recipe_text(recipe), "tiny", REASONS)
     return run
+
+
+def read_request(words: list[str], resume: str, meaning: Meaning | None = None) -> Request:
+    recipe, overrides = split_words(words)
+    return request_of(recipe, overrides, resume, meaning)
 
 
 def refused(run: Path, path: Path | None, *overrides: str) -> list[str]:

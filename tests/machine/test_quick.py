@@ -16,13 +16,12 @@ from tests.support.runs import TINY
 from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, Curve, Sample, as_json
+from trainwright.machine.measured.calibration import Calibration, Curve, Sample, as_json, load_calibration
 from trainwright.machine.measured.contradictions import contradictions
 from trainwright.machine.measured.quick import (
     Measured,
     Shapes,
     covers,
-    current_measurement,
     measured,
     measured_file,
 )
@@ -47,10 +46,10 @@ def keep(found: Calibration, machine: Machine = HERE) -> None:
 def test_what_was_measured_is_kept_by_machine_and_by_what_chooses_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     keep(measurement())
     assert measured(HERE, Shapes(((512, 512),), 64)) == Measured(measurement())
-    assert current_measurement(HERE) == measurement()
-    assert current_measurement(replace(HERE, cpu_cores=3)) is None
+    assert load_calibration(measured_file(HERE)) == measurement()
+    assert load_calibration(measured_file(replace(HERE, cpu_cores=3))) is None
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-    assert current_measurement(HERE) is None
+    assert load_calibration(measured_file(HERE)) is None
 
 
 def test_a_machine_that_is_not_at_hand_is_not_measured() -> None:
@@ -164,7 +163,7 @@ def test_this_machine_is_measured_quickly() -> None:
     machine, told = replace(detect(), gpus=()), list[str]()
     found = measured(machine, SHAPES, told.append)
     if found.found is None:  # too busy to be measured: that is told, and nothing is kept
-        assert found.trouble is not None and current_measurement(machine) is None
+        assert found.trouble is not None and load_calibration(measured_file(machine)) is None
         return
     assert told == ["measuring this machine"]
     assert found.said is not None and "fp32" in found.said and str(measured_file(machine)) in found.said
@@ -172,5 +171,5 @@ def test_this_machine_is_measured_quickly() -> None:
     for setting in found.found.settings:
         assert all(sample.seconds > 0 for curve in setting.curves.values() for sample in curve.samples)
     assert covers(found.found, SHAPES.bounded("cpu"))
-    assert current_measurement(machine) == found.found
+    assert load_calibration(measured_file(machine)) == found.found
     assert measured(machine, SHAPES).said is None or found.found.disturbance > 0

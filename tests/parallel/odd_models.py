@@ -15,8 +15,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.errors import RequestError
 from trainwright.models.recompute import save_activation_memory
-from trainwright.parallel.build import build_strategy
-from trainwright.parallel.strategy import Setup, Strategy
+from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.schema import OptimizerSection, ParallelSection
 

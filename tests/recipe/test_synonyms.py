@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from trainwright.recipe.schema import recipe_model
-from trainwright.recipe.synonyms import known_keys
+from trainwright.recipe.synonyms import _keys
 
 Refusal = Callable[..., list[str]]
 
@@ -45,7 +45,7 @@ def test_names_of_other_tools_are_answered_with_ours(refusal: Refusal, override:
 
 
 def test_every_name_of_other_tools_leads_to_a_key_of_the_schema() -> None:
-    for ours in known_keys():
+    for ours in _keys():
         model: Any = recipe_model()
         for part in ours.key.split("."):
             kinds = (model.model_fields[part].annotation, *get_args(model.model_fields[part].annotation))

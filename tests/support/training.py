@@ -25,8 +25,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.models.compilation import compile_blocks
 from trainwright.models.recompute import save_activation_memory
-from trainwright.parallel.build import build_strategy
-from trainwright.parallel.strategy import Setup, Strategy
+from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe

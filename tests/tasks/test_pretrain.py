@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.training import Case, Trained, train
 from trainwright.data.tokens.token_bytes import token_bytes
-from trainwright.engine.loss_watch import Losses, Noise
 from trainwright.engine.muon import Muon, orthogonalised
+from trainwright.engine.progress import Losses, Noise
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.planning.facts import facts_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,6 @@ from trainwright.engine.events import Fault
 from trainwright.engine.out_of_memory import MemoryShortage, peak_memory
 from trainwright.engine.policies.base import Gradients, Report, StepPolicy, Training
 from trainwright.engine.policies.halving import Halving
-from trainwright.engine.seeding import seed_dropout
 from trainwright.errors import TrainingError
 
 
@@ -79,7 +79,7 @@ class Passes:
         totals, statistics = [], []
         for position, micro in enumerate(micro_batches, 1):
             # Seeded by micro-batch, not by rank: dropout is the same on any number of processes.
-            seed_dropout(world.device, seed, step, micro.index)
+            _seed_dropout(world.device, seed, step, micro.index)
             part = task.loss(strategy.module, micro, world.device)
             assert part.weight == micro.weight or not micro.weight, (
                 f"the loss counts {part.weight} target weight, the stream {micro.weight}"
@@ -111,3 +111,15 @@ class Passes:
         rank = next((rank for rank, of_rank in enumerate(by_rank) if of_rank), world.rank)
         self._training.events.emit(Fault(kind="non_finite", rank=rank, detail=detail, action="stop", step=step))
         raise TrainingError(f"training stopped: {detail}")
+
+
+def _seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:
+    """Seed the generators that a pass on ``device`` uses, from the micro-batch.
+
+    torch.manual_seed is not used: it formats the stack of its caller for every kind of device, a millisecond a call.
+    """
+    digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
+    place = int.from_bytes(digest[:8], "little") >> 1
+    torch.default_generator.manual_seed(place)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(place)

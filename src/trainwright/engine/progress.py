@@ -1,13 +1,71 @@
-"""The progress of a run: everything a checkpoint holds that is not a tensor."""
+"""The progress of a run: everything a checkpoint holds that is not a tensor.
+
+Statistics of losses and gradients are exponentially decayed sums; they are saved in checkpoints, so that a resumed run
+decides as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainwright.engine.loss_watch import Losses, Noise
-
 EVALUATION, GENERATION = "evaluation", "generation"
+# A mean over about the last hundred steps; in the first steps the loss falls too fast to detect spikes.
+_DECAY = 0.99
+_FIRST = 50
+# This many in a row are not a spike but a new level of the loss.
+_IN_A_ROW = 10
+
+
+@dataclass
+class Losses:
+    """Running mean and variance of the loss; ``odd``: the number of consecutive losses far above the mean."""
+
+    seen: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    odd: int = 0
+
+    def is_spike(self, loss: float, deviations: float) -> bool:
+        """Return whether a loss is ``deviations`` standard deviations above the mean; if not, include it in the
+        mean.
+        """
+        above = loss - self.mean
+        far = self.seen >= _FIRST and above > deviations * math.sqrt(self.variance)
+        self.odd = self.odd + 1 if far else 0
+        if far and self.odd <= _IN_A_ROW:
+            return True
+        weight = max(1 - _DECAY, 1 / (self.seen + 1))
+        self.seen += 1
+        self.mean += weight * above
+        self.variance = (1 - weight) * (self.variance + weight * above * above)
+        return False
+
+
+@dataclass
+class Noise:
+    """The gradient noise scale of McCandlish et al. (arXiv 1812.06162, appendix A.1).
+
+    The squared norm of a batch's mean gradient is that of the true gradient plus the noise divided by the batch size;
+    two batch sizes give both.
+    """
+
+    squared: float = 0.0  # |G|^2; common factors cancel in the ratio
+    trace: float = 0.0  # tr(S)
+
+    def add(self, small: tuple[float, float], large: tuple[float, float]) -> float | None:
+        """Add the norms of the mean gradients of two batches, each with its size; return the noise scale in that
+        unit.
+
+        Return None while the estimate is only noise.
+        """
+        (norm, size), (whole_norm, whole_size) = small, large
+        squared = (whole_size * whole_norm**2 - size * norm**2) / (whole_size - size)
+        trace = (norm**2 - whole_norm**2) / (1 / size - 1 / whole_size)
+        self.squared = 0.9 * self.squared + 0.1 * squared
+        self.trace = 0.9 * self.trace + 0.1 * trace
+        return self.trace / self.squared if self.squared > 0 and self.trace > 0 else None
 
 
 @dataclass

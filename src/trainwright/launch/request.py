@@ -39,12 +39,6 @@ class Request:
     chosen: tuple[str, ...] = field(default=())
 
 
-def read_request(arguments: list[str], resume: str | None, meaning: Meaning | None = None) -> Request:
-    """Read RECIPE and section.key=value from a command line; see `request_of`."""
-    recipe, overrides = split_words(arguments)
-    return request_of(recipe, overrides, resume, meaning)
-
-
 def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
     """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files."""
     files = [a for a in arguments if "=" not in a]

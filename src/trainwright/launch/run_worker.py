@@ -32,9 +32,8 @@ from trainwright.models.compilation import compile_blocks
 from trainwright.models.quantisation import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.plan_watch import PlanWatch, Watched
-from trainwright.parallel.build import build_strategy
 from trainwright.parallel.layout import Layout
-from trainwright.parallel.strategy import Setup, Strategy
+from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import RankInfo, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe

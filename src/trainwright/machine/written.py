@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,7 @@ def _cluster(values: dict[str, Any], file: Path) -> Cluster:
 
 def _impossible(cluster: Cluster) -> Iterator[str]:
     """Yield messages about numbers of the right type that are impossible."""
-    values: dict[str, float] = {}
-    for key in _LEAST_ONE:
-        value: Any = cluster
-        for part in key.split("."):
-            value = getattr(value, part)
-        values[key] = value
+    values = {key: attrgetter(key)(cluster) for key in _LEAST_ONE}
     yield from (f"{key}: expected a number of at least 1, not {value}" for key, value in values.items() if value < 1)
     links = {"link": cluster.link, "network": cluster.network, "card.link": cluster.card.link}
     rates = {f"{name}.bandwidth": link.bandwidth for name, link in links.items() if link is not None}

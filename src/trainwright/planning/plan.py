@@ -269,13 +269,8 @@ def _layout_wishes(parallel: ParallelSection) -> Mapping[str, Any]:
     """
     if parallel.deepspeed_config is not None:  # the file defines these values
         return {key: getattr(parallel, key) for key in _LAYOUT_KEYS}
-    fixed = {}
-    for key in _LAYOUT_KEYS:
-        value = getattr(parallel, key)
-        meant = value != type(parallel).model_fields[key].default
-        if meant or (key in parallel.model_fields_set and parallel.strategy != "auto"):
-            fixed[key] = value
-    return fixed
+    meant = {*parallel.changed(), *(parallel.model_fields_set if parallel.strategy != "auto" else ())}
+    return {key: getattr(parallel, key) for key in _LAYOUT_KEYS if key in meant}
 
 
 def _perhaps_compiled(judge: Judge, constraints: Constraints, chosen: Judged) -> Judged:

@@ -20,6 +20,7 @@ _Series = tuple[frozenset[str], Iterator[_Change]]
 
 _LENGTH, _DEVICES = "length", "devices"
 _RANK = 16
+_MOST = 3  # suggestions
 _SHORTEST = 128
 _USUAL = ("1xL4", "1xA100-40GB", "1xH100", "1xB200", "8xA100-40GB", "8xH100", "8xB200", "4x8xH100", "16x8xH100")
 
@@ -32,9 +33,8 @@ class Suggestion:
     judged: Judged
 
 
-def suggestions(judge: Judge, constraints: Constraints, nearest: Judged, most: int = 3) -> list[Suggestion]:
-    """Return at most ``most`` changes with which the workload runs, the cheapest first. ``nearest``: the nearest
-    candidate.
+def suggestions(judge: Judge, constraints: Constraints, nearest: Judged) -> list[Suggestion]:
+    """Return a few changes with which the workload runs, the cheapest first. ``nearest``: the nearest candidate.
 
     Changes are tried in this order: drop constraints, train an adapter instead of all parameters, shorten the rows, add
     devices; then two of these at once if neither is enough.
@@ -49,7 +49,7 @@ def suggestions(judge: Judge, constraints: Constraints, nearest: Judged, most: i
         helps = list(islice((Suggestion(change, best) for change, best in tried if best is not None), 1))
         enough += [kinds] if helps else []
         found += helps
-        if len(found) == most:
+        if len(found) == _MOST:
             break
     return found
 

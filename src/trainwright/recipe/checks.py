@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import ceil
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from trainwright.recipe.contradiction import Contradiction
@@ -36,6 +37,10 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
     return [problem for check in checks for problem in check(recipe)]
 
 
+def _both_set(one: str, other: str) -> Contradiction:
+    return Contradiction((one, other), f"{one} and {other} are both set; keep one and set the other to null")
+
+
 def _task(recipe: Recipe) -> Iterator[Contradiction]:
     """Yield sections and keys of other tasks, which would have no effect."""
     own, specs = recipe.spec, {name: TASKS.get(name) for name in TASKS.names()}
@@ -60,15 +65,11 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
     if model.name is None and model.config is None:
         yield Contradiction(("model.name",), "no model; set model.name, or model.config for a randomly initialized one")
     if model.name is not None and model.config is not None:
-        yield Contradiction(
-            ("model.name", "model.config"),
-            "model.name and model.config are both set; keep one and set the other to null",
-        )
+        yield _both_set("model.name", "model.config")
     if model.config is not None:
         if not isinstance(model.config.get("model_type"), str):
-            yield Contradiction(
-                ("model.config",), "needs a model_type, the name of a transformers architecture such as llama"
-            )
+            why = "needs a model_type, the name of a transformers architecture such as llama"
+            yield Contradiction(("model.config",), why)
         for key, reason in absurd_sizes(model.config):
             yield Contradiction((f"model.config.{key}",), reason)
         if model.tokenizer is None:
@@ -97,19 +98,13 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
     adapter = recipe.model.adapter
-    fields = type(adapter).model_fields
-    meant = [
-        key for key, field in fields.items() if getattr(adapter, key) != field.get_default(call_default_factory=True)
-    ]
     if adapter.type == "none":
-        for key in meant:
-            reason = "has no effect without an adapter"
+        for key in adapter.changed():
+            why = "has no effect without an adapter"
             if key == "quantisation":
-                reason = "quantized weights are frozen, so nothing would be trained without an adapter"
-            yield Contradiction(
-                (f"model.adapter.{key}", "model.adapter.type"),
-                f"{reason}; set model.adapter.type, for instance to lora",
-            )
+                why = "quantized weights are frozen, so nothing would be trained without an adapter"
+            keys = f"model.adapter.{key}", "model.adapter.type"
+            yield Contradiction(keys, f"{why}; set model.adapter.type, for instance to lora")
         return
     if adapter.quantisation != "nf4" and not adapter.double_quantisation:
         yield Contradiction(
@@ -150,13 +145,14 @@ def _data(recipe: Recipe) -> Iterator[Contradiction]:
 def _mixture(recipe: Recipe) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
-        yield Contradiction(
-            ("data.limit", "data.train"), "applies to a single source; set limit for each source of data.train"
-        )
+        yield _of_one_source("limit")
     if data.format != "auto" and data.validation_source is None:
-        yield Contradiction(
-            ("data.format", "data.train"), "applies to a single source; set format for each source of data.train"
-        )
+        yield _of_one_source("format")
+
+
+def _of_one_source(key: str) -> Contradiction:
+    why = f"applies to a single source; set {key} for each source of data.train"
+    return Contradiction((f"data.{key}", "data.train"), why)
 
 
 # Row layouts with answers to compare.
@@ -179,14 +175,11 @@ def _rows(recipe: Recipe) -> Iterator[Contradiction]:
 def _length(recipe: Recipe) -> Iterator[Contradiction]:
     train = recipe.train
     if train.max_steps is not None and train.epochs is not None:
-        yield Contradiction(
-            ("train.max_steps", "train.epochs"),
-            "train.max_steps and train.epochs are both set; keep one and set the other to null",
-        )
+        yield _both_set("train.max_steps", "train.epochs")
     lengths = [key for key in ("max_steps", "epochs", "max_tokens") if getattr(train, key) is not None]
     if "max_tokens" in lengths and len(lengths) > 1:
-        why = f"train.{lengths[0]} and train.max_tokens are both set; keep one and set the other to null"
-        yield Contradiction(("train.max_tokens", f"train.{lengths[0]}"), why)
+        both = _both_set(f"train.{lengths[0]}", "train.max_tokens")
+        yield both._replace(keys=both.keys[::-1])
     if (train.initial_batch_size is None) != (not train.batch_warmup_steps):
         missing = "batch_warmup_steps" if train.initial_batch_size is not None else "initial_batch_size"
         why = "train.initial_batch_size and train.batch_warmup_steps must be set together"
@@ -199,8 +192,7 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
 def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
     decays = optimizer.schedule == "warmup_stable_decay"
-    # A resolved recipe has every key, so only a value other than the default was set on purpose.
-    if not decays and optimizer.decay_steps != type(optimizer).model_fields["decay_steps"].default:
+    if not decays and "decay_steps" in optimizer.changed():
         yield Contradiction(
             ("optimizer.decay_steps", "optimizer.schedule"),
             f"has no effect with schedule {optimizer.schedule}, only with warmup_stable_decay",
@@ -252,14 +244,6 @@ def _batch(recipe: Recipe) -> Iterator[Contradiction]:
     else:
         fits = steps in possible
     if not fits:
-        product = " x ".join(
-            f"{key} {value}"
-            for key, value in (
-                ("train.micro_batch_size", micro),
-                ("train.gradient_accumulation_steps", steps),
-                ("parallel.num_processes", processes),
-            )
-        )
         yield Contradiction(
             (
                 "train.gradient_accumulation_steps",
@@ -267,7 +251,8 @@ def _batch(recipe: Recipe) -> Iterator[Contradiction]:
                 "train.micro_batch_size",
                 "parallel.num_processes",
             ),
-            f"{product} is not equal to train.global_batch_size {size}; change one of them or set it to auto",
+            f"train.micro_batch_size {micro} x train.gradient_accumulation_steps {steps} x parallel.num_processes "
+            f"{processes} is not equal to train.global_batch_size {size}; change one of them or set it to auto",
         )
 
 
@@ -321,8 +306,7 @@ def implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
 
 def _meant_for_a_strategy(parallel: ParallelSection) -> list[str]:
     """Return the keys that not every strategy reads and whose value is not the default."""
-    fields = type(parallel).model_fields
-    return [key for key, field in fields.items() if key not in _OF_ALL and getattr(parallel, key) != field.default]
+    return [key for key in parallel.changed() if key not in _OF_ALL]
 
 
 def _readers(key: str) -> list[str]:
@@ -345,18 +329,11 @@ def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
     if spec is None:
         return
     for limit in spec.limits:
-        value = _value(recipe, limit.key)
+        value = attrgetter(limit.key)(recipe)
         if value not in ("auto", *limit.allowed):
             yield Contradiction((limit.key, "parallel.strategy"), limit.why.format(value=value))
     if "replicate_size" in spec.keys:
         yield from _replicas(parallel)
-
-
-def _value(recipe: Recipe, key: str) -> object:
-    found: object = recipe
-    for part in key.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
@@ -378,8 +355,7 @@ def _replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
 
 def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
-    nothing_written = not evaluate.prompts and not evaluate.metrics
-    if nothing_written and evaluate.max_new_tokens != type(evaluate).model_fields["max_new_tokens"].default:
+    if not evaluate.prompts and not evaluate.metrics and "max_new_tokens" in evaluate.changed():
         yield Contradiction(
             ("evaluate.max_new_tokens", "evaluate.prompts"),
             "has no effect without evaluate.prompts or evaluate.metrics; remove it, or set one of them",
@@ -407,8 +383,7 @@ def _metrics(recipe: Recipe) -> Iterator[Contradiction]:
             yield Contradiction(
                 ("evaluate.metrics", f"evaluate.{key}"), f"is required for the metric {name}; set evaluate.{key}"
             )
-    limit = type(evaluate).model_fields["generation_limit"].default
-    if not evaluate.metrics and evaluate.generation_limit != limit:
+    if not evaluate.metrics and "generation_limit" in evaluate.changed():
         yield Contradiction(
             ("evaluate.generation_limit", "evaluate.metrics"),
             "has no effect without evaluate.metrics; set them or remove it",

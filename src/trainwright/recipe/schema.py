@@ -55,8 +55,7 @@ class OptimizerSection(Section):
     momentum: BelowOne = Field(0.95, description="muon: momentum coefficient.")
     learning_rate: Positive = Field(2e-5, description="Peak learning rate of the schedule.")
     betas: tuple[BelowOne, BelowOne] = Field(
-        (0.9, 0.999),
-        description="Decay rates of the running averages of the gradient and of its square.",
+        (0.9, 0.999), description="Decay rates of the running averages of the gradient and of its square."
     )
     eps: Positive = Field(1e-8, description="Added to the denominator of the update for numerical stability.")
     weight_decay: NotNegative = Field(0.0, description="Decoupled weight decay, applied to matrices only.")
@@ -75,9 +74,6 @@ class OptimizerSection(Section):
         0.0, description="Final learning rate as a fraction of learning_rate."
     )
     max_grad_norm: Positive | None = Field(1.0, description="Clip gradients to this global norm. null: no clipping.")
-
-
-_LENGTHS = ("max_steps", "epochs", "max_tokens")
 
 
 class TrainSection(Section):
@@ -108,8 +104,7 @@ class TrainSection(Section):
         "auto", description="Rows per process and forward pass: examples, or packs if data.pack_length is set."
     )
     gradient_accumulation_steps: Count | Auto = Field(
-        "auto",
-        description="Micro-batches per process and optimizer step. auto: computed from the batch sizes.",
+        "auto", description="Micro-batches per process and optimizer step. auto: computed from the batch sizes."
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto",
@@ -155,7 +150,8 @@ class TrainSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_epoch_unless_told(cls, values: Any) -> Any:
-        if isinstance(values, dict) and all(values.get(key) is None for key in _LENGTHS):
+        lengths = "max_steps", "epochs", "max_tokens"
+        if isinstance(values, dict) and all(values.get(key) is None for key in lengths):
             return {**values, "epochs": 1.0}
         return values
 
@@ -320,8 +316,7 @@ class Recipe(Section):
     @property
     def spec(self) -> TaskSpec:
         """Return the spec of the task."""
-        spec: TaskSpec = TASKS.get(self.task)
-        return spec
+        return TASKS.get(self.task)
 
     def own(self, kind: type[S]) -> S:
         """Return the task's own section, which must be a ``kind``."""
@@ -353,7 +348,7 @@ def model_of(values: Any) -> type[Recipe]:
         RequestError: a task of another package is not usable.
     """
     task = values.get("task") if isinstance(values, dict) else None
-    if not isinstance(task, str) or ":" not in task or _spec(task) in map(_spec, TASKS.names()):
+    if not isinstance(task, str) or ":" not in task or TASKS.get(task) in map(TASKS.get, TASKS.names()):
         return recipe_model()
     return recipe_model(task)
 
@@ -366,11 +361,10 @@ def recipe_model(task: str | None = None) -> type[Recipe]:
     Raises:
         RequestError: a task of another package is not usable.
     """
-    specs = {name: _spec(name) for name in (*TASKS.names(), *([] if task is None else [task]))}
+    specs = {name: TASKS.get(name) for name in (*TASKS.names(), *([] if task is None else [task]))}
     summaries = " ".join(f"{name}: {spec.summary}." for name, spec in specs.items())
-    fields: dict[str, Any] = {
-        "task": (Recipe.__annotations__["task"], Field(description=f"The kind of training. {summaries}"))
-    }
+    task_field = Field(description=f"The kind of training. {summaries}")
+    fields: dict[str, Any] = {"task": (Recipe.__annotations__["task"], task_field)}
     for name, spec in specs.items():
         if spec.name in fields or spec.name in Recipe.model_fields:
             raise RequestError(f"{_described(name)} has the name {spec.name} of another recipe section; rename it")
@@ -381,11 +375,6 @@ def recipe_model(task: str | None = None) -> type[Recipe]:
     return create_model("Recipe", __base__=Recipe, __module__=__name__, __doc__=Recipe.__doc__, **fields)
 
 
-def _spec(name: str) -> TaskSpec:
-    spec: TaskSpec = TASKS.get(name)
-    return spec
-
-
 def _described(name: str) -> str:
     package = TASKS.package(name)
     return f"task {name}" if package is None else f"package {package}: task {name}"
@@ -394,7 +383,7 @@ def _described(name: str) -> str:
 def _spec_of(task: Any) -> TaskSpec | None:
     """Return the spec of a task; None if it does not exist, which the validation of the key reports."""
     try:
-        return _spec(task) if isinstance(task, str) else None
+        return TASKS.get(task) if isinstance(task, str) else None
     except RequestError:
         return None
 

@@ -154,8 +154,7 @@ class StrategySpec:
 
 def spec_of(name: str) -> StrategySpec:
     """Return the spec of a strategy by its name in a recipe. Raises RequestError like ``Registry.get``."""
-    spec: StrategySpec = STRATEGIES.get(name)
-    return spec
+    return STRATEGIES.get(name)
 
 
 def check_library(name: str) -> None:

@@ -161,11 +161,6 @@ def our_value(key: str, value: object) -> str | None:
     return _VALUES.get(key, {}).get(name)
 
 
-def known_keys() -> list[OwnKey]:
-    """Return all keys of a recipe."""
-    return list(_keys())
-
-
 @cache
 def _by_name() -> dict[str, OwnKey]:
     return {name: ours for ours, names in _keys().items() for name in names.split()}

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.launch.accelerate.draft import Draft
 from trainwright.launch.accelerate.reading import Source, read_json
-from trainwright.launch.accelerate.values import Part
+from trainwright.launch.accelerate.values import Draft, Part
 from trainwright.paths import user_path
 from trainwright.recipe.strategy_spec import spec_of
 

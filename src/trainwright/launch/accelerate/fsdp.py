@@ -5,8 +5,7 @@ Both versions become torch's FSDP2, which shards parameter by parameter and comp
 
 from __future__ import annotations
 
-from trainwright.launch.accelerate.draft import Draft
-from trainwright.launch.accelerate.values import Part
+from trainwright.launch.accelerate.values import Draft, Part
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _RESHARDS = {

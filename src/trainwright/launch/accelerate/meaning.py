@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from trainwright.errors import RequestError
 from trainwright.launch.accelerate import deepspeed, fsdp
-from trainwright.launch.accelerate.draft import Draft, Note, Problem, Setting
 from trainwright.launch.accelerate.reading import Source, read
 from trainwright.launch.accelerate.sizes import PREFIX, Sizes, apply_sizes, read_sizes
-from trainwright.launch.accelerate.values import Part
+from trainwright.launch.accelerate.values import Draft, Note, Part, Problem, Setting
 from trainwright.recipe.merging import Override
 from trainwright.recipe.yaml_text import Origin
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainwright.launch.accelerate.draft import Draft
-from trainwright.launch.accelerate.values import Part
+from trainwright.launch.accelerate.values import Draft, Part
 from trainwright.recipe.strategy_spec import spec_of
 
 PREFIX = "parallelism_config_"

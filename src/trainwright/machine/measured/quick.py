@@ -114,13 +114,6 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
     return Measured(found, said)
 
 
-def current_measurement(machine: Machine) -> Calibration | None:
-    """Return the earlier measurement of ``machine``, or the one in its description."""
-    if machine.described_by is not None:
-        return _carried(Path(machine.described_by))
-    return load_calibration(measured_file(machine)) if machine.is_here else None
-
-
 def measured_file(machine: Machine, root: Path | None = None) -> Path:
     """Return the path of the measurement file."""
     key = [*hardware(machine), sorted(versions(machine).items())]

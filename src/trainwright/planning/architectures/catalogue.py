@@ -32,11 +32,6 @@ class KnownModel:
         return architecture_of_config(self.config, self.id)
 
 
-def known_models() -> tuple[KnownModel, ...]:
-    """Return all models of the catalogue, in order."""
-    return tuple(dict.fromkeys(_by_id().values()))
-
-
 def known_model(name: str) -> KnownModel | None:
     """Return the model with the id ``name``, with or without its organization, case-insensitive; None if unknown."""
     return _by_id().get(name.strip().lower())

@@ -64,11 +64,6 @@ class Inventory:
         return sum(w.numel for w in self.weights if w.trainable)
 
     @cached_property
-    def trained_count(self) -> int:
-        """The number of trained weights."""
-        return sum(w.trainable for w in self.weights)
-
-    @cached_property
     def largest_trained(self) -> int:
         """The number of elements of the largest trained weight."""
         return max((w.numel for w in self.weights if w.trainable), default=0)

@@ -141,14 +141,14 @@ def _written_block(setting: Setting, kind: BlockKind, recompute: Recompute, inpu
 
 
 @lru_cache(maxsize=512)
-def head_pass(setting: Setting, input_wants: bool = True) -> Pass:
+def head_pass(setting: Setting) -> Pass:
     """Return the pass of the final norm, the head and the loss."""
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
         weights = end_weights(setting.architecture, setting.width, setting.trainable)
         return lambda hidden: finish(tape, setting.architecture, hidden, weights, setting.batch, setting.stack)
 
-    return _run(setting, prepare, input_wants)
+    return _run(setting, prepare, input_wants=True)
 
 
 @lru_cache(maxsize=512)

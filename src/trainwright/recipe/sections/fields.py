@@ -92,3 +92,8 @@ class Section(BaseModel):
     """A section of a recipe. Unknown keys are rejected; a recipe is immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    def changed(self) -> list[str]:
+        """Return the keys whose values are not the defaults: a resolved recipe has every key, written or not."""
+        fields = type(self).model_fields.items()
+        return [key for key, field in fields if getattr(self, key) != field.get_default(call_default_factory=True)]
