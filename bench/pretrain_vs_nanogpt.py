@@ -41,7 +41,7 @@ from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, run_in_child, threads_allowed
 from trainwright.machine.detect import detect
-from trainwright.models.compilation import compile_blocks
+from trainwright.models.causal_lm import compile_blocks
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.planning.resolve import resolve

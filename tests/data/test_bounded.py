@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.commands import trainwright
 from trainwright.data.rows import bounded
 from trainwright.data.rows.bounded import TokenizerError
-from trainwright.data.rows.templates import encode_messages, encode_texts
+from trainwright.data.rows.chat_encoding import encode_messages, encode_texts
+from trainwright.data.tokens.shard_writer import settings_of
 from trainwright.data.tokens.token_worker import Encoder
-from trainwright.data.tokens.tokenize import settings_of
 from trainwright.errors import RequestError
 
 PANICS = "a" * 40 + "b"

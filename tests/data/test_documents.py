@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import environment
 from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
-from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.dataset_cache import Prepared, prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
@@ -140,7 +140,7 @@ LIMITED = """
 import json, sys
 from pathlib import Path
 from tests.support.memory import limit
-from trainwright.data.stream.prepare import prepare
+from trainwright.data.stream.dataset_cache import prepare
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 import datasets, pyarrow.parquet, torch

@@ -22,7 +22,7 @@ from trainwright.data.rows.preparing import prepare_raw
 from trainwright.data.rows.texts import pieces
 from trainwright.data.sources import file_kinds
 from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
-from trainwright.data.stream.prepare import prepare
+from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.schema import Recipe

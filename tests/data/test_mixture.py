@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.dataset_cache import Prepared, prepare
 from trainwright.data.stream.stream import Stream
 from trainwright.data.tokens.lengths import lengths_of
 from trainwright.data.tokens.mixture import Part, drawn, parts_of, shares

@@ -12,7 +12,7 @@ import pytest
 from trainwright.data.check import check_rows
 from trainwright.data.rows.kinds import ANY, EXAMPLES, PAIRS
 from trainwright.data.rows.texts import pieces
-from trainwright.data.stream.prepare import prepare
+from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import read
 from trainwright.models.tokenization.bytes import bytes_tokenizer

@@ -11,7 +11,7 @@ import pytest
 from trainwright.data.rows.kinds import ANSWERS, EXAMPLES, PAIRS
 from trainwright.data.rows.pairs import CHOSEN, REJECTED, to_labelled, to_pair
 from trainwright.data.stream.batch import collate
-from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.dataset_cache import Prepared, prepare
 from trainwright.data.stream.stream import Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError

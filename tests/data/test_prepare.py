@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.dataset_cache import Prepared, prepare
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.schema import DataSection
@@ -167,7 +167,7 @@ def test_a_second_run_reads_nothing(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", ROWS)
     first = run(tmp_path, train=name)
     code = (
-        "import sys; from pathlib import Path; from trainwright.data.stream.prepare import prepare\n"
+        "import sys; from pathlib import Path; from trainwright.data.stream.dataset_cache import prepare\n"
         "from trainwright.models.tokenization.bytes import bytes_tokenizer\n"
         "from trainwright.recipe.schema import DataSection\n"
         "opened = []; sys.addaudithook(lambda event, args: event == 'open' and opened.append(args[0]))\n"
@@ -213,7 +213,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, lost: str) -> None:
 def test_one_process_builds_and_the_others_wait(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", ROWS * 50)
     code = (
-        "from pathlib import Path; from trainwright.data.stream.prepare import prepare\n"
+        "from pathlib import Path; from trainwright.data.stream.dataset_cache import prepare\n"
         "from trainwright.models.tokenization.bytes import bytes_tokenizer\n"
         "from trainwright.recipe.schema import DataSection\n"
         f"found = prepare(DataSection(train={name!r}), bytes_tokenizer(), seed=0, "

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from trainwright.data.rows.templates import ChatEncoder, TurnsError, encode_messages, encode_texts
+from trainwright.data.rows.chat_encoding import ChatEncoder, TurnsError, encode_messages, encode_texts
 from trainwright.errors import RequestError
 
 SYSTEM = {"role": "system", "content": "Be brief."}

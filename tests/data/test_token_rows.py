@@ -9,7 +9,7 @@ import pytest
 from tokenizers import processors
 
 from tests.data.test_tokenize import made, rows, text
-from trainwright.data.rows.templates import ChatEncoder, _flags
+from trainwright.data.rows.chat_encoding import ChatEncoder, _flags
 from trainwright.data.sources.shards import tokenizer_fingerprint
 from trainwright.data.stream.windows import WindowDataset, divided, everything
 from trainwright.data.tokens.token_rows import windows_of

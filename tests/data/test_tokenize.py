@@ -23,8 +23,8 @@ from trainwright.data.rows.texts import Piece, pieces
 from trainwright.data.sources.corpora import whole_documents
 from trainwright.data.sources.reading import read_rows
 from trainwright.data.sources.shards import Shards
-from trainwright.data.tokens.tokenize import tokenize
-from trainwright.data.tokens.word_tokens import WordTokens
+from trainwright.data.tokens.shard_writer import tokenize
+from trainwright.data.tokens.token_worker import WordTokens
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.models.tokenization.trained import make_tokenizer, trained_tokenizer
@@ -126,7 +126,7 @@ def test_stopped_or_killed_at_any_moment_it_goes_on_without_a_lost_or_repeated_d
 
 
 def test_a_position_within_a_document_is_one_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.data.tokens.tokenize._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("trainwright.data.tokens.shard_writer._SAVE_SECONDS", 0.0)
     (tmp_path / "large.txt").write_text(text(4_000_000))
     whole = made(tmp_path / "whole", tmp_path / "large.txt")
 
@@ -162,7 +162,7 @@ def test_of_a_text_that_is_wrong_nothing_is_left(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "new").exists()
     assert not list((tmp_path / "there").iterdir())
     # What was safely written is kept: a source that could not be had may be had the next time.
-    monkeypatch.setattr("trainwright.data.tokens.tokenize._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("trainwright.data.tokens.shard_writer._SAVE_SECONDS", 0.0)
     (tmp_path / "wrong.txt").write_bytes(text(4_000_000).encode() + b"\xff")
     with pytest.raises(RequestError, match="not UTF-8"):
         made(tmp_path / "new", tmp_path / "wrong.txt")

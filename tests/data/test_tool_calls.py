@@ -10,7 +10,7 @@ import pytest
 from trainwright.data.rows.formats import to_example
 from trainwright.data.rows.preparing import prepare_raw
 from trainwright.data.rows.style import style
-from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.dataset_cache import Prepared, prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection

@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.test_tokenize import made, rows, text
 from trainwright.data.sources.shards import Shards
-from trainwright.data.stream.batch_sizes import BatchSizes
-from trainwright.data.stream.stream import MicroBatch, Stream
+from trainwright.data.stream.stream import BatchSizes, MicroBatch, Stream
 from trainwright.data.stream.windows import WindowDataset, collate_windows, divided, everything
 from trainwright.data.tokens.mixture import parts_of
 from trainwright.errors import RequestError

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainwright.evaluation.columns import Column
-from trainwright.evaluation.intervals import difference, estimate
-from trainwright.evaluation.metrics.likelihood import likelihood_columns
+from trainwright.evaluation.columns import Column, difference, estimate
+from trainwright.evaluation.measure import likelihood_columns
 from trainwright.inference.scoring import TokenScores
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.rows.templates import encode_messages
+from trainwright.data.rows.chat_encoding import encode_messages
 from trainwright.errors import RequestError
 from trainwright.inference.asking import Asker, read_questions
 from trainwright.models.tokenization.bytes import bytes_tokenizer

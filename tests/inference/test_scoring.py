@@ -12,7 +12,7 @@ import torch
 
 from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import ROWS, Runs
-from trainwright.data.rows.templates import ChatEncoder
+from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.inference.scoring import score
 from trainwright.models.causal_lm import CausalLM

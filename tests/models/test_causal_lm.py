@@ -14,7 +14,7 @@ from trainwright.data.stream.stream import Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
-from trainwright.models.packable import check_packable
+from trainwright.models.supported import check_packable
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

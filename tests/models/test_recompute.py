@@ -19,8 +19,7 @@ from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.stream import Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.models.causal_lm import CausalLM
-from trainwright.models.compilation import compile_blocks
+from trainwright.models.causal_lm import CausalLM, compile_blocks
 from trainwright.models.recompute import save_activation_memory
 
 SIZES: dict[str, Any] = {

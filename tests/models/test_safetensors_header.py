@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainwright.errors import RequestError
-from trainwright.models.files.safetensors_header import DamagedFile, read_header
+from trainwright.models.files.safetensors_files import DamagedFile, read_header
 from trainwright.models.source import check_directory
 
 

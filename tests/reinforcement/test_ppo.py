@@ -10,7 +10,8 @@ from torch.nn.functional import log_softmax, mse_loss
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import returns_of_episodes
 from trainwright.reinforcement.sources.networks import Networks
-from trainwright.reinforcement.sources.ppo import Ppo, PpoSettings, advantages, surrogate_slopes
+from trainwright.reinforcement.sources.ppo import Ppo, advantages, surrogate_slopes
+from trainwright.reinforcement.sources.settings import PpoSection
 
 GOALS, SAMPLES, INPUTS, HIDDEN, ACTIONS = 3, 11, 2, 7, 5
 CLIP = 0.2
@@ -119,7 +120,7 @@ def test_rewards_that_are_all_raised_or_scaled_teach_the_same() -> None:
     environment = make("bandit", arms=4, horizon=1, rewards="gaussian", noise=0.0)
     means = torch.tensor([0.125, 0.75, 0.25, 0.5])
     tasks = torch.stack([means, means + 4, 8 * means - 3])
-    settings = PpoSettings(
+    settings = PpoSection(
         rollout_steps=10, batch_size=20, epochs=4, learning_rate=3e-3, value_coefficient=0.0, max_grad_norm=1e9
     )
     learner = Ppo(environment, tasks, torch.zeros(3, dtype=torch.int64), 4, settings)
@@ -135,7 +136,7 @@ def test_rewards_that_are_all_raised_or_scaled_teach_the_same() -> None:
 
 def test_a_goal_learns_the_same_whichever_are_beside_it() -> None:
     environment = make("darkroom", size=3, horizon=5)
-    settings = PpoSettings(rollout_steps=10, batch_size=10, epochs=2)
+    settings = PpoSection(rollout_steps=10, batch_size=10, epochs=2)
     tasks, seeds = environment.tasks()[[0, 5, 8]], torch.tensor([4, 5, 6])
     together = Ppo(environment, tasks, seeds, 6, settings).learn(40)
     alone = Ppo(environment, tasks[1:2], seeds[1:2], 6, settings).learn(40)
@@ -148,7 +149,7 @@ def test_it_learns_and_keeps_what_happened() -> None:
     environment = make("darkroom", size=5, horizon=10)
     tasks = torch.tensor([[0, 1], [3, 3]])
     told: list[float] = []
-    settings = PpoSettings(rollout_steps=20, batch_size=50, epochs=8, learning_rate=2e-3)
+    settings = PpoSection(rollout_steps=20, batch_size=50, epochs=8, learning_rate=2e-3)
     recording = Ppo(environment, tasks, torch.tensor([1, 2]), 20, settings).learn(250, told.append)
     assert told == sorted(told) and told[-1] == 1.0
     for index, best in enumerate(environment.optimal_return(tasks).tolist()):
@@ -171,7 +172,7 @@ def test_names_are_given_to_the_networks_one_by_one() -> None:
         torch.tensor([[0.1, 0.1, 0.9, 0.1]]),
         torch.tensor([0]),
         20,
-        PpoSettings(rollout_steps=10, batch_size=20, epochs=8, learning_rate=3e-3),
+        PpoSection(rollout_steps=10, batch_size=20, epochs=8, learning_rate=3e-3),
     ).learn(150)
     actions = recording.goal(0).actions
     assert (actions[:10] == 2).mean() < 0.4 and (actions[-10:] == 2).mean() > 0.8

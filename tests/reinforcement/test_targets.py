@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from trainwright.reinforcement.environments import make
-from trainwright.reinforcement.sources.ppo import Ppo, PpoSettings
-from trainwright.reinforcement.sources.tables import QLearningSettings, Tables, _QTable
+from trainwright.reinforcement.sources.ppo import Ppo
+from trainwright.reinforcement.sources.settings import PpoSection, QLearningSection
+from trainwright.reinforcement.sources.tables import Tables, _QTable
 
 
 class Watched(Ppo):
@@ -22,7 +23,7 @@ class Watched(Ppo):
 def test_values_are_taught_the_discounted_rewards_to_the_end_of_the_episode() -> None:
     environment = make("bandit", arms=3, horizon=5, rewards="gaussian", noise=0.0)
     tasks = torch.tensor([[0.2, 0.9, 0.4], [1.5, 0.1, 0.3]])
-    settings = PpoSettings(rollout_steps=10, batch_size=20, epochs=1, gamma=0.8, gae_lambda=1.0)
+    settings = PpoSection(rollout_steps=10, batch_size=20, epochs=1, gamma=0.8, gae_lambda=1.0)
     learner = Watched(environment, tasks, torch.arange(2), 4, settings)
     learner.learn(20)
     rollout, gains, returns = learner.taught
@@ -38,7 +39,7 @@ def test_values_are_taught_the_discounted_rewards_to_the_end_of_the_episode() ->
 
 def test_nothing_is_expected_beyond_a_terminal_state() -> None:
     environment = make("darkroom", size=3, horizon=4)
-    table = _QTable(QLearningSettings(learning_rate=1.0, gamma=0.5, optimism=2.0), 2, environment)
+    table = _QTable(QLearningSection(learning_rate=1.0, gamma=0.5, optimism=2.0), 2, environment)
     zero, one = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
     table.learn(zero, zero, torch.tensor([1.0, 1.0]), one, torch.tensor([True, False]))
     assert table.values[:, 0, 0].tolist() == [1.0, 2.0]
@@ -48,7 +49,7 @@ def test_nothing_is_expected_beyond_a_terminal_state() -> None:
 def test_an_episode_that_its_time_limit_ends_is_not_learnt_as_over() -> None:
     environment = make("darkroom", size=3, horizon=4)
     tasks = environment.tasks()[:5]
-    settings = QLearningSettings(learning_rate=0.5, gamma=0.9, epsilon=0.3, optimism=0.5)
+    settings = QLearningSection(learning_rate=0.5, gamma=0.9, epsilon=0.3, optimism=0.5)
     learner = Tables(environment, tasks, torch.arange(5), 1, settings)
     recording = learner.learn(12)
     found = learner._table.values  # type: ignore[attr-defined]

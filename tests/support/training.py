@@ -23,7 +23,7 @@ from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
-from trainwright.models.compilation import compile_blocks
+from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import World, join, leave

@@ -19,10 +19,10 @@ from trainwright.models.history.model import HistoryModel, HistoryShape
 from trainwright.models.history.objective import HistoryObjective, Weights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories, History, write
+from trainwright.reinforcement.sources.settings import SourceSection
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, evaluate_random
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
-from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 from trainwright.tasks.algorithm_distillation.task import other_source, short_histories
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 

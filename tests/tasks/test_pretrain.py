@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.training import Case, Trained, train
-from trainwright.data.tokens.token_bytes import token_bytes
 from trainwright.engine.muon import Muon, orthogonalised
 from trainwright.engine.progress import Losses, Noise
 from trainwright.errors import RequestError
@@ -21,6 +20,7 @@ from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.planning.facts import facts_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import OptimizerSection
+from trainwright.tasks.pretrain.task import token_bytes
 
 RECIPES = sorted((ROOT / "recipes" / "pretrain").glob("*.yaml"))
 GPT = "{model_type: gpt, variant: modern, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, \

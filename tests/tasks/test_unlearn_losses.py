@@ -15,10 +15,9 @@ from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.tasks.unlearn.formulas import ascended, direction
 from trainwright.tasks.unlearn.losses import Counts, Found, Losses
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.objectives.activations import direction
-from trainwright.tasks.unlearn.objectives.dual import ascended
 from trainwright.tasks.unlearn.section import UnlearnSection
 
 # Of two examples: a forget row, its refusal and a retain row, as (tokens, how many at the end are targets, role).

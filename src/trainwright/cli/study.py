@@ -65,9 +65,8 @@ class _StudySteps:
 
     def walk(self) -> Results:
         """Run the parts that are not finished, and return the results of all."""
-        from trainwright.evaluation.unlearning.study.chart import draw
         from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
-        from trainwright.evaluation.unlearning.study.results import Results
+        from trainwright.evaluation.unlearning.study.results import Results, draw
 
         names = list(self._study.study.objectives)
         (self._directory / _ASKED).mkdir(parents=True, exist_ok=True)

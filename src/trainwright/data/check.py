@@ -22,7 +22,7 @@ from trainwright.text import plural, they
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainwright.data.rows.templates import Encoded
+    from trainwright.data.rows.chat_encoding import Encoded
     from trainwright.recipe.sections.data import SourceSection
 
 _SHOWN = 20
@@ -126,8 +126,8 @@ def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, k
     """
     from trainwright.data.rows.texts import pieces
     from trainwright.data.sources.shards import Shards, is_shards
+    from trainwright.data.tokens.shard_writer import settings_of
     from trainwright.data.tokens.token_worker import Encoder
-    from trainwright.data.tokens.tokenize import settings_of
 
     found = Checked(source.source, layout=_CORPUS)
     if is_shards(source.source):
@@ -149,7 +149,7 @@ Encode = Callable[[list[Any]], "list[Encoded]"]
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase, layout: str) -> Encode:
-    from trainwright.data.rows.templates import ChatEncoder, encode_texts
+    from trainwright.data.rows.chat_encoding import ChatEncoder, encode_texts
 
     return functools.partial(encode_texts, tokenizer) if layout == "text" else ChatEncoder(tokenizer).encode
 

@@ -1,4 +1,4 @@
-"""Measure one model on the rows, by all ranks together, and store the results."""
+"""Measure one model on the rows, by all ranks together, store the results, and compare those of two models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from trainwright.evaluation.columns import Column
-from trainwright.evaluation.metrics.likelihood import FINISH, likelihood_columns
+from trainwright.evaluation.columns import Column, Estimate, difference
 from trainwright.evaluation.metrics.registry import LIKELIHOODS, Judge
 from trainwright.evaluation.rows import EncodedRows, Prompts
 from trainwright.inference.answering import answer_all
@@ -184,3 +184,59 @@ def _samples(
 
 def _finish(name: str) -> list[Any]:
     return [FINISH[name]] if name in FINISH else []
+
+
+Floats = npt.NDArray[np.float64]
+
+
+# Applied to the mean of a column.
+FINISH = {"perplexity": np.exp}
+
+
+def likelihood_columns(
+    names: Sequence[str], rows: Sequence[TokenScores], last_turn: Sequence[int]
+) -> dict[str, Column]:
+    """Return the columns of ``names`` over scored rows.
+
+    Args:
+        last_turn: for each row, how many of its last targets belong to its last answer.
+    """
+    losses = [row.losses.astype(np.float64) for row in rows]
+    targets = np.array([len(each) for each in losses], dtype=np.float64)
+    totals = np.array([each.sum() for each in losses])
+    probabilities = [answer_probability(each, count) for each, count in zip(losses, last_turn, strict=True)]
+    made = {
+        "loss": Column(totals, targets),
+        "perplexity": Column(totals, targets, FINISH["perplexity"]),
+        "token_accuracy": Column(np.array([float(row.correct.sum()) for row in rows]), targets),
+        "answer_probability": Column(np.array(probabilities), np.array([float(count > 0) for count in last_turn])),
+    }
+    return {name: made[name] for name in names if name in made}
+
+
+def answer_probability(losses: Floats, count: int) -> float:
+    """Return the geometric mean of the probabilities of the last ``count`` targets, P(answer | question)^(1 / tokens),
+    as in TOFU (arXiv 2401.06121); 0 if there are none.
+    """
+    return float(np.exp(-losses[len(losses) - count :].mean())) if count else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences, first minus second, by metric."""
+
+    differences: dict[str, Estimate]
+    notes: list[str] = field(default_factory=list)
+
+
+def compare(one: Measured, other: Measured) -> Comparison:
+    """Return the paired differences of all comparable metrics. Both must be measured on the same rows."""
+    names = [name for name in one.columns if name in other.columns]
+    notes = []
+    if one.tokens != other.tokens and any(name in LIKELIHOODS for name in names):
+        notes.append(
+            "the two models have different tokenizers, chat templates or lengths, so their likelihoods cannot be "
+            "compared"
+        )
+        names = [name for name in names if name not in LIKELIHOODS]
+    return Comparison({name: difference(one.columns[name], other.columns[name]) for name in names}, notes)

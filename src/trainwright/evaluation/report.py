@@ -18,9 +18,8 @@ from typing import Any
 
 from trainwright import __version__
 from trainwright.errors import RequestError
-from trainwright.evaluation.comparison import Comparison
-from trainwright.evaluation.intervals import CONFIDENCE, Estimate, estimate
-from trainwright.evaluation.measure import Measured
+from trainwright.evaluation.columns import CONFIDENCE, Estimate, estimate
+from trainwright.evaluation.measure import Comparison, Measured
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from trainwright.data.stream.prepare import prepare as prepare_data
+from trainwright.data.stream.dataset_cache import prepare as prepare_data
 from trainwright.errors import RequestError
 from trainwright.evaluation.asked import QUICK_ROWS, USUAL_ANSWERS, Asked
-from trainwright.evaluation.comparison import compare
-from trainwright.evaluation.measure import Measured, Origins, measure
+from trainwright.evaluation.measure import Measured, Origins, compare, measure
 from trainwright.evaluation.metrics.extraction import AnswerMatch
 from trainwright.evaluation.metrics.registry import LIKELIHOODS, Judge, judges
 from trainwright.evaluation.report import Report

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.rows.bounded import tokenized
+from trainwright.data.rows.chat_encoding import ChatEncoder, TurnsError
 from trainwright.data.rows.formats import to_example
 from trainwright.data.rows.layouts import Layout, check_format
-from trainwright.data.rows.templates import ChatEncoder, TurnsError
 from trainwright.data.rows.turns import Message
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, read_text

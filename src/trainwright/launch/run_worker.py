@@ -28,7 +28,7 @@ from trainwright.launch.process import console, keep_freed_memory, set_fresh, th
 from trainwright.launch.relaunch import is_replan_asked
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.files import check_libraries
-from trainwright.models.compilation import compile_blocks
+from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.quantisation import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.plan_watch import PlanWatch, Watched

@@ -7,7 +7,7 @@ positions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from torch import nn
 
 from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
+from trainwright.models import attention
 from trainwright.models.attention import DOCUMENTS, UnpackableError, register
 from trainwright.models.losses.linear_cross_entropy import (
     linear_cross_entropy,
@@ -27,7 +28,6 @@ from trainwright.models.losses.tied_embedding import shared_gradient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
 
 # Maps the negative log-likelihood of every target [N] (fp32, nats) and the batch to a scalar to minimize.
 Objective = Callable[[torch.Tensor, Batch], torch.Tensor]
@@ -250,3 +250,11 @@ def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
     elif getattr(config, "logits_scaling", None) is not None:  # Granite
         scale = 1.0 / float(config.logits_scaling)
     return {"softcap": getattr(config, "final_logit_softcapping", None), "logit_scale": scale}
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Compile each block in place. The first passes are slow; packs of any length then use the same code."""
+    # A loop over documents differs for every batch, so it runs uncompiled between compiled parts.
+    attention._each_document = torch.compiler.disable(attention._each_document)
+    for block in blocks:
+        block.compile(dynamic=True)

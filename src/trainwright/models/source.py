@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import RequestError
-from trainwright.models.files.safetensors_header import DamagedFile, read_header
+from trainwright.models.files.safetensors_files import DamagedFile, read_header
 from trainwright.models.tokenization.stored import TOKENIZER_FILES
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json

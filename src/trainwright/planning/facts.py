@@ -11,8 +11,7 @@ from trainwright.data.tokens.lengths import Lengths, check_length, estimate, rec
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt.variants import MODEL_TYPE
-from trainwright.models.packable import check_packable, unpackable
-from trainwright.models.supported import check_trainable
+from trainwright.models.supported import check_packable, check_trainable, unpackable
 from trainwright.paths import user_path
 from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture

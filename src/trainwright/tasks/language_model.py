@@ -15,7 +15,7 @@ from torch import nn
 from trainwright.data.preflight import refuse_unused_template
 from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.dataset_cache import Prepared, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember

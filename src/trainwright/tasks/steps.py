@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from trainwright.data.stream.batch_sizes import BatchSizes
-from trainwright.data.stream.stream import Data, Stream
+from trainwright.data.stream.stream import BatchSizes, Data, Stream
 from trainwright.recipe.schema import Recipe
 
 

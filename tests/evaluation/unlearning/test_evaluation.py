@@ -16,7 +16,7 @@ from scipy.stats import ks_2samp
 from tests.evaluation.unlearning.benchmark import write_model, write_tofu
 from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import Finished, Runs
-from trainwright.data.rows.templates import encode_messages
+from trainwright.data.rows.chat_encoding import encode_messages
 from trainwright.evaluation.unlearning.registry import METRICS
 
 _MOST = [name for name in METRICS if name not in ("verbatim_memorisation", "choice_accuracy")]

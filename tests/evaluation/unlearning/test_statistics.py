@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import hmean, ks_2samp
 from sklearn.metrics import roc_auc_score
 
-from trainwright.evaluation.unlearning import membership, memorisation, text_quality, tofu
+from trainwright.evaluation.unlearning import membership, text_quality, tofu
 
 
 def test_truth_ratio_by_hand() -> None:
@@ -67,8 +67,8 @@ def test_model_utility_is_a_harmonic_mean_of_nine() -> None:
 )
 def test_memorisation_by_hand(correct: list[bool], exact: float, strength: float) -> None:
     flags = np.array(correct, dtype=np.bool_)
-    assert memorisation.exact_memorisation(flags) == exact
-    assert memorisation.extraction_strength(flags) == strength
+    assert membership.exact_memorisation(flags) == exact
+    assert membership.extraction_strength(flags) == strength
 
 
 def test_attacks_by_hand() -> None:

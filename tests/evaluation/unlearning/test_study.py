@@ -12,9 +12,8 @@ from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning.study.chart import draw
 from trainwright.evaluation.unlearning.study.file import load_study
-from trainwright.evaluation.unlearning.study.results import Results
+from trainwright.evaluation.unlearning.study.results import Results, draw
 from trainwright.evaluation.unlearning.study.rows import write_rows
 
 STUDY = """\

@@ -45,7 +45,7 @@ def tokenize(
     a document.
     """
     from trainwright.data.stream.pretraining import identity_of
-    from trainwright.data.tokens.tokenize import tokenize as write
+    from trainwright.data.tokens.shard_writer import tokenize as write
     from trainwright.errors import Stopped
     from trainwright.machine.detect import detect
     from trainwright.models.load import load_tokenizer

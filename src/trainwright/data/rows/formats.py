@@ -14,8 +14,7 @@ from collections import Counter
 from typing import TypeAlias
 
 from trainwright.data.rows.layouts import Layout
-from trainwright.data.rows.tool_calls import tools_of
-from trainwright.data.rows.turns import Message, names_of, turns_field
+from trainwright.data.rows.turns import Message, names_of, tools_of, turns_field
 from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
 

@@ -92,7 +92,7 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
 def _made(
     source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, directory: Path, identity: Any
 ) -> Shards:
-    from trainwright.data.tokens.tokenize import tokenize
+    from trainwright.data.tokens.shard_writer import tokenize
 
     if (directory / "shards.json").is_file():
         try:

@@ -15,10 +15,37 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.stream.batch_sizes import BatchSizes
 from trainwright.data.tokens.dataset import Companions
 from trainwright.data.tokens.mixture import Part, drawn, permuted
 from trainwright.data.tokens.packing import best_fit_decreasing
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """``final`` examples per step; in the first ``steps`` steps the number grows linearly from ``initial``."""
+
+    final: int
+    initial: int | None = None
+    steps: int = 0
+
+    def at(self, step: int) -> int:
+        """Return the number of examples of ``step``, counted from 0."""
+        if self.initial is None or step >= self.steps:
+            return self.final
+        return self.initial + (self.final - self.initial) * step // self.steps
+
+    def before(self, step: int) -> int:
+        """Return the number of examples of all steps before ``step``."""
+        growing = min(step, self.steps) if self.initial is not None else 0
+        return sum(map(self.at, range(growing))) + (step - growing) * self.final
+
+    def steps_for(self, examples: int) -> int:
+        """Return the number of steps for ``examples`` examples; the last step may be smaller."""
+        ends = np.cumsum([self.at(step) for step in range(self.steps if self.initial is not None else 0)], dtype=int)
+        if len(ends) and examples <= ends[-1]:
+            return int(np.searchsorted(ends, examples, side="left")) + 1
+        grown = int(ends[-1]) if len(ends) else 0
+        return len(ends) + -(-(examples - grown) // self.final)
 
 
 class Examples(Protocol):

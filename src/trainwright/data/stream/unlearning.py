@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainwright.data.rows.kinds import EXAMPLES, FORGET, RETAIN
-from trainwright.data.stream.prepare import writable
+from trainwright.data.stream.dataset_cache import writable
 from trainwright.data.tokens.dataset import Companions, TokenDataset
 from trainwright.data.tokens.mixture import permuted
 from trainwright.errors import RequestError

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.rows.formats import NoTarget
 from trainwright.data.rows.kinds import Kind
 from trainwright.data.rows.layouts import Layout, columns_not_used
-from trainwright.data.rows.templates import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
-from trainwright.data.tokens.token_files import TokenSpool, header
+from trainwright.data.tokens.dataset import TokenSpool, header
 from trainwright.errors import RequestError
 from trainwright.text import plural, they
 

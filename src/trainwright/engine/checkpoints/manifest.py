@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import TrainingError
-from trainwright.models.files.safetensors_header import DamagedFile, read_header
+from trainwright.models.files.safetensors_files import DamagedFile, read_header
 
 FORMAT = 1
 MANIFEST, STATE, RECIPE = "manifest.json", "state.json", "recipe.yaml"

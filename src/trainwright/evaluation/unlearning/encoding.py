@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainwright.data.rows.bounded import tokenized
-from trainwright.data.rows.templates import ChatEncoder, Encoded, TurnsError
+from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded, TurnsError
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import fingerprint

@@ -1,4 +1,4 @@
-"""Membership inference: whether a model distinguishes its training texts from unseen ones.
+"""Memorisation of texts, and membership inference: whether a model distinguishes its training texts from unseen ones.
 
 Every attack gives a text a score that is low if the model has seen it. Its AUC is 1 if all members score below all
 others, and 0.5 for a random guess.
@@ -63,3 +63,21 @@ def privleak(found: float, reference: float) -> float:
     """
     unseen = 1 - reference
     return float("inf") if unseen == 0 else 100 * ((1 - found) - unseen) / unseen
+
+
+Bools = npt.NDArray[np.bool_]
+
+
+def exact_memorisation(correct: Bools) -> float:
+    """Return the fraction of tokens that are the most probable ones after their prefix (Tirumala et al., arXiv
+    2205.10770).
+    """
+    return float(correct.mean()) if len(correct) else 0.0
+
+
+def extraction_strength(correct: Bools) -> float:
+    """Return the fraction of tokens at the end that are predicted right given their prefix: 1 - k / n for the smallest
+    k from which on every token is the most probable one (Carlini et al., arXiv 2012.07805; as in arXiv 2406.09179).
+    """
+    wrong = np.flatnonzero(~correct)
+    return 1.0 - (int(wrong[-1]) + 1) / len(correct) if len(wrong) else float(len(correct) > 0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainwright.errors import RequestError
 from trainwright.evaluation.metrics.overlap import Overlap, rouge_l
-from trainwright.evaluation.unlearning import membership, memorisation, text_quality, tofu
+from trainwright.evaluation.unlearning import membership, text_quality, tofu
 
 if TYPE_CHECKING:
     from trainwright.evaluation.unlearning.findings import Findings, Floats, SetScores
@@ -96,7 +96,7 @@ def _model_utility(found: Findings) -> Values:
     return {"all": tofu.model_utility([part[name] for part in parts for name in QUESTIONS[1:]])}
 
 
-def _memorised(measure: Callable[[memorisation.Bools], float]) -> Callable[[Findings], Values]:
+def _memorised(measure: Callable[[membership.Bools], float]) -> Callable[[Findings], Values]:
     def compute(found: Findings) -> Values:
         name = "verbatim" if "verbatim" in found.scores else "forget"
         scores = found.scores[name]
@@ -189,8 +189,8 @@ METRICS: dict[str, Metric] = {
     "knowledge_memorisation": Metric(
         _rouge(lambda overlap: overlap.f1, QUESTIONS[:2]), QUESTIONS[:2], ("forget", "retain"), answers=True
     ),
-    "exact_memorisation": Metric(_memorised(memorisation.exact_memorisation), _TEXTS),
-    "extraction_strength": Metric(_memorised(memorisation.extraction_strength), _TEXTS),
+    "exact_memorisation": Metric(_memorised(membership.exact_memorisation), _TEXTS),
+    "extraction_strength": Metric(_memorised(membership.extraction_strength), _TEXTS),
     "mia_loss": Metric(
         _on_losses(lambda losses, text: membership.loss_attack(losses)), _MEMBERS, ("forget", "holdout")
     ),

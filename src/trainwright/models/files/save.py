@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import TrainingError
 from trainwright.models.configuration import making, restore_source
-from trainwright.models.files.weight_files import write_weights
+from trainwright.models.files.safetensors_files import write_weights
 
 if TYPE_CHECKING:
     import torch

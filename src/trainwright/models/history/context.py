@@ -11,8 +11,7 @@ from dataclasses import fields
 
 import torch
 
-from trainwright.models.history.blocks import KeyValueCache
-from trainwright.models.history.model import HistoryModel, HistoryShape, Steps
+from trainwright.models.history.model import HistoryModel, HistoryShape, KeyValueCache, Steps
 
 
 class Context:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from trainwright.errors import RequestError
+from trainwright.models.files.safetensors_files import write_weights
 from trainwright.models.files.save import replacing
-from trainwright.models.files.weight_files import write_weights
 from trainwright.models.history.model import HistoryModel, HistoryShape
 
 WEIGHTS, ABOUT = "model.safetensors", "agent.json"

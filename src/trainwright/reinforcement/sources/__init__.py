@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainwright.reinforcement.environments import Environment
-    from trainwright.reinforcement.sources.recording import Recording
+    from trainwright.reinforcement.histories import Recording
 
 # Keys of a source that are not settings of its algorithm.
 _COMMON = ("name", "streams", "steps", "seed")
@@ -29,11 +29,12 @@ def learners(environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor,
     Args:
         source: ``name`` (ppo, q-learning or ucb), ``streams``, and the algorithm's settings.
     """
-    from trainwright.reinforcement.sources.ppo import Ppo, PpoSettings
-    from trainwright.reinforcement.sources.tables import QLearningSettings, Tables, UcbSettings
+    from trainwright.reinforcement.sources.ppo import Ppo
+    from trainwright.reinforcement.sources.settings import PpoSection, QLearningSection, UcbSection
+    from trainwright.reinforcement.sources.tables import Tables
 
     own = {key: value for key, value in source.items() if key not in _COMMON}
     if source["name"] == "ppo":
-        return Ppo(environment, tasks, seeds, source["streams"], PpoSettings(**own))
-    settings = QLearningSettings(**own) if source["name"] == "q-learning" else UcbSettings(**own)
+        return Ppo(environment, tasks, seeds, source["streams"], PpoSection(**own))
+    settings = QLearningSection(**own) if source["name"] == "q-learning" else UcbSection(**own)
     return Tables(environment, tasks, seeds, source["streams"], settings)

@@ -14,32 +14,17 @@ import torch
 from torch.nn.functional import one_hot
 
 from trainwright.reinforcement.environments import Environment, VectorEnvironment
+from trainwright.reinforcement.histories import Recording
 from trainwright.reinforcement.random_numbers import mixed, uniform
 from trainwright.reinforcement.sources.networks import Networks
-from trainwright.reinforcement.sources.recording import Recording
-
-
-@dataclass(frozen=True)
-class PpoSettings:
-    """The recipe's settings under ``source``."""
-
-    learning_rate: float = 3e-4
-    rollout_steps: int = 80
-    batch_size: int = 40
-    epochs: int = 20
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    clip_range: float = 0.2
-    value_coefficient: float = 0.5
-    max_grad_norm: float = 0.5
-    hidden_size: int = 64
+from trainwright.reinforcement.sources.settings import PpoSection
 
 
 class Ppo:
     """Learners of several goals, stepped together. A goal's history does not depend on the other goals."""
 
     def __init__(
-        self, environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor, streams: int, settings: PpoSettings
+        self, environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor, streams: int, settings: PpoSection
     ) -> None:
         """Args:
         tasks: ``[goals, p]``.

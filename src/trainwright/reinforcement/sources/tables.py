@@ -6,38 +6,15 @@ They take seconds where PPO takes minutes, and give every stream its own history
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from trainwright.errors import RequestError
 from trainwright.reinforcement.environments import Environment
+from trainwright.reinforcement.histories import Recording
 from trainwright.reinforcement.random_numbers import mixed, uniform
-from trainwright.reinforcement.sources.recording import Recording
-
-
-@dataclass(frozen=True)
-class QLearningSettings:
-    """The recipe's settings under ``source``.
-
-    Attributes:
-        learning_rate: how far an estimate moves towards a new observation.
-        epsilon: the probability of a random action.
-        optimism: the initial value of every action, so that all are tried.
-    """
-
-    learning_rate: float = 0.5
-    gamma: float = 0.9
-    epsilon: float = 0.05
-    optimism: float = 0.5
-
-
-@dataclass(frozen=True)
-class UcbSettings:
-    """The recipe's settings under ``source``: ``exploration`` times sqrt(ln t / n) is added to an arm's mean."""
-
-    exploration: float = 1.0
+from trainwright.reinforcement.sources.settings import QLearningSection, UcbSection
 
 
 class _Table(Protocol):
@@ -64,14 +41,14 @@ class Tables:
         tasks: torch.Tensor,
         seeds: torch.Tensor,
         streams: int,
-        settings: QLearningSettings | UcbSettings,
+        settings: QLearningSection | UcbSection,
     ) -> None:
         """Args: as ``Ppo``.
 
         Raises:
             RequestError: UCB is asked to learn where there is more than one state.
         """
-        if isinstance(settings, UcbSettings) and environment.state_count > 1:
+        if isinstance(settings, UcbSection) and environment.state_count > 1:
             raise RequestError(f"source ucb: learns one state, and {environment.name} has more; use q-learning or ppo")
         self.environment = environment
         self.goals, self.streams = len(tasks), streams
@@ -83,7 +60,7 @@ class Tables:
         learners = self.goals * streams
         self._table: _Table = (
             _QTable(settings, learners, environment)
-            if isinstance(settings, QLearningSettings)
+            if isinstance(settings, QLearningSection)
             else _Arms(settings, learners, environment)
         )
 
@@ -106,7 +83,7 @@ class Tables:
 class _QTable:
     """Estimates ``[n, states, actions]``. The horizon is not observed, so values are bootstrapped beyond it."""
 
-    def __init__(self, settings: QLearningSettings, learners: int, environment: Environment) -> None:
+    def __init__(self, settings: QLearningSection, learners: int, environment: Environment) -> None:
         self.settings = settings
         self.rows = torch.arange(learners)
         self.values = torch.full((learners, environment.state_count, environment.action_count), settings.optimism)
@@ -133,7 +110,7 @@ class _QTable:
 class _Arms:
     """Mean rewards of the arms ``[n, arms]``, and how often each was tried."""
 
-    def __init__(self, settings: UcbSettings, learners: int, environment: Environment) -> None:
+    def __init__(self, settings: UcbSection, learners: int, environment: Environment) -> None:
         self.settings = settings
         self.rows = torch.arange(learners)
         self.sums = torch.zeros(learners, environment.action_count)

@@ -20,10 +20,10 @@ from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories
+from trainwright.reinforcement.sources.settings import SourceSection
 from trainwright.tasks.algorithm_distillation.goals import HELD_BACK_BY, Goals, find_goals
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, mean_over_last
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
-from trainwright.tasks.algorithm_distillation.source_section import SourceSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.tasks.steps import planned_examples, stream_of
 from trainwright.text import plural

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.prepare import Prepared
+from trainwright.data.stream.dataset_cache import Prepared
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import run_forward_only

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.prepare import Prepared
+from trainwright.data.stream.dataset_cache import Prepared
 from trainwright.data.stream.pretraining import prepare_windows
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.stream.windows import WindowDataset, collate_windows
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length, remember
-from trainwright.data.tokens.token_bytes import token_bytes
 from trainwright.engine.task import LossSum
 from trainwright.inference.sampling import Sampling
 from trainwright.models.load import load_tokenizer
@@ -105,3 +106,24 @@ class Pretraining(LanguageModelTask):
         correct, targets = rest
         perplexity = float(torch.tensor(nats / targets, dtype=torch.float64).exp())
         return {"loss": nats / targets, **found, "perplexity": perplexity, "token_accuracy": correct / targets}
+
+
+_WORD_BEGINS = "\u2581"  # represents a space in SentencePiece vocabularies
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.int64]:
+    """Return the number of UTF-8 bytes of every token [size]; 0 for special and unused tokens."""
+    backend: Any = tokenizer.backend_tokenizer
+    bytewise = "ByteLevel" in str(backend.decoder)  # then each character of a token is a byte
+    special = set(tokenizer.all_special_ids)
+    found = np.zeros(size, dtype=np.int64)
+    for text, token in tokenizer.get_vocab().items():
+        if token not in special and token < size:
+            found[token] = len(text) if bytewise else _length(text)
+    return found
+
+
+def _length(text: str) -> int:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):  # a byte-fallback token
+        return 1
+    return len(text.replace(_WORD_BEGINS, " ").encode())

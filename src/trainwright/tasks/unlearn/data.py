@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.data.rows.kinds import EXAMPLES, FORGET, REFUSAL, kind_of_rows
-from trainwright.data.stream.prepare import Prepared, prepare
+from trainwright.data.stream.dataset_cache import Prepared, prepare
 from trainwright.data.stream.unlearning import joined, some_of, with_roles
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.recipe.schema import Recipe

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
-from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.batch_parts import only, places
+from trainwright.data.stream.batch import Batch, only, places
 from trainwright.errors import RequestError
 from trainwright.extensions import load
 from trainwright.models.causal_lm import slopes
 from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy, token_statistics
 from trainwright.models.losses.linear_logit_loss import Head, LogitLoss, linear_logit_loss
+from trainwright.tasks.unlearn import formulas
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.objectives import activations, distillation
 from trainwright.tasks.unlearn.section import UnlearnSection
 
 ROLES = (FORGET, RETAIN, REFUSAL)
@@ -203,7 +202,7 @@ class Losses:
         total = forget * forgotten
         if self._held == "activations":
             frozen = lm.reference_activations(only(batch, {RETAIN}))
-            kept = _means(batch, activations.held(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
+            kept = _means(batch, formulas.held(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
             found.retain = kept.detach()
             total = total + retain * kept
         elif self._held == "kl":
@@ -260,7 +259,7 @@ def _learnt(section: UnlearnSection) -> int:
 
 def _divergence(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
     assert teacher is not None
-    return distillation.divergence(logits, teacher)
+    return formulas.divergence(logits, teacher)
 
 
 def _at(head: Head, chosen: torch.Tensor) -> Head:

@@ -1,15 +1,130 @@
-"""The specification of unlearning for recipes and plans: its rows, and its reference model."""
+"""The specification of unlearning for recipes and plans: its checks, its rows, and its reference model."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.task_spec import Needs, ReferenceModel, RowKind, TaskSpec
-from trainwright.tasks.unlearn.checks import check
+from trainwright.registries import OBJECTIVES
 from trainwright.tasks.unlearn.section import UnlearnSection
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
+
+_COMMON = ("objective", "gamma", "alpha", "retain_loss", "reference", "trainable")
+_OWN = tuple(key for key in UnlearnSection.model_fields if key not in _COMMON)
+
+
+def _check(recipe: Recipe) -> Iterator[Contradiction]:
+    """Yield contradictions in the sections ``unlearn`` and ``data``."""
+    section = recipe.own(UnlearnSection)
+    yield from _check_rows(recipe, section)
+    yield from _check_objective(section)
+    yield from _check_reference(recipe, section)
+    yield from _check_adapter(recipe, section)
+
+
+def _check_rows(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
+    data = recipe.data
+    if data.train is not None:
+        yield Contradiction(
+            ("data.train", "task"), "has no effect with task unlearn, which uses data.forget and data.retain; remove it"
+        )
+    if data.forget is None:
+        yield Contradiction(("data.forget", "task"), "no rows to forget; set it, or set data.benchmark")
+    if data.retain is None and section.retains:
+        yield Contradiction(
+            ("data.retain", "unlearn.objective"),
+            f"{section.objective} also trains on retain rows; set it, or set unlearn.alpha to 0",
+        )
+    if data.idk is None and section.facts.idk:
+        yield Contradiction(
+            ("data.idk", "unlearn.objective"),
+            f"{section.objective} trains on refusals; set it to a file with one per line, such as I do not know that.",
+        )
+    if recipe.evaluate.metrics:
+        yield Contradiction(
+            ("evaluate.metrics", "task"),
+            "unlearning has no validation rows to answer; remove it, and use `trainwright eval RUN --metrics`",
+        )
+    if isinstance(data.validation, str):
+        yield Contradiction(
+            ("data.validation", "task"),
+            "unlearning is measured on forget and retain rows; set it to a number of them, or to null",
+        )
+
+
+def _check_objective(section: UnlearnSection) -> Iterator[Contradiction]:
+    name = section.objective
+    for key in _OWN:
+        if getattr(section, key) is not None and key not in section.facts.defaults:
+            owners = ", ".join(other for other in OBJECTIVES.names() if key in OBJECTIVES.get(other).defaults)
+            yield Contradiction(
+                (f"unlearn.{key}", "unlearn.objective"),
+                f"has no effect with unlearn.objective {name}, only with {owners}",
+            )
+    if section.facts.ascends and section.retain_limit is None:
+        yield Contradiction(
+            ("unlearn.retain_limit", "unlearn.objective"),
+            f"{name} keeps the retain loss below a limit; set it in nats per token, slightly above the initial retain "
+            "loss",
+        )
+    if section.retain_loss is not None and not section.retains:
+        yield Contradiction(
+            ("unlearn.retain_loss", "unlearn.alpha"),
+            "has no effect if the weight of the retain loss is 0; set unlearn.alpha, or remove it",
+        )
+    if section.retain_loss == "activations" and section.facts.of != "activations":
+        yield Contradiction(
+            ("unlearn.retain_loss", "unlearn.objective"),
+            f"{name} does not steer activations; set it to nll or kl",
+        )
+    if section.facts.subtracts and section.retains:
+        yield Contradiction(
+            ("unlearn.alpha", "unlearn.objective"),
+            "what is learned from retain rows would also be subtracted; set it to 0",
+        )
+    for pattern in section.trainable or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Contradiction(("unlearn.trainable",), f"{pattern} is not a regular expression: {error}")
+
+
+def _check_reference(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
+    keys = ("unlearn.reference", "unlearn.objective")
+    if section.reference != "start" and not section.compares:
+        yield Contradiction(keys, f"{section.objective} uses no reference model; remove it")
+    elif section.reference == "base" and recipe.model.adapter.start_from is None:
+        yield Contradiction(
+            ("unlearn.reference", "model.adapter.start_from"),
+            "without an adapter to start from, the model that training starts from is the base; leave it at start",
+        )
+    elif section.reference == "start" and section.needs_reference_model and recipe.model.adapter.start_from is not None:
+        yield Contradiction(
+            ("unlearn.reference", "model.adapter.start_from"),
+            "training changes the adapter that it starts from, but the reference model is needed in every step; set "
+            "it to base, or merge the adapter into its model first",
+        )
+
+
+def _check_adapter(recipe: Recipe, section: UnlearnSection) -> Iterator[Contradiction]:
+    adapter = recipe.model.adapter
+    if adapter.type == "none":
+        return
+    if section.trainable is not None:
+        yield Contradiction(
+            ("unlearn.trainable", "model.adapter.type"),
+            "an adapter trains its own matrices; choose the modules with model.adapter.targets",
+        )
+    if section.facts.subtracts and (adapter.type != "lora" or adapter.modules_to_save or adapter.start_from):
+        yield Contradiction(
+            ("unlearn.objective", "model.adapter"),
+            "an adapter can only be subtracted if it is a new lora without modules_to_save",
+        )
 
 
 def _fill(values: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +164,7 @@ SPEC = TaskSpec(
     module="trainwright.tasks.unlearn.task",
     section=UnlearnSection,
     section_description="Unlearning settings; only with `task: unlearn`.",
-    check=check,
+    check=_check,
     fill=_fill,
     rows=_rows,
     needs=_needs,

@@ -29,14 +29,12 @@ from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import LanguageModelTask, prepare_model
 from trainwright.tasks.reference import Reference, reference, start_fingerprint
 from trainwright.tasks.unlearn.data import Rows, prepare_rows
+from trainwright.tasks.unlearn.formulas import ascended, direction
 from trainwright.tasks.unlearn.losses import ROLES, Counts, Found, Losses
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.negation import negated, negated_adapter, scaled_adapter
-from trainwright.tasks.unlearn.objectives.activations import direction
-from trainwright.tasks.unlearn.objectives.dual import ascended
+from trainwright.tasks.unlearn.parameters import check_layer, freeze_others, negated, negated_adapter, scaled_adapter
 from trainwright.tasks.unlearn.reference import PREFIX, Both, check_reference, frozen_copy, other_model
 from trainwright.tasks.unlearn.section import UnlearnSection
-from trainwright.tasks.unlearn.trainable import check_layer, freeze_others
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from trainwright.data.rows.kinds import Kind
 from trainwright.data.stream.held_out import HELD_BACK, split
+from trainwright.data.tokens.dataset import write_dataset
 from trainwright.data.tokens.mixture import Part, parts_of, shares
-from trainwright.data.tokens.token_files import write_dataset
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError
 from trainwright.text import plural

@@ -77,7 +77,7 @@ def prepare(
         MachineError: the cache cannot be written.
     """
     check_length(data, model_max_length)
-    from trainwright.data.rows.plain_templates import install_template
+    from trainwright.data.rows.chat_encoding import install_template
 
     root = cache / "datasets"
     identity = _tokenizer_identity(tokenizer)
@@ -140,7 +140,7 @@ def _build(
 
 def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int) -> None:
     """Build the datasets in a temporary directory and rename it, so that ``directory`` is never incomplete."""
-    from trainwright.data.stream.datasets import tokenize_and_split
+    from trainwright.data.stream.dataset_building import tokenize_and_split
 
     doing("reading and tokenizing the rows")
     directory.parent.mkdir(parents=True, exist_ok=True)

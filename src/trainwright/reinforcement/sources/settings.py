@@ -1,13 +1,11 @@
-"""The recipe section of the algorithms whose histories are collected."""
+"""The recipe sections of the algorithms whose histories are collected. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Positive, Proportion, Section, whole
 
 
@@ -66,32 +64,14 @@ class SourceSection(Section):
     q_learning: QLearningSection = Field(default_factory=QLearningSection, description="Settings of q-learning.")
     ucb: UcbSection = Field(default_factory=UcbSection, description="Settings of ucb.")
 
+    @staticmethod
+    def key_of(name: str) -> str:
+        """Return the key of the settings of the algorithm ``name``."""
+        return name.replace("-", "_")
+
     @property
     def algorithm(self) -> dict[str, Any]:
         """The settings of a collection: ``name``, ``streams``, ``steps``, ``seed`` and the algorithm's own."""
-        own: Section = getattr(self, _section_of(self.name))
+        own: Section = getattr(self, self.key_of(self.name))
         common = {key: getattr(self, key) for key in ("name", "streams", "steps", "seed")}
         return {**common, **own.model_dump()}
-
-
-def source_contradictions(source: SourceSection, key: str) -> Iterator[Contradiction]:
-    """Yield contradictions in the section at ``key``."""
-    for name in ("ppo", "q-learning", "ucb"):
-        section = _section_of(name)
-        kind = type(getattr(source, section))
-        if name != source.name and getattr(source, section) != kind():
-            yield Contradiction(
-                (f"{key}.{section}", f"{key}.name"),
-                f"has no effect with {key}.name {source.name}; remove it, or set {key}.name to {name}",
-            )
-    seen = source.ppo.rollout_steps * source.streams
-    if source.name == "ppo" and seen % source.ppo.batch_size:
-        yield Contradiction(
-            (f"{key}.ppo.batch_size", f"{key}.ppo.rollout_steps", f"{key}.streams"),
-            f"{source.ppo.rollout_steps} rollout_steps x {source.streams} streams = {seen:,} steps, which is not "
-            f"divisible by batch_size {source.ppo.batch_size}; change one of them",
-        )
-
-
-def _section_of(name: str) -> str:
-    return name.replace("-", "_")
