@@ -11,7 +11,7 @@ from tests.support.runs import Runs
 from tests.support.training import ALONE, Case, train
 from trainwright.data.stream.stream import MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import run_forward_only
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import Setup
@@ -63,6 +63,6 @@ def test_what_is_looked_at_is_computed_without_dropout_and_training_goes_on_with
         def look(looked: nn.Module, micro: MicroBatch, seen: list[float] = seen) -> None:
             seen.append(float(looked(None)))
 
-        run_forward_only(strategy, [stream.global_batch(0)], look)
+        ForwardOnly(strategy)([stream.global_batch(0)], look)
         assert seen == [1000.0, 1000.0]
         assert strategy.module.training is training

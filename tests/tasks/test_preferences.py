@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 from tests.support.preferences import pairs, write
 from tests.support.training import ALONE, built
 from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.tasks.dpo.mismatched import Mismatched
 from trainwright.tasks.dpo.task import PreferenceTuning
 
@@ -39,7 +40,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
         ]
         _, task, strategy = built(ALONE, [*settings, *overrides])
         assert isinstance(task, PreferenceTuning)
-        task.begin(strategy, lambda message: None)
+        task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: None)
         reference = copy.deepcopy(task._lm.model)
         torch.manual_seed(1)
         with torch.no_grad():
@@ -74,7 +75,7 @@ def test_the_loss_of_a_batch_is_that_of_its_answers_one_by_one(begun: Begun, los
     task, strategy, reference = begun(f"dpo.loss={loss}", *layout)
     batch = task.stream.global_batch(0)
     assert max(len(micro.examples) for micro in batch.micro_batches) > 1, "answers of several prompts stand together"
-    task.before_passes(strategy, batch, validation=False)
+    task.before_passes(ForwardOnly(strategy), batch, validation=False)
     found = sum(float(task.loss(task.module, micro, ALONE.device).total.detach()) for micro in batch.micro_batches)
     dataset = task.stream.dataset
     examples = [example for micro in batch.micro_batches for example in micro.examples]
@@ -106,7 +107,7 @@ def test_the_divergence_of_kto_is_of_answers_to_other_prompts_and_never_below_0(
     for shift in (-100.0, 100.0):  # as if the reference had held the answers less likely, or more
         answers.reference.sums.setflags(write=True)
         answers.reference.sums[:] += shift
-        task.before_passes(strategy, batch, validation=False)
+        task.before_passes(ForwardOnly(strategy), batch, validation=False)
         expected = max(0.0, sum(ratios) / len(ratios) - shift)
         assert task._divergence == pytest.approx(expected, rel=1e-5)
         answers.reference.sums[:] -= shift

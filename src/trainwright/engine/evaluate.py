@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Independent, Strategy
@@ -71,7 +72,7 @@ def _batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.T
     """Return this rank's sums over each of its micro-batches of one batch of the validation split."""
     assert task.validation is not None
     world, batch = strategy.world, task.validation.global_batch(step)
-    task.before_passes(strategy, batch, validation=True)
+    task.before_passes(ForwardOnly(strategy), batch, validation=True)
     mine = batch.for_rank(world.rank, world.size)
     return [task.statistics(strategy.module, micro, world.device).double() for micro in mine]
 

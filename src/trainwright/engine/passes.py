@@ -11,6 +11,7 @@ import torch
 
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, peak_memory
 from trainwright.engine.policies.base import Gradients, Report, StepPolicy, Training
 from trainwright.engine.policies.halving import Halving
@@ -75,7 +76,7 @@ class Passes:
         task, strategy, progress = self._training.task, self._training.strategy, self._training.progress
         world, seed = strategy.world, self._training.recipe.train.seed
         micro_batches = batch.for_rank(world.rank, world.size)
-        task.before_passes(strategy, batch, validation=False)
+        task.before_passes(ForwardOnly(strategy), batch, validation=False)
         totals, statistics = [], []
         for position, micro in enumerate(micro_batches, 1):
             # Seeded by micro-batch, not by rank: dropout is the same on any number of processes.

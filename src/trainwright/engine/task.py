@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.models.weights import Weights
-from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 
 
@@ -46,18 +46,23 @@ class Task(Protocol):
     def blocks(self) -> list[nn.Module]:
         """Return the repeated units of the module, in order."""
 
-    def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
+    def begin(
+        self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]
+    ) -> None:
         """Start the task; called once on every rank, with the initial weights distributed and no checkpoint loaded yet.
 
         Args:
+            passes: runs the model.
+            weights: its full parameters and buffers by name; either all ranks iterate or none.
             notify: shows a line to the user; only rank 0's are seen.
         """
 
-    def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
+    def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Prepare for the passes over a global batch, for example if the loss needs statistics of the full batch.
         Called on every rank.
 
         Args:
+            passes: runs the model.
             validation: whether the batch is of the validation stream.
         """
 

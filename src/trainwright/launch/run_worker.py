@@ -16,6 +16,7 @@ from trainwright.activity import Activity, doing
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Fault, Notice, Observer, Start
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
@@ -126,7 +127,7 @@ def run_worker(
             change_asked=functools.partial(is_replan_asked, run) if may_change else None,
             policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
         )
-        task.begin(strategy, lambda message: events.emit(Notice(message=message)))
+        task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
         checkpoint = _latest(checkpoints, world, events) if resume else None
         if checkpoint is not None:
             events.announce(f"loading {checkpoint.path}")

@@ -228,7 +228,7 @@ def _flash_cpu(
     Returns:
         Output [1, H, T, D] and log-sum-exp [1, H, T].
     """
-    output, logsumexp = _empty_output(query, value, boundaries, scale, longest)
+    output, logsumexp = _empty_output(query, value)
     query, key, value = _working(longest, query, key, value)
     edges = boundaries.tolist()
     wholes = (query, key, value, output, logsumexp)
@@ -248,24 +248,13 @@ def _by_document(whole: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor
         yield from (whole[:, :, begin:end] for begin, end in itertools.pairwise(edges))
 
 
-def _empty_output(
-    query: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor, scale: float, longest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, length, _ = query.shape
     output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
     return output, query.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-@_flash_cpu.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    scale: float,
-    longest: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_output(query, value, boundaries, scale, longest)
+_flash_cpu.register_fake(lambda query, key, value, *_: _empty_output(query, value))
 
 
 @torch.library.custom_op("trainwright::document_flash_cpu_backward", mutates_args=())
@@ -297,19 +286,7 @@ def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
     return query, key, value
 
 
-@_flash_cpu_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor,
-    boundaries: torch.Tensor,
-    scale: float,
-    longest: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _empty_grads(query, key, value)
+_flash_cpu_backward.register_fake(lambda grad, query, key, value, *_: _empty_grads(query, key, value))
 
 
 def _working(longest: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

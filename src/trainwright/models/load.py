@@ -139,7 +139,9 @@ def load_model(
         theirs = config if model.implementation == "transformers" else config_from(source.directory)
         loaded = _weights(source.directory, theirs, dtype, model.adapter)
         if model.implementation == "gpt":
-            loaded = _gpt_with_weights_of(loaded, config)
+            from trainwright.models.gpt.conversion import from_transformers
+
+            loaded = from_transformers(loaded, config)  # type: ignore[arg-type]
     return finish_loading(loaded, model, config)
 
 
@@ -208,21 +210,6 @@ def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:
         return gpt_config(config)
     except RequestError as error:
         raise RequestError(f"model.implementation: {error}; set it to transformers") from None
-
-
-def _gpt_with_weights_of(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """Return a GPT with the weights of ``model``; ``config`` is the GPT's, with the changes of the recipe."""
-    from torch import nn
-
-    from trainwright.models.gpt.config import GPTConfig
-    from trainwright.models.gpt.conversion import copy_weights
-    from trainwright.models.gpt.model import GPT
-
-    assert isinstance(config, GPTConfig)
-    gpt = GPT(config)
-    nn.Module.to(gpt, dtype=model.dtype)
-    copy_weights(model, gpt)
-    return gpt
 
 
 def _quantise(model: PreTrainedModel, adapter: AdapterSection) -> None:

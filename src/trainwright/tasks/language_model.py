@@ -19,6 +19,7 @@ from trainwright.data.stream.dataset_cache import Prepared, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.errors import RequestError
 from trainwright.evaluation.questions import ValidationQuestions
 from trainwright.inference.asking import Asker
@@ -33,7 +34,6 @@ from trainwright.models.files.save import save_model
 from trainwright.models.load import check_adapter, fresh_model, load_config, load_model, load_tokenizer
 from trainwright.models.source import resolve
 from trainwright.models.weights import Weights, empty_model, load_empty
-from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
@@ -187,10 +187,12 @@ class LanguageModelTask:
     def _batch(self, dataset: TokenDataset, micro: MicroBatch, device: torch.device) -> Batch:
         return collate(dataset, micro, packed=self._packed, pad_token_id=self._pad).to(device)
 
-    def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
+    def begin(
+        self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]
+    ) -> None:
         """Do nothing: no information about the initial weights is needed."""
 
-    def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
+    def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Do nothing: the loss of a micro-batch is independent of other micro-batches."""
 
     def _how_to_write(self) -> Sampling:

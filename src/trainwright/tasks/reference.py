@@ -13,10 +13,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +25,18 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.dataset_cache import Prepared
 from trainwright.data.stream.stream import MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import run_forward_only
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.errors import TrainingError
-from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import World
+from trainwright.recipe.schema import Recipe
+from trainwright.tasks.language_model import LanguageModelTask
 from trainwright.text import plural
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Sums = npt.NDArray[np.float64]
 
@@ -48,54 +54,80 @@ class Reference:
         return torch.from_numpy(self.sums[list(batch.documents)]).to(batch.targets.device)
 
 
-def reference(
-    strategy: Strategy,
-    stream: Stream,
-    examples: Sequence[int],
-    batch_of: Callable[[MicroBatch], Batch],
-    identity: Mapping[str, str],
-    cache: Path,
-    notify: Callable[[str], None],
-    without: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Reference:
-    """Compute log-probabilities of examples of a stream's dataset with the current module. All ranks must call it.
+class ReferenceTask(LanguageModelTask):
+    """Base class of tasks whose loss compares the model with a reference.
 
     Args:
-        stream: divides examples into micro-batches.
-        batch_of: collates a micro-batch of the stream's dataset.
-        identity: everything except the data that the numbers depend on.
-        without: context for the computation, such as one that disables an adapter.
-
-    Raises:
-        TrainingError: out of memory with one row per micro-batch, or a probability is not finite.
+        reference: the recipe's key: start, base, or another model.
     """
-    world, dataset = strategy.world, stream.dataset
-    documents = sorted({document for example in examples for document in dataset.documents(example)})
-    # Of what is computed in other batches the last bits may differ: a run that is resumed needs the same ones.
-    identity = {**identity, "data": dataset.fingerprint, "batches": stream.division, "examples": str(list(examples))}
-    file = cache / "references" / f"{_digest(identity)}.npy"
-    known = _open(file, dataset)
-    if all(world.gather(not np.isnan(known[documents]).any())):
-        notify(f"the reference's log-probabilities of {plural(len(documents), 'answer')} are in {file}")
-        return Reference(known)
-    notify(f"computing the reference's log-probabilities of {plural(len(examples), 'example')}")
-    begun = time.monotonic()
-    with without():
-        found = _compute(strategy, stream, batch_of, examples)
-    if not np.isfinite(found[documents]).all():
-        raise TrainingError("the model's probability of some data is NaN before training")
-    kept = _save(file, found, world)
-    notify(f"the reference took {time.monotonic() - begun:.1f} s{f' and is kept in {file}' if kept else ''}")
-    return Reference(found)
+
+    def __init__(
+        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, cache: Path, reference: str
+    ) -> None:
+        self._cache = cache
+        super().__init__(recipe, tokenizer, prepared)
+        # A new adapter is initially zero, so the model without it is the one that training starts from.
+        new = recipe.model.adapter.start_from is None
+        self._without_adapter = self._adapter is not None and (new or reference == "base")
+
+    def _keep_start(self, weights: Iterable[tuple[str, torch.Tensor]], world: World) -> None:
+        """Set ``start``: a hash of all weights, of an adapted model without those that train. Every rank must call."""
+        trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
+        self.start = _fingerprint(weights, trained if self._without_adapter else (), world)
+
+    def _reference(
+        self,
+        passes: ForwardOnly,
+        stream: Stream,
+        examples: Sequence[int],
+        notify: Callable[[str], None],
+        weights: str,
+        without: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Reference:
+        """Compute log-probabilities of examples of a stream's dataset with the current module. All ranks must call it.
+
+        Args:
+            stream: divides examples into micro-batches.
+            weights: identifies the weights of the reference.
+            without: context for the computation, such as one that disables an adapter.
+
+        Raises:
+            TrainingError: out of memory with one row per micro-batch, or a probability is not finite.
+        """
+        world, dataset = passes.world, stream.dataset
+        documents = sorted({document for example in examples for document in dataset.documents(example)})
+        # Of what is computed in other batches the last bits may differ: a run that is resumed needs the same ones.
+        identity = {
+            "weights": weights,
+            "precision": str(self._recipe.train.mixed_precision),
+            "device": world.device.type,
+            "data": dataset.fingerprint,
+            "batches": stream.division,
+            "examples": str(list(examples)),
+        }
+        file = self._cache / "references" / f"{_digest(identity)}.npy"
+        known = _open(file, dataset)
+        if all(world.gather(not np.isnan(known[documents]).any())):
+            notify(f"the reference's log-probabilities of {plural(len(documents), 'answer')} are in {file}")
+            return Reference(known)
+        notify(f"computing the reference's log-probabilities of {plural(len(examples), 'example')}")
+        begun = time.monotonic()
+        with without():
+            found = _compute(passes, stream, lambda micro: self._batch(dataset, micro, world.device), examples)
+        if not np.isfinite(found[documents]).all():
+            raise TrainingError("the model's probability of some data is NaN before training")
+        kept = _save(file, found, world)
+        notify(f"the reference took {time.monotonic() - begun:.1f} s{f' and is kept in {file}' if kept else ''}")
+        return Reference(found)
 
 
-def start_fingerprint(strategy: Strategy, leave_out: Collection[str] = ()) -> str:
+def _fingerprint(weights: Iterable[tuple[str, torch.Tensor]], leave_out: Collection[str], world: World) -> str:
     """Return a hash of all weights, except those named in ``leave_out``. All ranks must call it."""
     digest = hashlib.sha256()
-    for name, tensor in strategy.parameters():
-        if strategy.world.is_main and name not in leave_out:
+    for name, tensor in weights:
+        if world.is_main and name not in leave_out:
             digest.update(f"{name} {_sums(tensor)}".encode())
-    found: str = strategy.world.broadcast(digest.hexdigest()[:32])
+    found: str = world.broadcast(digest.hexdigest()[:32])
     return found
 
 
@@ -107,7 +139,7 @@ def _sums(tensor: torch.Tensor) -> list[int]:
 
 
 def _compute(
-    strategy: Strategy, stream: Stream, batch_of: Callable[[MicroBatch], Batch], examples: Sequence[int]
+    passes: ForwardOnly, stream: Stream, batch_of: Callable[[MicroBatch], Batch], examples: Sequence[int]
 ) -> Sums:
     """Return the sums of the documents of ``examples``, NaN elsewhere; in smaller micro-batches if memory runs out."""
     size, rows = stream.global_batch_size, None
@@ -122,17 +154,17 @@ def _compute(
                 own[list(batch.documents)] = sums.cpu().numpy()
 
         try:
-            run_forward_only(strategy, (stream.divide(part, rows) for part in parts), visit)
+            passes((stream.divide(part, rows) for part in parts), visit)
         except torch.OutOfMemoryError as error:
             largest = max(stream.divide(part, rows).rows for part in parts)
-            if largest == 1 or not isinstance(strategy, Independent):
+            if largest == 1 or not passes.repeatable:
                 raise TrainingError(
                     f"memory ran out while the reference was computed, in micro-batches of {largest} rows: {error}; "
                     "set train.micro_batch_size lower, or data.max_length"
                 ) from error
             rows = -(-largest // 2)
             continue
-        return _together(strategy.world, own)
+        return _together(passes.world, own)
 
 
 def _together(world: World, own: Sums) -> Sums:

@@ -61,8 +61,12 @@ def published(
     return _published_config(config), (_to_gpt2 if config.norm == "layer" else _to_llama)(config, items)
 
 
-def from_transformers(model: PreTrainedModel) -> GPT:
+@torch.no_grad()
+def from_transformers(model: PreTrainedModel, config: GPTConfig | None = None) -> GPT:
     """Return a GPT with the weights of a GPT-2, Llama or Qwen3, in their dtype; it computes the same logits.
+
+    Args:
+        config: the GPT's configuration, with the changes of a recipe; None: ``gpt_config`` of the model's.
 
     Raises:
         RequestError: the architecture is another one, or uses a feature that the GPT does not have; the message names
@@ -70,21 +74,14 @@ def from_transformers(model: PreTrainedModel) -> GPT:
     """
     from trainwright.models.gpt.model import GPT
 
-    config = gpt_config(model.config)
-    gpt = GPT(config)
+    gpt = GPT(gpt_config(model.config) if config is None else config)
     nn.Module.to(gpt, dtype=model.dtype)
-    copy_weights(model, gpt)
-    return gpt.train(model.training)
-
-
-@torch.no_grad()
-def copy_weights(model: PreTrainedModel, gpt: GPT) -> None:
-    """Copy weights and generation config to ``gpt``, whose configuration is ``gpt_config`` of the model's."""
     theirs = model.state_dict()
     collect = _from_gpt2 if gpt.config.norm == "layer" else _from_llama
     for name, parameter in gpt.named_parameters():
         parameter.copy_(collect(name, theirs.__getitem__))
     gpt.generation_config = model.generation_config
+    return gpt.train(model.training)
 
 
 def gpt_config(theirs: PretrainedConfig) -> GPTConfig:

@@ -126,6 +126,7 @@ class GPTBase(PreTrainedModel):
 
     config_class = GPTConfig
     base_model_prefix = "decoder"
+    _input_embed_layer = "embedding"
     supports_gradient_checkpointing = False
     _no_split_modules = ["TransformerBlock"]
     _skip_keys_device_placement = ["past_key_values"]
@@ -155,14 +156,6 @@ class Decoder(GPTBase):
         self.blocks = nn.ModuleList(TransformerBlock(config, index) for index in range(config.num_hidden_layers))
         self.norm = _norm(config, config.hidden_size)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        self.embedding = value
 
     def forward(
         self,
@@ -210,14 +203,6 @@ class GPT(GPTBase, GenerationMixin):
         self.decoder = Decoder(config)
         self.head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the token embedding."""
-        return self.decoder.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the token embedding."""
-        self.decoder.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head."""

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum
 from trainwright.errors import RequestError
 from trainwright.models.history.files import save_history_model
 from trainwright.models.history.model import HistoryModel, HistoryShape
 from trainwright.models.history.objective import SUMS, HistoryObjective, Weights
-from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.reinforcement.environments import Environment, make
@@ -96,7 +96,9 @@ class AlgorithmDistillation:
         """Return the repeated units of the module, in order."""
         return self._objective.blocks()
 
-    def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
+    def begin(
+        self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]
+    ) -> None:
         """Warn about contexts shorter than an episode or longer than histories, and histories of another source."""
         for warning in (
             other_source(self._section, self._made_by),
@@ -106,7 +108,7 @@ class AlgorithmDistillation:
             if warning is not None:
                 notify(warning)
 
-    def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
+    def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Do nothing: the loss of a micro-batch is independent of other micro-batches."""
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:

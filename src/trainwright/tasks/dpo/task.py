@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +17,16 @@ from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import Prepared
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.forward_only import run_forward_only
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.load import load_tokenizer
-from trainwright.parallel.strategy import Strategy
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.dpo import losses
 from trainwright.tasks.dpo.mismatched import Mismatched
 from trainwright.tasks.dpo.spec import DpoSection
-from trainwright.tasks.language_model import LanguageModelTask, prepare_data, prepare_once
-from trainwright.tasks.reference import Reference, reference, start_fingerprint
+from trainwright.tasks.language_model import prepare_data, prepare_once
+from trainwright.tasks.reference import Reference, ReferenceTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,16 +54,12 @@ class _Answers:
         return -batch.by_document(losses) - self.reference.of(batch)
 
 
-class PreferenceTuning(LanguageModelTask):
+class PreferenceTuning(ReferenceTask):
     """DPO, IPO or KTO of a causal language model; an example is a pair of answers, or one labelled answer."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, cache: Path) -> None:
         self._dpo = recipe.own(DpoSection)
-        self._cache = cache
-        super().__init__(recipe, tokenizer, prepared)
-        # A new adapter is initially zero, so the model without it is the one that training starts from.
-        new = recipe.model.adapter.start_from is None
-        self._without_adapter = self._adapter is not None and (new or self._dpo.reference == "base")
+        super().__init__(recipe, tokenizer, prepared, cache, self._dpo.reference)
         # For training (False) and validation (True); _mismatched holds KTO's answers to other prompts.
         self._answers: dict[bool, _Answers] = {}
         self._mismatched: dict[bool, _Answers] = {}
@@ -73,43 +68,33 @@ class PreferenceTuning(LanguageModelTask):
     def _example_weight(self, dataset: TokenDataset) -> float:
         return float(dataset.documents_per_example) if self._dpo.loss == "kto" else 1.0
 
-    def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
+    def begin(
+        self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]
+    ) -> None:
         """Compute the reference's log-probabilities of every answer in this run."""
-        trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
-        self.start = start_fingerprint(strategy, trained if self._without_adapter else ())
+        self._keep_start(weights, passes.world)
         for validation, stream in ((False, self.stream), (True, self.validation)):
             if stream is None:
                 continue
             examples = stream.seen()
-            self._answers[validation] = self._ask(strategy, stream, examples, notify)
+            self._answers[validation] = self._ask(passes, stream, examples, notify)
             if self._dpo.loss == "kto":
                 key = "data.validation" if validation else "data.train"
                 mismatched = Mismatched.of(stream.dataset, self._recipe.data.max_length, key)
                 others = self._stream(mismatched, len(mismatched), shuffle=False)
-                self._mismatched[validation] = self._ask(strategy, others, examples, notify)
+                self._mismatched[validation] = self._ask(passes, others, examples, notify)
 
     def _ask(
-        self, strategy: Strategy, stream: Stream, examples: Sequence[int], notify: Callable[[str], None]
+        self, passes: ForwardOnly, stream: Stream, examples: Sequence[int], notify: Callable[[str], None]
     ) -> _Answers:
-        device = strategy.world.device
-        precision = str(self._recipe.train.mixed_precision)
-        found = reference(
-            strategy,
-            stream,
-            examples,
-            lambda micro: self._batch(stream.dataset, micro, device),
-            {"weights": str(self.start), "precision": precision, "device": device.type},
-            self._cache,
-            notify,
-            functools.partial(switched_off, self._lm.model) if self._without_adapter else nullcontext,
-        )
-        return _Answers(stream, found)
+        without = functools.partial(switched_off, self._lm.model) if self._without_adapter else nullcontext
+        return _Answers(stream, self._reference(passes, stream, examples, notify, str(self.start), without))
 
-    def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
+    def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Estimate KTO's divergence from the whole global batch."""
         if self._dpo.loss != "kto":
             return
-        answers, device = self._mismatched[validation], strategy.world.device
+        answers, device = self._mismatched[validation], passes.world.device
         found = [0.0, 0.0]
 
         def visit(module: nn.Module, micro: MicroBatch) -> None:
@@ -120,8 +105,8 @@ class PreferenceTuning(LanguageModelTask):
                 found[1] += len(ratios)
 
         examples = sorted(example for micro in batch.micro_batches for example in micro.examples)
-        run_forward_only(strategy, [answers.stream.divide(examples, batch.rows)], visit)
-        total, count = strategy.world.sum(found)
+        passes([answers.stream.divide(examples, batch.rows)], visit)
+        total, count = passes.world.sum(found)
         self._divergence = max(0.0, total / count)
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:

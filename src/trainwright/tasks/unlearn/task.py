@@ -15,6 +15,7 @@ from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.data.stream.unlearning import refuse_overlap
 from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum
 from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.models.adapters.attaching import switched_off
@@ -22,12 +23,11 @@ from trainwright.models.causal_lm import CausalLM
 from trainwright.models.cut import layer_count
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.weights import empty_model
-from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import find_benchmark
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.language_model import LanguageModelTask, prepare_model
-from trainwright.tasks.reference import Reference, reference, start_fingerprint
+from trainwright.tasks.language_model import prepare_model
+from trainwright.tasks.reference import Reference, ReferenceTask
 from trainwright.tasks.unlearn.data import Rows, prepare_rows
 from trainwright.tasks.unlearn.formulas import ascended, direction
 from trainwright.tasks.unlearn.losses import ROLES, Counts, Found, Losses
@@ -69,7 +69,7 @@ def build(recipe: Recipe, cache: Path) -> Unlearning:
     return Unlearning(recipe, tokenizer, prepare_rows(recipe, tokenizer, cache), cache)
 
 
-class Unlearning(LanguageModelTask):
+class Unlearning(ReferenceTask):
     """An unlearning objective for a causal language model; an example is a forget row and a retain row."""
 
     _lm: UnlearnLM
@@ -77,11 +77,7 @@ class Unlearning(LanguageModelTask):
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Rows, cache: Path) -> None:
         self._unlearn = recipe.own(UnlearnSection)
         self._rows = rows
-        self._cache = cache
-        super().__init__(recipe, tokenizer, rows.prepared)
-        self._without_adapter = self._adapter is not None and (
-            recipe.model.adapter.start_from is None or self._unlearn.reference == "base"
-        )
+        super().__init__(recipe, tokenizer, rows.prepared, cache, self._unlearn.reference)
         self._of_reference: Reference | None = None
         self._counts = Counts(0.0, 0.0)
         self._pairs = 0
@@ -133,31 +129,19 @@ class Unlearning(LanguageModelTask):
     def _example_weight(self, dataset: TokenDataset) -> float:
         return 1.0
 
-    def begin(self, strategy: Strategy, notify: Callable[[str], None]) -> None:
+    def begin(
+        self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]
+    ) -> None:
         """Compute the reference's log-probabilities of the forget rows in this run, if the objective needs them."""
         section = self._unlearn
         if not (section.compares or section.trainable is not None or section.facts.subtracts):
             return
-        trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
-        self.start = start_fingerprint(strategy, trained if self._without_adapter else ())
+        self._keep_start(weights, passes.world)
         if section.facts.reference != "log-probabilities":
             return
-        forget, device = self._rows.forget, strategy.world.device
-        stream = self._stream(forget, len(forget), shuffle=False)
-        self._of_reference = reference(
-            strategy,
-            stream,
-            self._forget_rows(),
-            lambda micro: self._batch(forget, micro, device),
-            {
-                "weights": f"{self.start} {section.reference}",
-                "precision": str(self._recipe.train.mixed_precision),
-                "device": device.type,
-            },
-            self._cache,
-            notify,
-            self._as_reference,
-        )
+        stream = self._stream(self._rows.forget, len(self._rows.forget), shuffle=False)
+        named = f"{self.start} {section.reference}"
+        self._of_reference = self._reference(passes, stream, self._forget_rows(), notify, named, self._as_reference)
 
     def _as_reference(self) -> AbstractContextManager[None]:
         if other_model(self._recipe) is not None:
@@ -185,7 +169,7 @@ class Unlearning(LanguageModelTask):
         values = [float(sums[document]) if document < last else 0.0 for document in batch.documents]
         return torch.tensor(values, dtype=torch.float64, device=batch.targets.device)
 
-    def before_passes(self, strategy: Strategy, batch: GlobalBatch, *, validation: bool) -> None:
+    def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Count the tokens or answers of the whole global batch, which the two losses are averaged over."""
         dataset = self._dataset(validation)
         documents = [
