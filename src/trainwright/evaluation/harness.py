@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainwright.data.rows.bounded import tokenized
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.inference.answering import answer_all
-from trainwright.inference.batching import Done
+from trainwright.inference.batching import Stage
 from trainwright.inference.loading import Loaded
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.scoring import score
@@ -33,7 +33,7 @@ def run_tasks(
     directory: str | None,
     limit: int | None,
     world: World,
-    stage: Callable[[str, int], Done],
+    stage: Stage,
 ) -> dict[str, dict[str, Any]]:
     """Return the harness's metrics by task; empty on ranks other than 0. Every rank must call.
 
@@ -57,7 +57,7 @@ def run_tasks(
 class _Shared:
     """Operations of all ranks together, directed by rank 0."""
 
-    def __init__(self, loaded: Loaded, world: World, stage: Callable[[str, int], Done]) -> None:
+    def __init__(self, loaded: Loaded, world: World, stage: Stage) -> None:
         self.loaded = loaded
         self._world = world
         self._stage = stage

@@ -6,7 +6,7 @@ work/model/     the model, and the rows in its tokens work/against/   the same f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,19 @@ from trainwright.evaluation.metrics.extraction import AnswerMatch
 from trainwright.evaluation.metrics.registry import LIKELIHOODS, Judge, judges
 from trainwright.evaluation.report import Report
 from trainwright.evaluation.rows import EncodedRows, Rows, drawn, encode, joined, read
-from trainwright.inference.batching import Done
+from trainwright.inference.batching import Stage
 from trainwright.inference.finding import Found, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.inference.sampling import Sampling
 from trainwright.machine.cache import cache_root
 from trainwright.machine.machine import Machine
-from trainwright.models.load import load_config, load_tokenizer
+from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.parallel.world import World
 from trainwright.recipe.sections.data import SourceSection
 from trainwright.text import plural, they
 
 _MODEL, _AGAINST = "model", "against"
 _RUNS_OWN = "data.validation of the run"
-
-# Called with a description of the work and its number of rows; returns a function to report finished rows.
-Stage = Callable[[str, int], Done]
 
 
 def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
@@ -66,7 +63,7 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
     places = _asked_places(asked, rows) if judged else []
     _check_references(rows, judged, places, key)
     for side, each in sides.items():
-        own = min((n for n in (longest, _positions(each)) if n is not None), default=None)
+        own = min((n for n in (longest, max_positions(each.section)) if n is not None), default=None)
         encoded = encode(
             rows,
             load_tokenizer(each.section),
@@ -75,7 +72,7 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
             asked=places,
             key=key,
         )
-        _check_room(encoded, rows, _positions(each), key)
+        _check_room(encoded, rows, max_positions(each.section), key)
         encoded.save(work / side)
     names = [name for name in asked.metrics if name in judged or name in LIKELIHOODS]
     if not names:
@@ -245,8 +242,3 @@ def _check_room(encoded: EncodedRows, rows: Rows, positions: int | None, key: st
                 f"{key}: {rows.place(place)}: its question has {plural(len(prompt), 'token')}, but the model has only "
                 f"{positions:,} positions; shorten or remove the row"
             )
-
-
-def _positions(found: Found) -> int | None:
-    config = load_config(found.section).get_text_config()
-    return getattr(config, "max_position_embeddings", None)

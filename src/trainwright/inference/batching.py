@@ -18,6 +18,8 @@ T = TypeVar("T")
 Work = Callable[[Sequence[int]], Sequence[T]]
 # Called with the number of examples that this rank has finished since the last call.
 Done = Callable[[int], None]
+# Called with a description of the work and its number of rows; returns a function to report finished rows.
+Stage = Callable[[str, int], Done]
 
 
 def by_length(lengths: Sequence[int], *, tokens: int, rows: int) -> list[list[int]]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainwright.activity import doing
-from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import MachineError, RequestError
@@ -91,8 +90,7 @@ def probe(vocabulary: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]
     dataset = TokenDataset.from_examples([(ids, [True] * len(ids)) for ids in documents], "probe")
-    micro = MicroBatch(index=0, rows=((0, 1),), tokens=12, targets=10, weight=10.0)
-    return collate(dataset, micro, packed=True, pad_token_id=0)
+    return collate_examples(dataset, (0, 1), packed=True)
 
 
 def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.inference.batching import Done, by_length, over_ranks
 from trainwright.models.causal_lm import CausalLM
@@ -95,10 +94,8 @@ def _over_documents(
 
     def on(indices: Sequence[int]) -> list[T]:
         counts = [dataset.target_count(index) for index in indices]
-        total, rows = sum(map(dataset.length, indices)), tuple((index,) for index in indices)
-        micro = MicroBatch(index=0, rows=rows, tokens=total, targets=sum(counts), weight=float(sum(counts)))
         with torch.no_grad():
-            return work(collate(dataset, micro, packed=lm.packed, pad_token_id=0).to(world.device), counts)
+            return work(collate_examples(dataset, indices, packed=lm.packed).to(world.device), counts)
 
     training = lm.training
     lm.eval()

@@ -95,6 +95,11 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
     return config
 
 
+def max_positions(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> int | None:
+    """Return the maximum number of positions of ``model``, or None if unlimited."""
+    return getattr(load_config(model, tokenizer).get_text_config(), "max_position_embeddings", None)
+
+
 def check_adapter(section: ModelSection, seed: int) -> None:
     """Check ``model.adapter`` for this model before any weights are loaded.
 
@@ -139,9 +144,11 @@ def load_model(
         theirs = config if model.implementation == "transformers" else config_from(source.directory)
         loaded = _weights(source.directory, theirs, dtype, model.adapter)
         if model.implementation == "gpt":
+            from trainwright.models.gpt.config import GPTConfig
             from trainwright.models.gpt.conversion import from_transformers
 
-            loaded = from_transformers(loaded, config)  # type: ignore[arg-type]
+            assert isinstance(config, GPTConfig)
+            loaded = from_transformers(loaded, config)
     return finish_loading(loaded, model, config)
 
 

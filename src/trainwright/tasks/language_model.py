@@ -31,7 +31,7 @@ from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.cut import cut_config, varied_layers
 from trainwright.models.files.save import save_model
-from trainwright.models.load import check_adapter, fresh_model, load_config, load_model, load_tokenizer
+from trainwright.models.load import check_adapter, fresh_model, load_config, load_model, load_tokenizer, max_positions
 from trainwright.models.source import resolve
 from trainwright.models.weights import Weights, empty_model, load_empty
 from trainwright.parallel.units import find_units
@@ -74,16 +74,11 @@ def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
 
 def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
     """Return the data of a resolved recipe, prepared or from the cache."""
-    positions = positions_of(recipe, tokenizer)
+    positions = max_positions(recipe.model, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
     prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
     check_prepared(recipe, prepared, cache)
     return prepared
-
-
-def positions_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the maximum number of positions of the model, or None if unlimited."""
-    return getattr(load_config(recipe.model, tokenizer).get_text_config(), "max_position_embeddings", None)
 
 
 def check_prepared(recipe: Recipe, prepared: Prepared, cache: Path) -> None:

@@ -7,7 +7,7 @@ documents by their roles.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -83,6 +83,13 @@ def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token
         roles=tuple(map(dataset.role, documents)),
         target_counts=tuple(map(dataset.document_targets, documents)),
     )
+
+
+def collate_examples(dataset: TokenDataset, examples: Sequence[int], *, packed: bool) -> Batch:
+    """Collate any examples of a dataset as one micro-batch, each in a row of its own."""
+    tokens, targets = sum(map(dataset.length, examples)), sum(map(dataset.target_count, examples))
+    micro = MicroBatch(0, tuple((index,) for index in examples), tokens, targets, float(targets))
+    return collate(dataset, micro, packed=packed, pad_token_id=0)
 
 
 Pair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]

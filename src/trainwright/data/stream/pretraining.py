@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from trainwright.activity import doing
 from trainwright.data.rows.texts import VERSION
 from trainwright.data.sources.shards import Shards, is_shards, tokenizer_fingerprint
+from trainwright.data.stream.dataset_cache import writable
 from trainwright.data.stream.windows import Spans, WindowDataset, divided, everything
 from trainwright.data.tokens.mixture import Part, parts_of, shares
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
 from trainwright.paths import user_path
 from trainwright.text import plural
@@ -78,15 +79,10 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
     identity = identity_of([(source, key)])
     task = hashlib.sha256(json.dumps([identity, tokenizer_fingerprint(tokenizer)], default=str).encode()).hexdigest()
     directory = cache / "shards" / task[:32]
-    try:
+    with writable(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(directory.with_suffix(".lock")):
             return _made(source, key, tokenizer, directory, identity)
-    except OSError as error:
-        raise MachineError(
-            f"the tokens cannot be stored in {directory}: {error.strerror or error}; free space there or set "
-            "TRAINWRIGHT_CACHE to another directory"
-        ) from error
 
 
 def _made(
@@ -100,13 +96,9 @@ def _made(
         except RequestError:  # damaged, so build again
             shutil.rmtree(directory)
     doing(f"tokenizing {source.source}")
-    processes = _processes()
+    processes = max(1, detect().cpu_cores - 1)
     tokenize([(source, key)], tokenizer, directory, identity=identity, processes=processes)
     return Shards.open(directory, key)
-
-
-def _processes() -> int:
-    return max(1, detect().cpu_cores - 1)
 
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:

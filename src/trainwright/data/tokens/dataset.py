@@ -152,6 +152,11 @@ class TokenDataset:
             report or {},
         )
 
+    def part(self, documents: Iterable[int]) -> TokenDataset:
+        """Return an in-memory dataset of some of the documents, each an example, in this order."""
+        pairs = [self.document(document) for document in documents]
+        return TokenDataset.from_examples([(ids.tolist(), flags.tolist()) for ids, flags in pairs], "part")
+
     def save(self, directory: Path) -> None:
         """Write to ``directory`` atomically."""
         scratch = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.findings import mean_loss
@@ -65,8 +64,8 @@ def relearn(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World)
             "--metrics relearning: the forget set has only one row, but some must be held out to measure"
         )
     shown = max(1, int(len(forget) * _SHOWN))
-    rest = _part(forget, range(shown, len(forget)))
-    batches = _batches(_part(forget, range(shown)), world)
+    rest = forget.part(range(shown, len(forget)))
+    batches = _batches(forget.part(range(shown)), world)
     weights = [each for each in loaded.lm.parameters() if each.is_floating_point()]
     for weight in weights:
         weight.requires_grad_(True)
@@ -98,19 +97,7 @@ def _batches(dataset: TokenDataset, world: World) -> list[Batch]:
         if parts[-1] and longest * (len(parts[-1]) + 1) > _TOKENS[world.device.type]:
             parts.append([])
         parts[-1].append(index)
-    return [_batch(dataset, part).to(world.device) for part in parts]
-
-
-def _batch(dataset: TokenDataset, part: Sequence[int]) -> Batch:
-    tokens, targets = sum(map(dataset.length, part)), sum(map(dataset.target_count, part))
-    rows = tuple((index,) for index in part)
-    micro = MicroBatch(index=0, rows=rows, tokens=tokens, targets=targets, weight=float(targets))
-    return collate(dataset, micro, packed=False, pad_token_id=0)
-
-
-def _part(dataset: TokenDataset, numbers: Sequence[int]) -> TokenDataset:
-    pairs = [dataset.document(number) for number in numbers]
-    return TokenDataset.from_examples([(ids.tolist(), flags.tolist()) for ids, flags in pairs], "part")
+    return [collate_examples(dataset, part, packed=False).to(world.device) for part in parts]
 
 
 def probability(loaded: Loaded, dataset: TokenDataset, world: World) -> float:

@@ -57,11 +57,6 @@ class Documents:
         places = {(name, item, what, which): number for name, item, what, which, number in about["places"]}
         return cls(TokenDataset.open(directory / "tokens"), places, about["text_targets"])
 
-    def chosen(self, numbers: Sequence[int]) -> TokenDataset:
-        """Return some of the documents, in this order."""
-        pairs = [self.dataset.document(number) for number in numbers]
-        return TokenDataset.from_examples([(ids.tolist(), flags.tolist()) for ids, flags in pairs], "chosen")
-
     def of_set(self, name: str) -> list[int]:
         """Return the documents of the answers of a set, in the order of its items."""
         found = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.data.stream.batch import collate
-from trainwright.data.stream.stream import MicroBatch
+from trainwright.data.stream.batch import collate_examples
 from trainwright.evaluation.unlearning.encoding import NEW_TOKENS, STOP_TEXTS, Documents, Prompts
 from trainwright.evaluation.unlearning.findings import Floats
 from trainwright.evaluation.unlearning.items import Item, ItemSet
 from trainwright.inference.answering import answer_all
-from trainwright.inference.batching import Done, over_ranks
+from trainwright.inference.batching import Stage, over_ranks
 from trainwright.inference.generation import Answer
 from trainwright.inference.loading import Loaded
 from trainwright.inference.sampling import Sampling
@@ -25,9 +24,6 @@ from trainwright.inference.scoring import TokenScores, score, score_standardised
 from trainwright.inference.stopping import stop_of
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
-
-# Called with a description of the work and its number of rows; returns a function to report finished rows.
-Stage = Callable[[str, int], Done]
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ def attack_items(
     places = {name: documents.of_set(name) for name in work.attacked_sets}
     if "standardised" in work.attacked:
         numbers = [number for each in places.values() for number in each]
-        part = documents.chosen(numbers)
+        part = documents.dataset.part(numbers)
         each = dict(
             zip(numbers, score_standardised(loaded.lm, part, world, done=stage("Min-K++", len(part))), strict=True)
         )
@@ -138,7 +134,7 @@ def gradient_norms(
     """Return the L2 norm of the gradient of each document's mean loss by all weights (arXiv 2402.17012). Every rank
     must call.
     """
-    dataset = documents.chosen(numbers)
+    dataset = documents.dataset.part(numbers)
     weights = [parameter for parameter in lm.parameters() if parameter.is_floating_point()]
 
     def work(indices: Sequence[int]) -> list[float]:
@@ -160,8 +156,7 @@ def _gradient_norm(
     lm: CausalLM, dataset: Any, index: int, weights: Sequence[torch.nn.Parameter], device: torch.device
 ) -> float:
     count = dataset.target_count(index)
-    micro = MicroBatch(index=0, rows=((index,),), tokens=dataset.length(index), targets=count, weight=float(count))
-    batch = collate(dataset, micro, packed=lm.packed, pad_token_id=0).to(device)
+    batch = collate_examples(dataset, [index], packed=lm.packed).to(device)
     with torch.enable_grad():
         loss = lm(batch) / count
         gradients = torch.autograd.grad(loss, weights, allow_unused=True)

@@ -22,13 +22,14 @@ from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, ItemEn
 from trainwright.evaluation.unlearning.findings import Findings, by_set
 from trainwright.evaluation.unlearning.items import ItemSet, read_sets
 from trainwright.evaluation.unlearning.log import read_reference
-from trainwright.evaluation.unlearning.measure import Stage, Work, answer_sets, attack_items, score_documents
+from trainwright.evaluation.unlearning.measure import Work, answer_sets, attack_items, score_documents
 from trainwright.evaluation.unlearning.registry import METRICS, OPTIONS, missing, sets_of, usual
 from trainwright.evaluation.unlearning.report import BenchmarkReport
+from trainwright.inference.batching import Stage
 from trainwright.inference.finding import Found, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.machine.machine import Machine
-from trainwright.models.load import load_config, load_tokenizer
+from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.parallel.world import World
 from trainwright.paths import user_path
 from trainwright.recipe.benchmarks import KEY, Benchmark, find_benchmark
@@ -59,7 +60,7 @@ def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
             raise RequestError(f"--reference-model: {other.origin} has another tokenizer than {found.origin}")
         other.save(work / _OTHER)
     encoder = ItemEncoder(tokenizer, _longest(asked, found), KEY)
-    job = _job(names, sets, encoder, _positions(found))
+    job = _job(names, sets, encoder, max_positions(found.section))
     job.save(work)
     about = {"benchmark": benchmark.name, "metrics": names, "cut": encoder.cut, "notes": encoder.notes}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
@@ -146,7 +147,7 @@ def report_of(asked: Asked, work: Path) -> BenchmarkReport:
 
 def _attack(name: str, asked: Asked, found: Found, loaded: Loaded, job: Work, world: World) -> dict[str, float]:
     """Return the metrics of an attack; each attack gets its own copy of the model."""
-    forget = job.documents.chosen(job.documents.of_set("forget"))
+    forget = job.documents.dataset.part(job.documents.of_set("forget"))
     if name == "relearning":
         how = Relearning(asked.relearning_steps, asked.relearning_rate)
         return relearn(load(found, torch.float32, world.device), forget, how, world)
@@ -185,9 +186,4 @@ def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked
 
 
 def _longest(asked: Asked, found: Found) -> int | None:
-    return min((each for each in (asked.max_length, _positions(found)) if each is not None), default=None)
-
-
-def _positions(found: Found) -> int | None:
-    config = load_config(found.section).get_text_config()
-    return getattr(config, "max_position_embeddings", None)
+    return min((each for each in (asked.max_length, max_positions(found.section)) if each is not None), default=None)

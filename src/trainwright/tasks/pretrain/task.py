@@ -21,9 +21,9 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length, remember
 from trainwright.engine.task import LossSum
 from trainwright.inference.sampling import Sampling
-from trainwright.models.load import load_tokenizer
+from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.language_model import LanguageModelTask, positions_of, prepare_model
+from trainwright.tasks.language_model import LanguageModelTask, prepare_model
 from trainwright.tasks.pretrain.spec import PretrainSection
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def build(recipe: Recipe, cache: Path) -> Pretraining:
 
 
 def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
-    check_length(recipe.data, positions_of(recipe, tokenizer))
+    check_length(recipe.data, max_positions(recipe.model, tokenizer))
     contiguous = recipe.own(PretrainSection).windows == "contiguous"
     prepared = Prepared(*prepare_windows(recipe, tokenizer, cache, contiguous=contiguous))
     remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)

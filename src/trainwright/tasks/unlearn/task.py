@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
+from trainwright.data.rows.kinds import EXAMPLES, FORGET, REFUSAL, RETAIN, kind_of_rows
 from trainwright.data.stream.batch import Batch
+from trainwright.data.stream.dataset_cache import Prepared, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
-from trainwright.data.stream.unlearning import refuse_overlap
+from trainwright.data.stream.unlearning import joined, refuse_overlap, some_of, with_roles
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum
@@ -21,23 +23,76 @@ from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.cut import layer_count
-from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.load import load_config, load_model, load_tokenizer, max_positions
 from trainwright.models.weights import empty_model
 from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import find_benchmark
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.language_model import prepare_model
+from trainwright.tasks.language_model import check_prepared, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
-from trainwright.tasks.unlearn.data import Rows, prepare_rows
 from trainwright.tasks.unlearn.formulas import ascended, direction
 from trainwright.tasks.unlearn.losses import ROLES, Counts, Found, Losses
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.parameters import check_layer, freeze_others, negated, negated_adapter, scaled_adapter
 from trainwright.tasks.unlearn.reference import PREFIX, Both, check_reference, frozen_copy, other_model
 from trainwright.tasks.unlearn.section import UnlearnSection
+from trainwright.text import plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an unlearning run.
+
+    Attributes:
+        prepared: pairs of forget and retain rows, for training and validation.
+        forget: only the forget rows, with their refusals; documents have the same indices as in the pairs.
+    """
+
+    prepared: Prepared
+    forget: TokenDataset
+
+
+def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Rows:
+    """Return the rows of a resolved recipe, prepared or from the cache.
+
+    Raises:
+        RequestError: a source or a row is wrong.
+    """
+    section = recipe.own(UnlearnSection)
+    data, seed = recipe.data, recipe.train.seed
+    positions = max_positions(recipe.model, tokenizer)
+    parts = {"forget": kind_of_rows(recipe, "data.forget")}
+    if section.retains:
+        parts["retain"] = EXAMPLES
+    found = {
+        part: prepare(data.part(part), tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
+        for part, kind in parts.items()
+    }
+    forget = found["forget"].train
+    everything = joined(forget, found["retain"].train if "retain" in found else None, cache)
+    validation = None
+    if data.validation is not None:
+        assert not isinstance(data.validation, str), "a recipe that was read has none"
+        validation = some_of(everything, data.validation, seed)
+    taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
+    lines = [line for part in found.values() for line in part.summary if not line.startswith("split: ")]
+    lines.append(_line(everything, validation))
+    prepared = Prepared(with_roles(everything, taught), validation, lines, found["forget"].directory)
+    check_prepared(recipe, prepared, cache)
+    return Rows(prepared, forget)
+
+
+def _line(pairs: TokenDataset, validation: TokenDataset | None) -> str:
+    line = f"unlearning: {plural(len(pairs), 'row')} to forget"
+    if pairs.companions is not None:
+        line += (
+            f", each paired with one of {plural(pairs.companions.count, 'row')} to retain, a different one every epoch"
+        )
+    return line if validation is None else f"{line}; {len(validation):,} of them are measured"
+
 
 __all__ = ["Unlearning", "build", "prepare_once"]
 
@@ -95,7 +150,7 @@ class Unlearning(ReferenceTask):
         """Return the part of the recipe's benchmark to measure, on as many rows as the validation losses."""
         if recipe.data.benchmark is None or self._prepared.validation is None:
             return None
-        positions = getattr(self._lm.config.get_text_config(), "max_position_embeddings", None)
+        positions = max_positions(recipe.model, self._tokenizer)
         found = find_benchmark(recipe.data.benchmark, "data.benchmark")
         rows = len(self._prepared.validation)
         return Watch.of(found, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
