@@ -19,8 +19,7 @@ import tokenizers
 from tests.support.commands import environment, wait_for
 from trainwright.cli.data import tokens as data_tokens
 from trainwright.data.check import check_corpus
-from trainwright.data.rows.texts import Piece, pieces
-from trainwright.data.sources.corpora import whole_documents
+from trainwright.data.rows.texts import Piece, pieces, whole_documents
 from trainwright.data.sources.reading import read_rows
 from trainwright.data.sources.shards import Shards
 from trainwright.data.tokens.shard_writer import tokenize

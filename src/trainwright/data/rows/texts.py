@@ -17,10 +17,11 @@ from trainwright.data.rows.formats import NoTarget
 from trainwright.data.rows.kinds import ANY
 from trainwright.data.rows.layouts import columns_not_used
 from trainwright.data.sources import documents as whole_files
-from trainwright.data.sources.corpora import whole_documents
 from trainwright.data.sources.file_kinds import opened as opened_file
 from trainwright.data.sources.file_kinds import suffix_of
+from trainwright.data.sources.hub import of_the_hub
 from trainwright.data.sources.reading import files_of, iterate_source, source_notes
+from trainwright.data.sources.row_files import Row
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
 
@@ -34,6 +35,10 @@ _TEXT_FILES = frozenset((*whole_files.SUFFIXES, ".txt", ".md")) - {".docx"}
 # Byte-level BPE always starts a new word between a line end and a letter or digit, so a cut there changes no token. In
 # very long lines the same holds before a single space.
 _CUTS = re.compile(r"(?<=[^\s]\n)(?=\w)"), re.compile(r"(?<=\S)(?= \w)")
+
+_A_LINE_A_ROW = "Salesforce/wikitext"
+# The title of an article in that corpus; section titles have more equals signs.
+_TITLE = re.compile(r" = (?!= ).+(?<! =) = \n")
 
 
 class Piece(NamedTuple):
@@ -103,6 +108,22 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
         if text.strip():
             yield place, text
     notes += source_notes(name, key, documents)
+
+
+def whole_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    """Yield ``(place, row)`` of each document; if a corpus has one line per row, the lines of an article are joined."""
+    if of_the_hub(source).partition(":")[0] != _A_LINE_A_ROW:
+        yield from rows
+        return
+    begun, lines = "", list[str]()
+    for place, row in rows:
+        if not lines or (_TITLE.fullmatch(row["text"]) and not lines[-1].strip()):
+            if lines:
+                yield begun, {"text": "".join(lines)}
+            begun, lines = place, []
+        lines.append(row["text"] or "\n")
+    if lines:
+        yield begun, {"text": "".join(lines)}
 
 
 def _file_pieces(file: Path) -> Iterator[Piece]:

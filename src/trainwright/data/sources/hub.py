@@ -11,14 +11,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from trainwright.data.sources.corpora import of_the_hub
 from trainwright.data.sources.local_files import SUFFIXES
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+# Corpora by short names: their names on the Hub, with configuration and split.
+_OF_THE_HUB = {
+    "openwebtext": "Skylion007/openwebtext",
+    "wikitext": "Salesforce/wikitext:wikitext-103-raw-v1:train",
+    "simple-wikipedia": "wikimedia/wikipedia:20231101.simple:train",
+    "tinystories": "roneneldan/TinyStories",
+    "orca-math": "microsoft/orca-math-word-problems-200k",
+}
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+\[\]%-]+){0,2}")
+
+
+def of_the_hub(source: str) -> str:
+    """Return the Hub name of a corpus; other sources and existing paths are returned unchanged."""
+    return source if source not in _OF_THE_HUB or Path(source).exists() else _OF_THE_HUB[source]
 
 
 def is_hub_id(source: str) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.sources.corpora import stdlib_rows
 from trainwright.data.sources.pydoc_rows import pydoc_key, pydoc_pairs, pydoc_rows
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root, keep
@@ -17,6 +18,10 @@ from trainwright.registries import SOURCES
 
 if TYPE_CHECKING:
     from trainwright.data.sources.row_files import Row
+
+
+# Directories of tests, installed packages and generated files.
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "__phello__"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,23 @@ class Source:
     key: Callable[[], str]
     example: Mapping[str, Any]
     keep: bool = False
+
+
+def stdlib_rows() -> Iterator[dict[str, str]]:
+    """Yield the standard library as rows ``{"text"}``: the source of every module, then the language reference topics.
+
+    Sorted by name; equal interpreters give equal rows.
+    """
+    from pydoc_data.topics import topics
+
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(root.rglob("*.py")):
+        if _LEFT_OUT.isdisjoint(file.relative_to(root).parts):
+            text = file.read_text(encoding="utf-8", errors="ignore")
+            if text.strip():
+                yield {"text": text}
+    for name in sorted(topics):
+        yield {"text": topics[name]}
 
 
 PYDOC = Source(pydoc_rows, pydoc_key, {"question": "What is it?", "answer": "It is this."}, keep=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.rows.kinds import Kind
-from trainwright.data.stream.held_out import HELD_BACK, split
 from trainwright.data.tokens.dataset import write_dataset
 from trainwright.data.tokens.mixture import Part, parts_of, shares
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
     from trainwright.recipe.sections.data import DataSection, SourceSection
 
-Chosen = list[tuple[TokenRows, npt.NDArray[np.int64]]]  # for each source, the indices of the selected rows
+Indices = npt.NDArray[np.int64]
+HELD_BACK = "held_back.npy"  # the file with the source and the row number of every held-out example
+Chosen = list[tuple[TokenRows, Indices]]  # for each source, the indices of the selected rows
 
 
 def tokenize_and_split(
@@ -78,14 +81,14 @@ def tokenize_and_split(
     return {"summary": lines, "format": layout, "validation": bool(held)}
 
 
-def _numbered(held: Chosen) -> npt.NDArray[np.int64]:
+def _numbered(held: Chosen) -> Indices:
     """Return the source and the row number in it, both from 0, of every row that is held out [rows, 2]."""
     numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in held]
     sources = np.repeat(np.arange(len(held)), [len(each) for each in numbers])
     return np.stack([sources, np.concatenate(numbers)], axis=1)
 
 
-def _everything(rows: TokenRows) -> npt.NDArray[np.int64]:
+def _everything(rows: TokenRows) -> Indices:
     return np.arange(len(rows.hashes), dtype=np.int64)
 
 
@@ -169,3 +172,49 @@ def _split_line(counts: Sequence[tuple[int, int]], how: str) -> str:
     if not rest:
         return f"{line}, none for validation"
     return f"{line}, {rest[0][0]:,} ({plural(rest[0][1], 'token')}) for validation, {how}"
+
+
+def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) -> tuple[Indices, Indices]:
+    """Return ``(train, validation)`` indices, both sorted; every example is in exactly one.
+
+    Whether an example is held out depends on the seed and its content, so equal examples are on the same side, and
+    adding a row to the data moves few others.
+
+    Args:
+        hashes: digests of the examples' content.
+        validation: a fraction below 1, a number of examples, or None.
+
+    Raises:
+        RequestError: no examples would remain for training or for validation.
+    """
+    total = len(hashes)
+    everything = np.arange(total, dtype=np.int64)
+    if not validation:
+        return everything, everything[:0]
+    wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
+    if wanted >= total:
+        raise RequestError(
+            f"data.validation: {validation} of {total:,} examples leaves none for training; lower it, or set it to null"
+        )
+    prefix = f"{seed}/".encode()
+    ranks = np.fromiter((_rank(prefix + content) for content in hashes), np.uint64, total)
+    order = np.argsort(ranks, kind="stable")
+    borders = [0, *(np.flatnonzero(np.diff(ranks[order])) + 1).tolist(), total]  # edges of equal groups
+    held = np.zeros(total, dtype=np.bool_)
+    count = 0
+    for begin, end in pairwise(borders):
+        if count + end - begin <= wanted:
+            held[order[begin:end]] = True
+            count += end - begin
+        if count == wanted:
+            break
+    if not count:
+        raise RequestError(
+            f"data.validation: too many duplicates to hold out {wanted:,} examples; remove the duplicates, or set it "
+            "to null"
+        )
+    return everything[~held], everything[held]
+
+
+def _rank(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")

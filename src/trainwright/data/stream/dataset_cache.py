@@ -27,7 +27,6 @@ import numpy.typing as npt
 from trainwright.activity import doing
 from trainwright.data.rows.kinds import EXAMPLES, Kind
 from trainwright.data.sources.key import content_of, settings_of, source_key
-from trainwright.data.stream.held_out import HELD_BACK
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length
 from trainwright.errors import MachineError, RequestError
@@ -49,6 +48,8 @@ class Prepared:
 
     def held_back(self) -> npt.NDArray[np.int64]:
         """Return the source and the row number in it, both from 0, of every validation row [rows, 2]."""
+        from trainwright.data.stream.dataset_building import HELD_BACK
+
         found: npt.NDArray[np.int64] = np.load(self.directory / HELD_BACK)
         return found
 
