@@ -208,9 +208,9 @@ def test_an_objective_has_the_value_and_gradients_of_the_plain_computation(name:
         return -torch.nn.functional.logsigmoid(sums[0] - sums[1] / 2).sum() + losses.square().mean()
 
     total = lm(batch, objective=objective)
-    hidden, weight, _, targets = lm._at_targets(batch)
-    logits = (hidden @ weight.t()) * lm._head["logit_scale"]
-    if (cap := lm._head["softcap"]) is not None:
+    head, targets = lm.head(batch), batch.targets
+    logits = (head.hidden @ head.weight.t()) * head.logit_scale
+    if (cap := head.softcap) is not None:
         logits = cap * torch.tanh(logits / cap)
     plain = objective(torch.nn.functional.cross_entropy(logits, targets, reduction="none"), batch)
     torch.testing.assert_close(total, plain, rtol=1e-5, atol=1e-6)

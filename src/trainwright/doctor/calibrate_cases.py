@@ -271,13 +271,13 @@ def _update(elements: int, device: torch.device) -> Run:
 
 
 def _loss(precision: str, logits: int, device: torch.device) -> Run:
-    from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy
+    from trainwright.models.losses.linear_cross_entropy import Head, linear_cross_entropy
 
     # The minimum width of hidden states: the products are measured separately.
     hidden = _random((logits // _LOSS_ROW, _LEAST_WIDTH), precision, device)
     weight = _random((_LOSS_ROW, _LEAST_WIDTH), precision, device)
     targets = torch.zeros(len(hidden), dtype=torch.int64, device=device)
-    return lambda: linear_cross_entropy(hidden, weight, None, targets)
+    return lambda: linear_cross_entropy(Head(hidden, weight, None), targets)
 
 
 def _data(documents: int, tokens: int, device: torch.device) -> Run:

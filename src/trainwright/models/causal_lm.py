@@ -20,6 +20,7 @@ from trainwright.errors import RequestError
 from trainwright.models import attention
 from trainwright.models.attention import DOCUMENTS, UnpackableError, register
 from trainwright.models.losses.linear_cross_entropy import (
+    Head,
     linear_cross_entropy,
     standardised_log_likelihood,
     token_statistics,
@@ -68,18 +69,13 @@ class CausalLM(nn.Module):
         """Return the loss of a batch, its statistics, its token losses, or the value of ``objective``."""
         if losses:
             return self.token_losses(batch)
-        at_targets = self._at_targets(batch)
+        head = self.head(batch)
         if statistics:
-            each, correct = token_statistics(*at_targets, **self._head)
+            each, correct = token_statistics(head, batch.targets)
             return torch.stack([each.sum(dtype=torch.float64), correct.sum().double()])
         if objective is None:
-            return linear_cross_entropy(*at_targets, **self._head, z_loss=self._z_loss)
-        # The weight of each target is only known after all losses are computed, so the head runs a second time, which
-        # avoids holding the logits of more than a chunk. The second run gives the gradient; the value is that of the
-        # objective.
-        value, weights = slopes(objective, token_statistics(*at_targets, **self._head)[0], batch)
-        weighted = linear_cross_entropy(*at_targets, **self._head, target_weights=weights)
-        return value + (weighted - weighted.detach())
+            return linear_cross_entropy(head, batch.targets, z_loss=self._z_loss)
+        return objective_at(head, batch.targets, objective, batch)
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
         """Return the negative log-likelihood of every target in nats [N], fp32, without gradients."""
@@ -89,21 +85,21 @@ class CausalLM(nn.Module):
         """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N], without
         gradients.
         """
-        return token_statistics(*self._at_targets(batch), **self._head)
+        return token_statistics(self.head(batch), batch.targets)
 
     def standardised_log_likelihood(self, batch: Batch) -> torch.Tensor:
         """Return the standardized log-likelihood of every target over the vocabulary [N], fp32, without gradients."""
-        return standardised_log_likelihood(*self._at_targets(batch), **self._head)
+        return standardised_log_likelihood(self.head(batch), batch.targets)
 
-    def _at_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Return the hidden states [N, H] that predict targets, the head's weight and bias, and the targets [N]."""
+    def head(self, batch: Batch) -> Head:
+        """Return the hidden states [N, H] that predict the batch's targets, with the head that computes the logits."""
         head = self.model.get_output_embeddings()
         with shared_gradient(self.model.get_input_embeddings(), head) as head_weight:
             hidden = self._hidden(batch)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
             hidden = hidden.index_select(0, batch.target_index)
-        return hidden, head_weight(), getattr(head, "bias", None), batch.targets
+        return Head(hidden, head_weight(), getattr(head, "bias", None), **self._head)
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """Return the last hidden states [B, L, H] after the final norm."""
@@ -143,8 +139,19 @@ class CausalLM(nn.Module):
         return find_blocks(self.model)
 
 
+def objective_at(head: Head, targets: torch.Tensor, objective: Objective, batch: Batch) -> torch.Tensor:
+    """Return the value of ``objective`` for the losses of the targets [N], with its gradient.
+
+    The weight of each target is only known after all losses are computed, so the head runs a second time, which avoids
+    holding the logits of more than a chunk. The second run gives the gradient; the value is that of the objective.
+    """
+    value, weights = _slopes(objective, token_statistics(head, targets)[0], batch)
+    weighted = linear_cross_entropy(head, targets, target_weights=weights)
+    return value + (weighted - weighted.detach())
+
+
 @torch.enable_grad()
-def slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the value of the objective and its derivative with respect to every loss [N]."""
     losses = losses.detach().requires_grad_()
     value = objective(losses, batch)

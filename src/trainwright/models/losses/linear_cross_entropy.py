@@ -8,7 +8,7 @@ is from Liger Kernel, arXiv 2410.10989, section 3.2; the softmax is in fp32, or 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,20 +20,24 @@ _BLOCK_BYTES = 2 * 2**20
 _LEAST_VARIANCE = 1e-6
 
 
+class Head(NamedTuple):
+    """Hidden states [N, H], weight [V, H] and bias [V] of a head, and the transformations of its logits.
+
+    ``logit_scale`` multiplies the logits, then ``softcap`` bounds them as ``softcap * tanh(logits / softcap)``.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    *,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    target_weights: torch.Tensor | None = None,
-    z_loss: float = 0.0,
+    head: Head, targets: torch.Tensor, *, target_weights: torch.Tensor | None = None, z_loss: float = 0.0
 ) -> torch.Tensor:
     """Compute the summed cross-entropy of N targets from ``hidden`` [N, H] @ ``weight`` [V, H]^T (+ ``bias`` [V]).
 
-    ``logit_scale`` multiplies the logits, then ``softcap`` bounds them as ``softcap * tanh(logits / softcap)``.
     ``target_weights`` [N], fp32, multiply the losses of the targets and get no gradient. ``z_loss`` times the squared
     log-sum-exp of the logits is added to the loss of every target.
 
@@ -41,22 +45,15 @@ def linear_cross_entropy(
         The sum in nats, fp32 scalar, which the caller divides by a weight.
     """
     total: torch.Tensor = _LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, softcap, logit_scale, target_weights, z_loss
+        head.hidden, head.weight, head.bias, targets, head.softcap, head.logit_scale, target_weights, z_loss
     )
     return total
 
 
 @torch.no_grad()
-def token_statistics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    *,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N], without gradients."""
+    hidden, weight, bias, softcap, logit_scale = head
     losses, correct = [], []
     for part in chunks(len(targets), weight):
         chunk = torch.nn.functional.linear(hidden[part], weight, bias)
@@ -71,19 +68,12 @@ def token_statistics(
 
 
 @torch.no_grad()
-def standardised_log_likelihood(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    *,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> torch.Tensor:
+def standardised_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tensor:
     """Return how many standard deviations each target's log-likelihood is above the mean [N], without gradients.
 
     Mean and deviation are over the vocabulary, weighted by the model's probabilities (arXiv 2404.02936, equation 2).
     """
+    hidden, weight, bias, softcap, logit_scale = head
     found = [hidden.new_zeros(0, dtype=torch.float32)]
     for part in chunks(len(targets), weight):
         chunk = torch.nn.functional.linear(hidden[part], weight, bias)

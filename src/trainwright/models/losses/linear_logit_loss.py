@@ -7,24 +7,14 @@ at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from trainwright.models.losses.linear_cross_entropy import HeadGradients, chunks, finished, row_blocks
+from trainwright.models.losses.linear_cross_entropy import Head, HeadGradients, chunks, finished, row_blocks
 
 # Maps logits [n, V], targets [n] and a teacher's logits [n, V] or None to the loss of each position [n].
 LogitLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-class Head(NamedTuple):
-    """Hidden states [N, H], weight [V, H] and bias [V] of a head, and the transformations of its logits."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    softcap: float | None = None
-    logit_scale: float = 1.0
 
 
 def linear_logit_loss(

@@ -17,9 +17,9 @@ from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import Batch, only, places
 from trainwright.errors import RequestError
 from trainwright.extensions import load
-from trainwright.models.causal_lm import slopes
-from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy, token_statistics
-from trainwright.models.losses.linear_logit_loss import Head, LogitLoss, linear_logit_loss
+from trainwright.models.causal_lm import objective_at
+from trainwright.models.losses.linear_cross_entropy import Head
+from trainwright.models.losses.linear_logit_loss import LogitLoss, linear_logit_loss
 from trainwright.tasks.unlearn import formulas
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection
@@ -142,13 +142,7 @@ class Losses:
                 value = value + retain * kept
             return value.to(losses.dtype)
 
-        settings: dict[str, Any] = {"softcap": head.softcap, "logit_scale": head.logit_scale}
-        losses, _ = token_statistics(head.hidden, head.weight, head.bias, targets, **settings)
-        value, weights = slopes(objective, losses, batch)
-        weighted = linear_cross_entropy(
-            head.hidden, head.weight, head.bias, targets, **settings, target_weights=weights
-        )
-        return value + (weighted - weighted.detach())
+        return objective_at(head, targets, objective, batch)
 
     def _forget(self, losses: dict[int, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the forget loss of every token or answer, from the token losses of each role."""

@@ -16,7 +16,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.causal_lm import CausalLM, Objective
-from trainwright.models.losses.linear_logit_loss import Head
+from trainwright.models.losses.linear_cross_entropy import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,11 +80,6 @@ class UnlearnLM(CausalLM):
             yield
         finally:
             self._speaks_for_reference = False
-
-    def head(self, batch: Batch) -> Head:
-        """Return the hidden states of the batch's targets with the head that computes their logits [N, V]."""
-        hidden, weight, bias, _ = self._at_targets(batch)
-        return Head(hidden, weight, bias, self._head["softcap"], self._head["logit_scale"])
 
     def reference_head(self, batch: Batch) -> Head:
         """Return the same as ``head`` for the reference."""
