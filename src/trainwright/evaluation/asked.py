@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 QUICK_ROWS, USUAL_ANSWERS = 50, 200
 
@@ -38,6 +39,11 @@ class Asked:
     reference_model: str | None = None
     relearning_steps: int = 20
     relearning_rate: float = 1e-5
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the options that were given or have a default, as plain values."""
+        return {key: value for key, value in asdict(self).items() if value not in (None, (), False)}
 
     @property
     def on_rows(self) -> bool:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.metrics.extraction import AnswerMatch
 from trainwright.evaluation.metrics.registry import judges
-from trainwright.evaluation.rows import drawn
+from trainwright.evaluation.rows import drawn, last_run
 from trainwright.inference.answering import answer_all
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import Stop
@@ -41,7 +38,7 @@ class ValidationQuestions:
         self._judges = judges(section.metrics, section.answer_pattern, section.json_schema)
         answers = [n for n in range(validation.document_count) if validation.role(n) == CHOSEN]  # without rejected ones
         whole = [n for n in answers if validation.document_length(n) < longest]
-        spans = {n: _last_run(validation.document(n)[1]) for n in whole}
+        spans = {n: last_run(validation.document(n)[1]) for n in whole}
         asked = [n for n in whole if spans[n][0] > 0]
         if not asked:
             raise RequestError(
@@ -78,11 +75,3 @@ class ValidationQuestions:
                 match.check(reference)
             except RequestError as error:
                 raise RequestError(f"evaluate.answer_pattern: of a validation row {error}") from None
-
-
-def _last_run(flags: Sequence[bool] | np.ndarray) -> tuple[int, int]:
-    """Return the start and the end of the last contiguous run of targets."""
-    places = np.flatnonzero(flags)
-    end = int(places[-1]) + 1
-    breaks = np.flatnonzero(np.diff(places) > 1)
-    return int(places[breaks[-1] + 1] if len(breaks) else places[0]), end

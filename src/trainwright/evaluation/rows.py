@@ -236,7 +236,7 @@ def encode(
                 f"{key}: {rows.place(place)}: its {len(ids):,} tokens have no answer within the first {ends[0][1]:,}; "
                 "raise --max-length up to the model's limit, or remove the row"
             )
-        begin = max(1, _last_run(flags))
+        begin = max(1, last_run(flags)[0])
         last_turn.append(sum(flags[begin : kept[-1][1]]))
         windows.append(len(kept))
         pairs += [(ids[begin:end], flags[begin:end]) for begin, end in kept]
@@ -281,9 +281,8 @@ def _prompts(rows: Rows, encoder: ChatEncoder, asked: Sequence[int], called: Map
         raise RequestError(f"{key}: {rows.place(asked[error.index])}: {error}") from None
 
 
-def _last_run(flags: Sequence[bool]) -> int:
-    """Return the start of the last contiguous run of targets."""
-    end = max(place for place, flag in enumerate(flags) if flag)
-    while end and flags[end - 1]:
-        end -= 1
-    return end
+def last_run(flags: Sequence[bool] | np.ndarray) -> tuple[int, int]:
+    """Return the start and the end of the last contiguous run of targets."""
+    places = np.flatnonzero(flags)
+    breaks = np.flatnonzero(np.diff(places) > 1)
+    return int(places[breaks[-1] + 1] if len(breaks) else places[0]), int(places[-1]) + 1

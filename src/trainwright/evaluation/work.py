@@ -98,7 +98,7 @@ def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
 
 def report_of(asked: Asked, work: Path) -> Report:
     """Return the report of the results in ``work``."""
-    settings: dict[str, Any] = {key: value for key, value in asdict(asked).items() if value not in (None, (), False)}
+    settings = asked.settings
     harness: dict[str, Any] = {}
     for side in (_MODEL, _AGAINST):
         if (file := work / side / "harness.json").is_file():

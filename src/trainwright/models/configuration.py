@@ -51,15 +51,15 @@ def without_ignored(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def making(config: PretrainedConfig, where: str = "model") -> Iterator[None]:
-    """Convert errors while a model is created from ``config`` to a RequestError that starts with ``where``."""
+def making(config: PretrainedConfig) -> Iterator[None]:
+    """Convert errors while a model is created from ``config`` to a RequestError."""
     try:
         yield
     except RequestError:
         raise
     except NOT_MADE as error:
         what = f"{type(error).__name__}: {error}"
-        raise RequestError(f"{where}: cannot create a {config.model_type} from this configuration ({what})") from error
+        raise RequestError(f"model: cannot create a {config.model_type} from this configuration ({what})") from error
 
 
 def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -126,14 +126,14 @@ class Histories:
         Raises:
             RequestError: there is no history of one of them.
         """
-        places = {_key(task): index for index, task in enumerate(self.tasks)}
-        missing = [task for task in np.asarray(tasks) if _key(task) not in places]
+        places = {task_key(task): index for index, task in enumerate(self.tasks)}
+        missing = [task for task in np.asarray(tasks) if task_key(task) not in places]
         if missing:
             raise RequestError(
                 f"{self.path}: has no history of {len(missing)} of {len(tasks)} tasks, such as "
                 f"{missing[0].tolist()}; collect it with all tasks"
             )
-        return [places[_key(task)] for task in np.asarray(tasks)]
+        return [places[task_key(task)] for task in np.asarray(tasks)]
 
     def _read_outline(self, otherwise: Environment) -> None:
         file = self._file
@@ -310,7 +310,8 @@ def _check(path: Path, file: Any, goal: int, shape: tuple[int, int], environment
             )
 
 
-def _key(task: np.ndarray) -> bytes:
+def task_key(task: Any) -> bytes:
+    """Return the parameters of a task as a key; equal for a list and an array."""
     return np.asarray(task, dtype=np.float64).tobytes()
 
 

@@ -10,49 +10,49 @@ import pytest
 from scipy.stats import hmean, ks_2samp
 from sklearn.metrics import roc_auc_score
 
-from trainwright.evaluation.unlearning import membership, text_quality, tofu
+from trainwright.evaluation.unlearning import statistics
 
 
 def test_truth_ratio_by_hand() -> None:
     # exp(mean of the wrong losses is 3, right 1): wrong answers are e^-2 as likely as the right one.
-    ratios = tofu.truth_ratios(np.array([1.0, 2.0]), [np.array([2.0, 4.0]), np.array([1.0, 1.0, 1.0])])
+    ratios = statistics.truth_ratios(np.array([1.0, 2.0]), [np.array([2.0, 4.0]), np.array([1.0, 1.0, 1.0])])
     assert ratios == pytest.approx([math.exp(-2), math.e])
-    assert tofu.forget_truth_ratio(ratios) == pytest.approx((math.exp(-2) + math.exp(-1)) / 2)
-    assert tofu.utility_truth_ratio(ratios) == pytest.approx((1 - math.exp(-2)) / 2)
+    assert statistics.forget_truth_ratio(ratios) == pytest.approx((math.exp(-2) + math.exp(-1)) / 2)
+    assert statistics.utility_truth_ratio(ratios) == pytest.approx((1 - math.exp(-2)) / 2)
 
 
 def test_option_probabilities_by_hand() -> None:
     right, wrong = -np.log([0.5, 0.1]), [-np.log([0.25, 0.25]), -np.log([0.1, 0.1, 0.1])]
-    assert tofu.option_probabilities(right, wrong) == pytest.approx([0.5, 0.25])
+    assert statistics.option_probabilities(right, wrong) == pytest.approx([0.5, 0.25])
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_model_that_has_collapsed_has_numbers_too() -> None:
     # Probabilities of e^-2000 and e^-4000 are 0 to a computer.
     right, wrong = np.array([2000.0, 4000.0]), [np.array([4000.0, 4000.0]), np.array([2000.0])]
-    ratios = tofu.truth_ratios(right, wrong)
+    ratios = statistics.truth_ratios(right, wrong)
     assert ratios.tolist() == [0.0, math.inf]
-    assert tofu.forget_truth_ratio(ratios) == 0.0 and tofu.utility_truth_ratio(ratios) == 0.5
-    assert tofu.option_probabilities(right, wrong).tolist() == [1.0, 0.0]
-    assert 0 < tofu.forget_quality(ratios, np.array([0.5, 1.0])) <= 1
+    assert statistics.forget_truth_ratio(ratios) == 0.0 and statistics.utility_truth_ratio(ratios) == 0.5
+    assert statistics.option_probabilities(right, wrong).tolist() == [1.0, 0.0]
+    assert 0 < statistics.forget_quality(ratios, np.array([0.5, 1.0])) <= 1
 
 
 def test_forget_quality_is_the_kolmogorov_smirnov_test() -> None:
     drawn = np.random.default_rng(0)
     one, other = np.exp(drawn.normal(size=60)), np.exp(drawn.normal(0.7, size=45))
-    assert tofu.forget_quality(one, other) == ks_2samp(1 / one, 1 / other).pvalue
-    assert tofu.forget_quality(one, one) == 1.0
+    assert statistics.forget_quality(one, other) == ks_2samp(1 / one, 1 / other).pvalue
+    assert statistics.forget_quality(one, one) == 1.0
     # Two sets of n that do not overlap: of all ways to order them, two are as far apart.
-    apart = tofu.forget_quality(np.arange(20.0), np.arange(20.0) + 100)
+    apart = statistics.forget_quality(np.arange(20.0), np.arange(20.0) + 100)
     assert apart == pytest.approx(2 / math.comb(40, 20), rel=1e-6)
 
 
 def test_model_utility_is_a_harmonic_mean_of_nine() -> None:
     values = [0.1, 0.9, 0.5, 0.7, 0.3, 0.8, 0.6, 0.4, 0.2]
-    assert tofu.model_utility(values) == pytest.approx(hmean(values))
-    assert tofu.model_utility([*values[:-1], 0.0]) == 0.0
+    assert statistics.model_utility(values) == pytest.approx(hmean(values))
+    assert statistics.model_utility([*values[:-1], 0.0]) == 0.0
     with pytest.raises(ValueError, match="nine"):
-        tofu.model_utility(values[:-1])
+        statistics.model_utility(values[:-1])
 
 
 @pytest.mark.parametrize(
@@ -67,36 +67,36 @@ def test_model_utility_is_a_harmonic_mean_of_nine() -> None:
 )
 def test_memorisation_by_hand(correct: list[bool], exact: float, strength: float) -> None:
     flags = np.array(correct, dtype=np.bool_)
-    assert membership.exact_memorisation(flags) == exact
-    assert membership.extraction_strength(flags) == strength
+    assert statistics.exact_memorisation(flags) == exact
+    assert statistics.extraction_strength(flags) == strength
 
 
 def test_attacks_by_hand() -> None:
     losses = np.array([0.5, 4.0, 1.0, 3.0, 1.5])
-    assert membership.loss_attack(losses) == 2.0
-    assert membership.reference_attack(losses, np.array([1.0, 2.0])) == 0.5
-    assert membership.zlib_attack(losses, "abcabcabc") == 2.0 / len(zlib.compress(b"abcabcabc"))
-    assert membership.min_k_attack(losses) == 3.5  # two of five
-    assert membership.min_k_attack(losses, 0.01) == 4.0  # at least one
-    assert membership.min_k_plus_plus_attack(-losses) == 3.5
+    assert statistics.loss_attack(losses) == 2.0
+    assert statistics.reference_attack(losses, np.array([1.0, 2.0])) == 0.5
+    assert statistics.zlib_attack(losses, "abcabcabc") == 2.0 / len(zlib.compress(b"abcabcabc"))
+    assert statistics.min_k_attack(losses) == 3.5  # two of five
+    assert statistics.min_k_attack(losses, 0.01) == 4.0  # at least one
+    assert statistics.min_k_plus_plus_attack(-losses) == 3.5
 
 
 def test_auc_counts_pairs() -> None:
     drawn = np.random.default_rng(1)
     members, others = drawn.integers(0, 9, 31).astype(float), drawn.integers(3, 12, 17).astype(float)
     pairs = [(one < other) + 0.5 * (one == other) for one in members for other in others]
-    assert membership.auc(members, others) == pytest.approx(np.mean(pairs))
+    assert statistics.auc(members, others) == pytest.approx(np.mean(pairs))
     labels = np.concatenate([np.ones(31), np.zeros(17)])
-    assert membership.auc(members, others) == pytest.approx(roc_auc_score(labels, -np.concatenate([members, others])))
-    assert membership.auc(np.zeros(3), np.ones(4)) == 1.0
-    assert membership.auc(np.ones(5), np.ones(4)) == 0.5
+    assert statistics.auc(members, others) == pytest.approx(roc_auc_score(labels, -np.concatenate([members, others])))
+    assert statistics.auc(np.zeros(3), np.ones(4)) == 1.0
+    assert statistics.auc(np.ones(5), np.ones(4)) == 0.5
 
 
 def test_privleak_by_hand() -> None:
-    assert membership.privleak(1.0, 0.5) == -100.0  # all is still known
-    assert membership.privleak(0.5, 0.5) == 0.0
-    assert membership.privleak(0.25, 0.5) == 50.0  # it sticks out
-    assert membership.privleak(0.5, 1.0) == math.inf
+    assert statistics.privleak(1.0, 0.5) == -100.0  # all is still known
+    assert statistics.privleak(0.5, 0.5) == 0.0
+    assert statistics.privleak(0.25, 0.5) == 50.0  # it sticks out
+    assert statistics.privleak(0.5, 1.0) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_privleak_by_hand() -> None:
     ],
 )
 def test_gibberish(answer: str) -> None:
-    assert text_quality.is_gibberish(answer)
+    assert statistics.is_gibberish(answer)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_gibberish(answer: str) -> None:
     ],
 )
 def test_language(answer: str) -> None:
-    assert not text_quality.is_gibberish(answer)
+    assert not statistics.is_gibberish(answer)
 
 
 def test_fluency_by_hand() -> None:
     # Runs of two: ab twice of 4, ba, and aa; of three: each once.
     two = -(2 * 0.25 * math.log2(0.25) + 0.5 * math.log2(0.5))
-    assert text_quality.fluency("a b a a b") == pytest.approx((2 / 3 * two + 4 / 3 * math.log2(3)) / 2)
-    assert text_quality.fluency("no no no no no") == 0.0
-    assert text_quality.fluency("one") == 0.0
+    assert statistics.fluency("a b a a b") == pytest.approx((2 / 3 * two + 4 / 3 * math.log2(3)) / 2)
+    assert statistics.fluency("no no no no no") == 0.0
+    assert statistics.fluency("one") == 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.evaluation.unlearning import tofu
+from trainwright.evaluation.unlearning import statistics
 from trainwright.evaluation.unlearning.encoding import ANSWER, PARAPHRASE, WRONG, Documents
 from trainwright.evaluation.unlearning.items import ItemSet
 from trainwright.evaluation.unlearning.log import ReferenceLog
@@ -54,7 +54,7 @@ class SetScores:
     @property
     def truth_ratios(self) -> Floats:
         """Return the truth ratio of every item; all items must have wrong answers."""
-        return tofu.truth_ratios(self.right_losses, self.wrong_losses)
+        return statistics.truth_ratios(self.right_losses, self.wrong_losses)
 
     def text_losses(self, number: int) -> Floats:
         """Return the losses of the tokens of an answer's text."""

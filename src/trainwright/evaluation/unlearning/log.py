@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning import tofu
+from trainwright.evaluation.unlearning import statistics
 
 if TYPE_CHECKING:
     from trainwright.evaluation.unlearning.findings import Findings, SetScores
@@ -80,7 +80,9 @@ def _reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
     if PARTS["forget"] in log and "average_perturb_loss" in (part := log[PARTS["forget"]]):
         wrong = part["average_perturb_loss"]
         right = np.array([part["avg_paraphrased_loss"][number] for number in wrong], dtype=np.float64)
-        ratios = tofu.truth_ratios(right, [np.atleast_1d(np.array(each, dtype=np.float64)) for each in wrong.values()])
+        ratios = statistics.truth_ratios(
+            right, [np.atleast_1d(np.array(each, dtype=np.float64)) for each in wrong.values()]
+        )
     elif "forget_truth_ratio" in log:
         ratios = np.array([each["score"] for each in log["forget_truth_ratio"]["value_by_index"].values()], dtype=float)
     if "mia_min_k" in log:

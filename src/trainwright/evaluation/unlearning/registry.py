@@ -13,7 +13,7 @@ import numpy as np
 
 from trainwright.errors import RequestError
 from trainwright.evaluation.metrics.overlap import Overlap, rouge_l
-from trainwright.evaluation.unlearning import membership, text_quality, tofu
+from trainwright.evaluation.unlearning import statistics
 
 if TYPE_CHECKING:
     from trainwright.evaluation.unlearning.findings import Findings, Floats, SetScores
@@ -55,7 +55,7 @@ class Metric:
 def _probability(found: Findings) -> Values:
     def of(name: str, scores: SetScores) -> float:
         if name in OPTIONS and scores.wrong:
-            return float(tofu.option_probabilities(scores.losses, scores.wrong_losses).mean())
+            return float(statistics.option_probabilities(scores.losses, scores.wrong_losses).mean())
         return float(np.exp(-scores.losses).mean())
 
     return {name: of(name, found.scores[name]) for name in (*QUESTIONS, "holdout") if name in found.scores}
@@ -78,7 +78,7 @@ def _truth_ratio(found: Findings) -> Values:
     values = {}
     for name in QUESTIONS:
         if name in found.scores and found.scores[name].wrong:
-            aggregate = tofu.forget_truth_ratio if name == "forget" else tofu.utility_truth_ratio
+            aggregate = statistics.forget_truth_ratio if name == "forget" else statistics.utility_truth_ratio
             values[name] = aggregate(found.scores[name].truth_ratios)
     return values
 
@@ -87,16 +87,16 @@ def _forget_quality(found: Findings) -> Values:
     assert found.reference is not None
     if found.reference.truth_ratios is None:
         raise RequestError(f"--metrics forget_quality: {found.reference.file} has no truth ratios of the forget set")
-    return {"forget": tofu.forget_quality(found.scores["forget"].truth_ratios, found.reference.truth_ratios)}
+    return {"forget": statistics.forget_quality(found.scores["forget"].truth_ratios, found.reference.truth_ratios)}
 
 
 def _model_utility(found: Findings) -> Values:
     recall = _rouge(lambda overlap: overlap.recall, QUESTIONS)
     parts = (_probability(found), recall(found), _truth_ratio(found))
-    return {"all": tofu.model_utility([part[name] for part in parts for name in QUESTIONS[1:]])}
+    return {"all": statistics.model_utility([part[name] for part in parts for name in QUESTIONS[1:]])}
 
 
-def _memorised(measure: Callable[[membership.Bools], float]) -> Callable[[Findings], Values]:
+def _memorised(measure: Callable[[statistics.Bools], float]) -> Callable[[Findings], Values]:
     def compute(found: Findings) -> Values:
         name = "verbatim" if "verbatim" in found.scores else "forget"
         scores = found.scores[name]
@@ -112,7 +112,7 @@ def _auc(found: Findings, attack: Callable[[str, int], float]) -> float:
         np.array([attack(name, number) for number in range(len(found.sets[name].items))])
         for name in (members, "holdout")
     ]
-    return membership.auc(*each)
+    return statistics.auc(*each)
 
 
 def _on_losses(attack: Callable[[Floats, str], float]) -> Callable[[Findings], Values]:
@@ -135,12 +135,12 @@ def _on_attacked(what: str, attack: Callable[[Floats], float]) -> Callable[[Find
 def _mia_reference(found: Findings) -> Values:
     def of(name: str, number: int) -> float:
         others = found.attacked["other_losses"][name][number]
-        return membership.reference_attack(found.scores[name].text_losses(number), others)
+        return statistics.reference_attack(found.scores[name].text_losses(number), others)
 
     return {"forget": _auc(found, of)}
 
 
-_min_k = _on_losses(lambda losses, text: membership.min_k_attack(losses))
+_min_k = _on_losses(lambda losses, text: statistics.min_k_attack(losses))
 
 
 def _privleak(found: Findings) -> Values:
@@ -150,7 +150,7 @@ def _privleak(found: Findings) -> Values:
             f"--metrics privleak: {found.reference.file} has no AUC of Min-K; measure that model with "
             "--metrics mia_min_k, too"
         )
-    return {"forget": membership.privleak(_min_k(found)["forget"], found.reference.min_k)}
+    return {"forget": statistics.privleak(_min_k(found)["forget"], found.reference.min_k)}
 
 
 def _of_answers(measure: Callable[[str], float]) -> Callable[[Findings], Values]:
@@ -189,12 +189,12 @@ METRICS: dict[str, Metric] = {
     "knowledge_memorisation": Metric(
         _rouge(lambda overlap: overlap.f1, QUESTIONS[:2]), QUESTIONS[:2], ("forget", "retain"), answers=True
     ),
-    "exact_memorisation": Metric(_memorised(membership.exact_memorisation), _TEXTS),
-    "extraction_strength": Metric(_memorised(membership.extraction_strength), _TEXTS),
+    "exact_memorisation": Metric(_memorised(statistics.exact_memorisation), _TEXTS),
+    "extraction_strength": Metric(_memorised(statistics.extraction_strength), _TEXTS),
     "mia_loss": Metric(
-        _on_losses(lambda losses, text: membership.loss_attack(losses)), _MEMBERS, ("forget", "holdout")
+        _on_losses(lambda losses, text: statistics.loss_attack(losses)), _MEMBERS, ("forget", "holdout")
     ),
-    "mia_zlib": Metric(_on_losses(membership.zlib_attack), _MEMBERS, ("forget", "holdout")),
+    "mia_zlib": Metric(_on_losses(statistics.zlib_attack), _MEMBERS, ("forget", "holdout")),
     "mia_reference": Metric(
         _mia_reference, _MEMBERS, ("forget", "holdout"), attacked="other_losses", option="--reference-model"
     ),
@@ -206,16 +206,16 @@ METRICS: dict[str, Metric] = {
     ),
     "mia_min_k": Metric(_min_k, _MEMBERS, ("forget", "holdout")),
     "mia_min_k_plus_plus": Metric(
-        _on_attacked("standardised", membership.min_k_plus_plus_attack),
+        _on_attacked("standardised", statistics.min_k_plus_plus_attack),
         _MEMBERS,
         ("forget", "holdout"),
         attacked="standardised",
     ),
     "privleak": Metric(_privleak, _MEMBERS, ("forget", "holdout"), option="--reference-log"),
     "gibberish": Metric(
-        _of_answers(lambda answer: float(text_quality.is_gibberish(answer))), QUESTIONS[:2], answers=True
+        _of_answers(lambda answer: float(statistics.is_gibberish(answer))), QUESTIONS[:2], answers=True
     ),
-    "fluency": Metric(_of_answers(text_quality.fluency), QUESTIONS[:2], answers=True),
+    "fluency": Metric(_of_answers(statistics.fluency), QUESTIONS[:2], answers=True),
     "choice_accuracy": Metric(_choice_accuracy, ("choices",), ("choices",), wrong=True),
     "relearning": Metric(_changed, ("forget",), attack=True),
     "quantisation": Metric(_changed, ("forget",), attack=True),

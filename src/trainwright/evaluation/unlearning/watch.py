@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainwright.evaluation.unlearning import tofu
+from trainwright.evaluation.unlearning import statistics
 from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, Documents, ItemEncoder
 from trainwright.evaluation.unlearning.findings import by_set
 from trainwright.evaluation.unlearning.items import read_sets
@@ -16,7 +16,7 @@ from trainwright.recipe.benchmarks import Benchmark
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_AGGREGATES = {"forget": tofu.forget_truth_ratio, "retain": tofu.utility_truth_ratio}
+_AGGREGATES = {"forget": statistics.forget_truth_ratio, "retain": statistics.utility_truth_ratio}
 
 
 class Watch:

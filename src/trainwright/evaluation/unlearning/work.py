@@ -7,7 +7,6 @@ to be measured work/found/                   the findings of the ranks
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
         values = {name: after[name] if name in after else METRICS[name].compute(findings) for name in about["metrics"]}
         unfinished = sum(not answer.complete for each in answers.values() for answer in each)
         top = {"trainwright": __version__, "model": found.origin, "benchmark": about["benchmark"]}
-        report = BenchmarkReport.of(findings, values, top, _settings(asked), _notes(about, findings, unfinished, asked))
+        report = BenchmarkReport.of(findings, values, top, asked.settings, _notes(about, findings, unfinished, asked))
         report.save(work / "report.json")
 
 
@@ -155,10 +154,6 @@ def _attack(name: str, asked: Asked, found: Found, loaded: Loaded, job: Work, wo
         kind: quantised_probability(load(found, DTYPES[asked.dtype], world.device), forget, kind, world)
         for kind in KINDS
     }
-
-
-def _settings(asked: Asked) -> dict[str, Any]:
-    return {key: value for key, value in asdict(asked).items() if value not in (None, (), False)}
 
 
 def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from trainwright.errors import RequestError
 from trainwright.reinforcement.environments import Environment
 from trainwright.reinforcement.histories import Histories
+from trainwright.reinforcement.histories import task_key as _key
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 
 _MOST_NAMED = 3
@@ -115,7 +115,3 @@ def _given(tasks: Sequence[Sequence[float]], environment: Environment, name: str
 def _named(tasks: Sequence[Sequence[float]]) -> str:
     more = f" and {len(tasks) - _MOST_NAMED} more" if len(tasks) > _MOST_NAMED else ""
     return ", ".join(map(str, tasks[:_MOST_NAMED])) + more
-
-
-def _key(task: Sequence[float]) -> bytes:
-    return np.asarray(task, dtype=np.float64).tobytes()
