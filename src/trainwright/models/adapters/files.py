@@ -16,7 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel as PydanticModel
+from pydantic import ConfigDict, Field, ValidationError
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.adapters.base_model import BaseModel
@@ -51,6 +54,35 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "megatron_config": (None,),
 }
+_Rank = Annotated[int, Field(ge=1, le=2**16)]  # up to above the rank of any matrix of a model
+_Names = str | list[str] | None
+
+
+class _Settings(PydanticModel):
+    """The PEFT settings that are used; their descriptions say what a valid value is."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    r: _Rank = Field(8, description="a whole number of at least 1")
+    lora_alpha: float = Field(8.0, description="a number")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="a number from 0 to below 1")
+    rank_pattern: dict[str, _Rank] | None = Field(None, description="ranks by names of modules")
+    alpha_pattern: dict[str, float] | None = Field(None, description="numbers by names of modules")
+    target_modules: _Names = Field(None, description="names of modules")
+    exclude_modules: _Names = Field(None, description="names of modules")
+    modules_to_save: list[str] | None = Field(None, description="a list of names of modules")
+    layers_to_transform: int | list[int] | None = Field(None, description="numbers of layers")
+    layers_pattern: _Names = Field(None, description="names of modules")
+    use_dora: bool = Field(False, description="true or false")
+    use_rslora: bool = Field(False, description="true or false")
+    fan_in_fan_out: bool = Field(False, description="true or false")
+    task_type: Literal["CAUSAL_LM"] | None = Field(None, description="CAUSAL_LM")
+    base_model_name_or_path: str | None = Field(None, description="a name")
+    loftq_config: Annotated[dict[str, Any], Field(max_length=0)] | None = Field(
+        None, description="left out, as it has changed the base"
+    )
+    eva_config: None = Field(None, description="left out, as only a new adapter takes it")
+    corda_config: None = Field(None, description="left out, as only a new adapter takes it")
 
 
 def check_libraries(adapter: AdapterSection) -> None:
@@ -213,62 +245,12 @@ def _read_config(file: Path) -> Mapping[str, Any]:
     for key, known in _PLAIN.items():
         if key in config and config[key] not in known:
             raise RequestError(f"{START_FROM}: {file} has {key} {json.dumps(config[key])}, which is not supported")
-    for key, (is_right, wanted) in _KINDS.items():
-        if key in config and not is_right(config[key]):
-            shown = json.dumps(config[key])[:60]
-            raise RequestError(
-                f"{START_FROM}: {file}: {key} should be {wanted}, not {shown}; download the adapter again"
-            )
+    try:
+        _Settings.model_validate(config)
+    except ValidationError as error:
+        key = str(error.errors(include_url=False)[0]["loc"][0])
+        wanted, shown = _Settings.model_fields[key].description, json.dumps(config[key])[:60]
+        raise RequestError(
+            f"{START_FROM}: {file}: {key} should be {wanted}, not {shown}; download the adapter again"
+        ) from None
     return config
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _HIGHEST_RANK
-
-
-def _is_pattern(value: Any, is_right: Callable[[Any], bool]) -> bool:
-    return value is None or (isinstance(value, dict) and all(map(is_right, value.values())))
-
-
-def _are_names(value: Any) -> bool:
-    return (
-        value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
-    )
-
-
-def _are_layers(value: Any) -> bool:
-    return (
-        value is None or isinstance(value, int) or (isinstance(value, list) and all(isinstance(v, int) for v in value))
-    )
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-_HIGHEST_RANK = 2**16  # above the rank of any matrix of a model
-# Checks of the PEFT settings that are used, with a description of valid values.
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (_is_rank, "a whole number of at least 1"),
-    "lora_alpha": (_is_number, "a number"),
-    "lora_dropout": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to below 1"),
-    "rank_pattern": (lambda value: _is_pattern(value, _is_rank), "ranks by names of modules"),
-    "alpha_pattern": (lambda value: _is_pattern(value, _is_number), "numbers by names of modules"),
-    "target_modules": (_are_names, "names of modules"),
-    "exclude_modules": (_are_names, "names of modules"),
-    "modules_to_save": (lambda value: _are_names(value) and not isinstance(value, str), "a list of names of modules"),
-    "layers_to_transform": (_are_layers, "numbers of layers"),
-    "layers_pattern": (_are_names, "names of modules"),
-    "use_dora": (_is_flag, "true or false"),
-    "use_rslora": (_is_flag, "true or false"),
-    "fan_in_fan_out": (_is_flag, "true or false"),
-    "task_type": (lambda value: value in (None, "CAUSAL_LM"), "CAUSAL_LM"),
-    "base_model_name_or_path": (lambda value: value is None or isinstance(value, str), "a name"),
-    "loftq_config": (lambda value: value in (None, {}), "left out, as it has changed the base"),
-    "eva_config": (lambda value: value is None, "left out, as only a new adapter takes it"),
-    "corda_config": (lambda value: value is None, "left out, as only a new adapter takes it"),
-}
