@@ -11,6 +11,11 @@ import numpy.typing as npt
 
 from trainwright.evaluation.libraries import require
 
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+_SEED = 0
+_NUMBERS_AT_ONCE = 4_000_000
+
 
 def _identity(mean: Any) -> Any:
     return mean
@@ -44,12 +49,6 @@ class Column:
         """Return the metric of one row alone; None if it has no weight."""
         weight = self.weights[index]
         return float(self.finish(self.values[index] / weight)) if weight else None
-
-
-CONFIDENCE = 0.95
-RESAMPLES = 2000
-_SEED = 0
-_NUMBERS_AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True)

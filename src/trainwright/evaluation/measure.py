@@ -24,6 +24,10 @@ from trainwright.inference.scoring import TokenScores, score
 from trainwright.inference.stopping import stop_of
 from trainwright.parallel.world import World
 
+Floats = npt.NDArray[np.float64]
+# Applied to the mean of a column.
+FINISH = {"perplexity": np.exp}
+
 
 @dataclass(frozen=True)
 class Origins:
@@ -184,13 +188,6 @@ def _samples(
 
 def _finish(name: str) -> list[Any]:
     return [FINISH[name]] if name in FINISH else []
-
-
-Floats = npt.NDArray[np.float64]
-
-
-# Applied to the mean of a column.
-FINISH = {"perplexity": np.exp}
 
 
 def likelihood_columns(

@@ -18,6 +18,8 @@ from trainwright.text import say
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+HELP = "/reset starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
+
 
 class TextStream:
     """Write the text that each token adds; ``close`` writes what was held back.
@@ -61,9 +63,6 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of ``text`` are the beginning of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-HELP = "/reset starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
 class Speaker:

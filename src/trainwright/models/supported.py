@@ -53,6 +53,18 @@ _HEADS = {
     "ForImageClassification": "an image classifier",
     "ForObjectDetection": "an object detector",
 }
+_DISTANCE = "its attention uses the distance between tokens in the row (ALiBi)"
+_WHOLE_ROW = "its attention does not know where documents begin"
+_STATE = "the state of its recurrent layers continues from one document into the next"
+_OWN_ATTENTION = {
+    **dict.fromkeys(("bloom", "mpt"), _DISTANCE),
+    **dict.fromkeys(("falcon", "nemotron", "openai-gpt", "stablelm"), _WHOLE_ROW),
+}
+_RECURRENT_LAYERS = {
+    *("bamba", "granitemoehybrid", "jamba", "minimax", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("recurrent_gemma", "zamba", "zamba2"),
+}
+_ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
 
 
 def check_supported(config: Mapping[str, Any], where: str, known: Container[str] = ()) -> None:
@@ -139,20 +151,6 @@ def _by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
     near = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
     meant = f", perhaps {near[0]}" if near else ""
     return f"of an architecture that transformers {transformers.__version__} does not have ({kind}{meant})"
-
-
-_DISTANCE = "its attention uses the distance between tokens in the row (ALiBi)"
-_WHOLE_ROW = "its attention does not know where documents begin"
-_STATE = "the state of its recurrent layers continues from one document into the next"
-_OWN_ATTENTION = {
-    **dict.fromkeys(("bloom", "mpt"), _DISTANCE),
-    **dict.fromkeys(("falcon", "nemotron", "openai-gpt", "stablelm"), _WHOLE_ROW),
-}
-_RECURRENT_LAYERS = {
-    *("bamba", "granitemoehybrid", "jamba", "minimax", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    *("recurrent_gemma", "zamba", "zamba2"),
-}
-_ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
 
 
 def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:

@@ -52,6 +52,10 @@ _DATE = (
     ".get(format, '2024-07-26') }}"
     "{%- endmacro -%}"
 )
+Encoded: TypeAlias = tuple[list[int], list[bool]]  # (ids, targets) of one example, of equal length
+Span: TypeAlias = tuple[int, int]
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "Xq7turnZ"  # only letters and a digit, which no template changes
 
 
 def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -77,13 +81,6 @@ def fixed_date(template: str, notes: list[str]) -> str:
         return template
     notes.append("the chat template contains the current date: 26 July 2024 is used, so that the data stay the same")
     return _DATE + template
-
-
-Encoded: TypeAlias = tuple[list[int], list[bool]]  # (ids, targets) of one example, of equal length
-Span: TypeAlias = tuple[int, int]
-
-_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = "Xq7turnZ"  # only letters and a digit, which no template changes
 
 
 class TurnsError(RequestError):

@@ -16,6 +16,24 @@ from typing import Any, TypeAlias
 from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, text_of
 from trainwright.errors import RequestError
 
+# {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as from ``calls_of``, and
+# "name" and "tool_call_id" for tool turns; the first turn of a conversation holds its "tools", if any.
+Message: TypeAlias = dict[str, Any]
+_ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    **{"developer": "system", "human": "user", "prompter": "user"},
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai", "bing", "bard", "claude"), "assistant"),
+    **dict.fromkeys(("function_response", "observation", "function", "tool_response", "ipython"), "tool"),
+}
+# Assistant turns that hold only a tool call; the value is the call as JSON.
+_CALLS = ("function_call", "function-call", "tool_call")
+_A_TURN = 'a turn is {"role": "user", "content": "…"}'
+# Keys of a turn that are read; _TRAINED lists keys of OpenAI and axolotl for whether a turn is a target.
+_READ = {"role", "from", *CONTENTS, "tool_calls", "function_call", "name", "tool_call_id"}
+_TRAINED = ("target", "weight", "train", "training")
+# The conversation format of Anthropic's HH-RLHF and its derivatives.
+_SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+
 
 def tools_of(row: Row, field: str = "tools") -> list[Any]:
     """Return the tools of a row, or an empty list; raise RequestError if they are not a list of objects."""
@@ -78,26 +96,6 @@ def _without_null(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_null(item) for key, item in value.items() if item is not None}
     return [_without_null(item) for item in value] if isinstance(value, list) else value
-
-
-# {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as from ``calls_of``, and
-# "name" and "tool_call_id" for tool turns; the first turn of a conversation holds its "tools", if any.
-Message: TypeAlias = dict[str, Any]
-
-_ROLES = {
-    **{name: name for name in ("system", "user", "assistant", "tool")},
-    **{"developer": "system", "human": "user", "prompter": "user"},
-    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", "ai", "bing", "bard", "claude"), "assistant"),
-    **dict.fromkeys(("function_response", "observation", "function", "tool_response", "ipython"), "tool"),
-}
-# Assistant turns that hold only a tool call; the value is the call as JSON.
-_CALLS = ("function_call", "function-call", "tool_call")
-_A_TURN = 'a turn is {"role": "user", "content": "…"}'
-# Keys of a turn that are read; _TRAINED lists keys of OpenAI and axolotl for whether a turn is a target.
-_READ = {"role", "from", *CONTENTS, "tool_calls", "function_call", "name", "tool_call_id"}
-_TRAINED = ("target", "weight", "train", "training")
-# The conversation format of Anthropic's HH-RLHF and its derivatives.
-_SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
 def turns_field(row: Row, field: str) -> list[Message]:

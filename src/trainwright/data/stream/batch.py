@@ -19,6 +19,10 @@ import torch
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
 
+Pair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]
+Layout = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
+Indices = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -92,10 +96,6 @@ def collate_examples(dataset: TokenDataset, examples: Sequence[int], *, packed: 
     return collate(dataset, micro, packed=packed, pad_token_id=0)
 
 
-Pair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]
-Layout = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
-
-
 def flat_layout(pairs: list[Pair], lengths: list[int]) -> Layout:
     """Concatenate documents; return tokens, positions and targets [1, T], and no mask."""
     input_ids = np.concatenate([tokens for tokens, _ in pairs]).astype(np.int64)[None]
@@ -115,9 +115,6 @@ def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> L
         flags[row, : len(tokens)] = targets
         mask[row, : len(tokens)] = True
     return input_ids, position_ids, flags, mask
-
-
-Indices = npt.NDArray[np.int64]
 
 
 def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:

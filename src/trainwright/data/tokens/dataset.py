@@ -31,6 +31,7 @@ import numpy.typing as npt
 from trainwright.data.tokens.mixture import Part, drawn
 
 _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,6 @@ def write_about(
     parts = None if mixture is None else [astuple(part) for part in mixture]
     about = {"fingerprint": fingerprint, "report": report, "arrays": arrays, "mixture": parts}
     (directory / "dataset.json").write_text(json.dumps(about), encoding="utf-8")
-
-
-Indices = npt.NDArray[np.int64]
 
 
 class TokenSpool:

@@ -23,6 +23,7 @@ from trainwright.errors import RequestError
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _MOST_WORDS = 1_000_000
 _CHECKED = 100_000  # characters
+Encoded = tuple[bytes, list[int]]  # concatenated tokens of pieces, and the number of tokens of each
 
 
 class WordTokens:
@@ -109,9 +110,6 @@ def _written(cuts: list[dict[str, Any]]) -> str | None:
         return None
     found = cuts[0]["pattern"].get("Regex")
     return found if isinstance(found, str) else None
-
-
-Encoded = tuple[bytes, list[int]]  # concatenated tokens of pieces, and the number of tokens of each
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,12 @@ LOWEST = 0.4  # fraction of the tokens that Min-K uses, as in MUSE
 # Membership inference: whether a model distinguishes its training texts from unseen ones. Every attack gives a text a
 # score that is low if the model has seen it. Its AUC is 1 if all members score below all others, and 0.5 for a random
 # guess.
+Bools = npt.NDArray[np.bool_]
+_WORD = re.compile(r"[^\W\d_]+(['’.-][^\W\d_]+)*|[#$£€]?\d[\d.,:/%-]*(st|nd|rd|th|s)?")
+_VOWEL = re.compile(r"[aeiouyàáâãäåæèéêëìíîïòóôõöøùúûüýœ]", re.IGNORECASE)
+_MARKS = "\"'“”‘’«».,;:!?()[]{}<>*_`~–—-…"
+_LONGEST = 25  # letters of a word
+_LATIN = re.compile(r"[a-z]", re.IGNORECASE)
 
 
 def loss_attack(losses: Floats) -> float:
@@ -70,9 +76,6 @@ def privleak(found: float, reference: float) -> float:
     return float("inf") if unseen == 0 else 100 * ((1 - found) - unseen) / unseen
 
 
-Bools = npt.NDArray[np.bool_]
-
-
 def exact_memorisation(correct: Bools) -> float:
     """Return the fraction of tokens that are the most probable ones after their prefix (Tirumala et al., arXiv
     2205.10770).
@@ -86,13 +89,6 @@ def extraction_strength(correct: Bools) -> float:
     """
     wrong = np.flatnonzero(~correct)
     return 1.0 - (int(wrong[-1]) + 1) / len(correct) if len(wrong) else float(len(correct) > 0)
-
-
-_WORD = re.compile(r"[^\W\d_]+(['’.-][^\W\d_]+)*|[#$£€]?\d[\d.,:/%-]*(st|nd|rd|th|s)?")
-_VOWEL = re.compile(r"[aeiouyàáâãäåæèéêëìíîïòóôõöøùúûüýœ]", re.IGNORECASE)
-_MARKS = "\"'“”‘’«».,;:!?()[]{}<>*_`~–—-…"
-_LONGEST = 25  # letters of a word
-_LATIN = re.compile(r"[a-z]", re.IGNORECASE)
 
 
 def is_gibberish(answer: str) -> bool:

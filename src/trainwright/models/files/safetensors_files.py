@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+_INCOMPLETE = "incomplete metadata"  # the library's message if header and file size do not agree
+
 
 def write_weights(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     """Write contiguous CPU tensors to a safetensors file that transformers loads.
@@ -34,9 +36,6 @@ def write_weights(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
-
-
-_INCOMPLETE = "incomplete metadata"  # the library's message if header and file size do not agree
 
 
 class DamagedFile(ValueError):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 _BASE = 10_000.0  # base of the rotary wavelengths, arXiv 2104.09864
+Layout = Literal["transition", "parts"]
 
 
 @dataclass
@@ -114,9 +115,6 @@ def rotated(vectors: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Rotate ``vectors`` [..., t, size] by their positions."""
     first, second = vectors.chunk(2, -1)
     return vectors * rotation[0] + torch.cat([-second, first], -1) * rotation[1]
-
-
-Layout = Literal["transition", "parts"]
 
 
 @dataclass(frozen=True)

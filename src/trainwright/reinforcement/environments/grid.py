@@ -15,6 +15,7 @@ from trainwright.reinforcement.environments.base import Environment, VectorEnvir
 
 # The effect of the five actions on (x, y): x + 1, x - 1, the same for y, none.
 MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0))
+_NOTHING, _KEY = 0, 1  # and 2: the door too
 
 
 class Grid(Environment):
@@ -190,9 +191,6 @@ class _PermutedCopies(GridCopies):
 
     def _rewards(self) -> torch.Tensor:
         return (self.position == self.size - 1).all(dim=1).float()
-
-
-_NOTHING, _KEY = 0, 1  # and 2: the door too
 
 
 class KeyToDoor(Grid):

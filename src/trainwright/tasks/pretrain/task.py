@@ -33,6 +33,7 @@ __all__ = ["Pretraining", "build", "prepare_once"]
 
 # Greedy decoding soon repeats itself.
 _TEMPERATURE, _TOP_P = 0.8, 0.95
+_WORD_BEGINS = "\u2581"  # represents a space in SentencePiece vocabularies
 
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
@@ -106,9 +107,6 @@ class Pretraining(LanguageModelTask):
         correct, targets = rest
         perplexity = float(torch.tensor(nats / targets, dtype=torch.float64).exp())
         return {"loss": nats / targets, **found, "perplexity": perplexity, "token_accuracy": correct / targets}
-
-
-_WORD_BEGINS = "\u2581"  # represents a space in SentencePiece vocabularies
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.int64]:

@@ -17,6 +17,8 @@ from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import lora_layers
 from trainwright.models.causal_lm import find_blocks
 
+Named = Iterable[tuple[str, torch.Tensor]]
+
 
 def freeze_others(model: nn.Module, patterns: Sequence[str] | None, last_block: int | None) -> None:
     """Freeze parameters whose names do not fully match any of ``patterns``; None freezes none.
@@ -63,9 +65,6 @@ def check_layer(layer: int, blocks: int) -> None:
             f"unlearn.layer: {layer} does not exist: the model has {blocks} blocks, 0 to {blocks - 1}; choose one of "
             "the first half"
         )
-
-
-Named = Iterable[tuple[str, torch.Tensor]]
 
 
 def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) -> Iterator[tuple[str, torch.Tensor]]:

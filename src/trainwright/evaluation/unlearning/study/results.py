@@ -37,6 +37,9 @@ _COLUMNS = (
     ("model_utility", "all", "model utility"),
     (KEPT, "all", "utility kept"),
 )
+_SMALLEST = 1e-300  # p-values that underflow to 0 are drawn here
+_SIGNIFICANT = math.log10(0.05)
+_GREY = "#555555"
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,6 @@ def _title(metric: str, of: str) -> str:
 
 def _cell(value: float | None) -> str:
     return "" if value is None else number_text(value)
-
-
-_SMALLEST = 1e-300  # p-values that underflow to 0 are drawn here
-_SIGNIFICANT = math.log10(0.05)
-_GREY = "#555555"
 
 
 @dataclass(frozen=True)
