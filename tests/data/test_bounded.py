@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,24 @@ def test_what_goes_wrong_otherwise_is_raised_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         bounded.bounded("x", 1, lambda: 1 / 0)
     assert bounded.bounded("x", 1, lambda: 3) == 3
+
+
+def test_all_calls_are_made_by_one_thread_until_one_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bounded.bounded("x", 1, threading.get_ident)
+    assert {bounded.bounded("x", 1, threading.get_ident) for _ in range(20)} == {first}
+    monkeypatch.setattr(bounded, "SECONDS", 0.0)
+    begun, ended = time.process_time(), threading.Event()
+
+    def long() -> None:
+        while time.process_time() < begun + 0.5:
+            sum(range(1000))
+        ended.set()
+
+    with pytest.raises(TokenizerError, match="takes more than 0 s of CPU time"):
+        bounded.bounded("x", 1, long)
+    assert bounded.bounded("x", 1, lambda: 3) == 3  # not what the call given up returns later
+    assert ended.wait(60)
+    assert bounded.bounded("x", 1, lambda: 4) == 4
 
 
 def test_the_command_ends_with_2(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

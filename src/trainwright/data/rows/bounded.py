@@ -8,6 +8,7 @@ each character may take that long.
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -48,32 +49,66 @@ def bounded(name: str, characters: int, call: Callable[[], T]) -> T:
     Raises:
         TokenizerError: the tokenizer panics, or computes for too long.
     """
-    outcome: list[tuple[T | None, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            outcome.append((call(), None))
-        except BaseException as error:  # a panic is not an Exception
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)  # not joined at exit
+    thread = _idle_thread()
     limit = SECONDS + characters / _CHARACTERS_A_SECOND
     begun = time.process_time()
-    thread.start()
-    thread.join(_LOOK)
-    while thread.is_alive():
-        if time.process_time() - begun > limit:
-            raise TokenizerError(
-                f"{name} takes more than {limit:.0f} s of CPU time for {characters:,} characters; its regular "
-                "expression may never end (pre_tokenizer in tokenizer.json); use another tokenizer"
-            )
-        thread.join(_LOOK)
-    value, error = outcome[0]
+    thread.calls.put(call)
+    while True:
+        try:
+            value, error = thread.outcomes.get(timeout=_LOOK)
+            break
+        except queue.Empty:
+            if time.process_time() - begun > limit:
+                thread.calls.put(None)  # ends if the call ever does
+                raise TokenizerError(
+                    f"{name} takes more than {limit:.0f} s of CPU time for {characters:,} characters; its regular "
+                    "expression may never end (pre_tokenizer in tokenizer.json); use another tokenizer"
+                ) from None
+    _threads.idle = thread
     if error is None:
-        return value  # type: ignore[return-value]
+        return value  # type: ignore[no-any-return]
     if type(error).__name__ == "PanicException":
         raise TokenizerError(
             f"{name} fails: {error}; check its regular expression (pre_tokenizer in tokenizer.json); use another "
             "tokenizer"
         ) from None
     raise error
+
+
+class _CallingThread(threading.Thread):
+    """Runs calls one after the other, until it gets None.
+
+    One thread for all calls, because glibc may give every new thread an arena of its own, whose memory it keeps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)  # not joined at exit
+        self.process = os.getpid()
+        self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            try:
+                self.outcomes.put((call(), None))
+            except BaseException as error:  # a panic is not an Exception
+                self.outcomes.put((None, error))
+            del call  # what it refers to is not kept until the next call
+
+
+class _Threads(threading.local):
+    """For each thread, the one that made its last call, unless that call was given up."""
+
+    idle: _CallingThread | None = None
+
+
+_threads = _Threads()
+
+
+def _idle_thread() -> _CallingThread:
+    """Return the idle thread, or start one at the first call, in a forked process, and after a call was given up."""
+    thread, _threads.idle = _threads.idle, None
+    if thread is None or thread.process != os.getpid():
+        thread = _CallingThread()
+        thread.start()
+    return thread
