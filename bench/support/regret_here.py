@@ -16,11 +16,12 @@ from support.timed_runs import Timed, run_steps
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
+from trainwright.machine.measured.quick import for_block, measured
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import constraints_of, installed, make_plan
 from trainwright.planning.search import Judge, search
-from trainwright.planning.step_time.basis import Basis, basis_of
+from trainwright.planning.step_time.basis import Basis, shapes_of
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.loading import load_recipe
@@ -79,9 +80,9 @@ def _result(
     begun = time.monotonic()
     _run(recipe, machine, _ways(recipe, machine, calibration)[0].choice, 1, work / "first")  # prepares the data
     facts = facts_of(recipe)
-    basis = basis_of(machine, facts.workload)
+    basis = _measured_now(machine, facts.workload)
     ways = _ways(recipe, machine, calibration)
-    plans = {"measured": replace(basis, calibration=None)} | ({"calibrated": Basis(calibration)} if calibration else {})
+    plans = {"measured": basis} | ({"calibrated": Basis(calibration)} if calibration else {})
     cluster, constraints = cluster_of(machine), constraints_of(recipe)
     chosen = {
         key: make_plan(constraints, facts.workload, cluster, facts.assumptions, one, installed).chosen
@@ -104,9 +105,17 @@ def _result(
     }
 
 
+def _measured_now(machine: Machine, workload: Workload) -> Basis:
+    """The basis of a plan on a machine that has not been calibrated, whether or not this one has."""
+    shapes = shapes_of(workload)
+    found = measured(machine, shapes)
+    assert found.found is not None, found.trouble
+    return Basis(None, for_block(found.found, shapes.bounded(machine.device).block))
+
+
 def _ways(recipe: Recipe, machine: Machine, calibration: Calibration | None) -> list[Way]:
     workload, cluster = facts_of(recipe).workload, cluster_of(machine)
-    basis = basis_of(machine, workload)
+    basis = _measured_now(machine, workload)
     judges = {"measured": Judge(workload, cluster, rates_of(cluster, None, basis.measurement), installed)}
     if calibration is not None:
         judges["calibrated"] = Judge(workload, cluster, rates_of(cluster, calibration), installed)
