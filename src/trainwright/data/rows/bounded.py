@@ -66,7 +66,7 @@ def bounded(name: str, characters: int, call: Callable[[], T]) -> T:
                 ) from None
     _threads.idle = thread
     if error is None:
-        return value  # type: ignore[no-any-return]
+        return value
     if type(error).__name__ == "PanicException":
         raise TokenizerError(
             f"{name} fails: {error}; check its regular expression (pre_tokenizer in tokenizer.json); use another "
