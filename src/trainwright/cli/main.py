@@ -12,6 +12,7 @@ from trainwright import __version__
 from trainwright.cli import (
     ablate,
     collect,
+    doctor,
     launch,
     machine,
     named,
@@ -41,6 +42,7 @@ app.command("ablate")(ablate.ablate)
 app.command("collect")(collect.collect)
 app.command("plan", cls=named.NamesInHelp)(plan.plan)
 app.command("verify")(verify.verify)
+app.command("doctor")(doctor.doctor)
 app.command("eval")(evaluate.evaluate)
 app.command("unlearn-study")(study.unlearn_study)
 app.command("generate")(generate.generate)

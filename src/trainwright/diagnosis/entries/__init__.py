@@ -1,0 +1,1 @@
+"""The known errors, one module per topic."""

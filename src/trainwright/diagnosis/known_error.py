@@ -1,0 +1,60 @@
+"""What is known about one kind of error: how it is recognised, what causes it and what to do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+
+
+class Role(IntEnum):
+    """How an error relates to others in the same log; the lowest value explains the others."""
+
+    CAUSE = 0  # explains other errors
+    SYMPTOM = 1  # what failed in a process, whose reason another line may have
+    REACTION = 2  # how a process notices that something else failed, in it or on another rank
+    FOLLOW_UP = 3  # always caused by an error elsewhere, which this log may not have
+    SIGN = 4  # not an error of the program; worth a look if there is no error
+    HARMLESS = 5  # looks like an error and is not one
+
+
+@dataclass(frozen=True)
+class KnownError:
+    """One kind of error.
+
+    Attributes:
+        name: the identifier in output, for programs and links.
+        title: what happened, in a few words.
+        patterns: regular expressions; any of them in a line recognises the error.
+        cause: why it happens.
+        fixes: what to do, the most likely first.
+        role: whether it explains other errors or follows from them.
+        unless: regular expressions; a line with any of them is another error.
+        in_notices: whether lines with the level of a warning or below count too.
+    """
+
+    name: str
+    title: str
+    patterns: tuple[str, ...]
+    cause: str
+    fixes: tuple[str, ...]
+    role: Role = Role.CAUSE
+    unless: tuple[str, ...] = field(default=())
+    in_notices: bool = False
+
+    def matches(self, line: str) -> bool:
+        """Return whether a line of a log reports this error."""
+        return bool(self._recognised.search(line)) and not (self.unless and self._excluded.search(line))
+
+    @cached_property
+    def _recognised(self) -> re.Pattern[str]:
+        return _any(self.patterns)
+
+    @cached_property
+    def _excluded(self) -> re.Pattern[str]:
+        return _any(self.unless)
+
+
+def _any(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.IGNORECASE)
