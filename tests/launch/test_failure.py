@@ -6,6 +6,8 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
+
 from trainwright.engine.out_of_memory import OutOfMemory
 from trainwright.launch.ending.failure import (
     Ended,
@@ -57,6 +59,31 @@ def test_rank_that_the_agent_took_down_is_not_the_cause(tmp_path: Path) -> None:
 def test_only_lost_connections_are_told_as_they_are(tmp_path: Path) -> None:
     fail(tmp_path, 0, 100.1, "RuntimeError: Connection reset by peer")
     assert "Connection reset" in first_failure(tmp_path, 2, {0: 4, 1: None}, False).message
+
+
+def test_a_known_error_is_explained_below_its_traceback(tmp_path: Path) -> None:
+    fail(tmp_path, 0, 100.1, "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn")
+    message = first_failure(tmp_path, 1, {0: 4}, False).message
+    assert "\nnothing in the loss requires a gradient: " in message and "\n- before training: " in message
+    fail(tmp_path, 0, 100.1, "ValueError: boom")
+    assert first_failure(tmp_path, 1, {0: 4}, False).message.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    "waited",
+    [
+        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation",
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4",
+        "RuntimeError: NCCL error: remote process exited or there was a network error",
+        "DistNetworkError: failed to recv, got 0 bytes",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+    ],
+)
+def test_a_rank_that_waited_is_not_the_cause(tmp_path: Path, waited: str) -> None:
+    fail(tmp_path, 0, 100.1, waited)
+    fail(tmp_path, 1, 100.2, "ValueError: cause")
+    assert first_failure(tmp_path, 2, {0: 4, 1: 4}, False).message.startswith("rank 1 failed")
 
 
 def test_native_crash_points_to_the_log(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
-import re
 import signal
 import sys
 import time
@@ -18,20 +17,12 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
+from trainwright.diagnosis.explain import advice
+from trainwright.diagnosis.table import is_lost_connection
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from trainwright.errors import EXIT_TRAINING, TrainwrightError
 from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER, START_METHOD
 from trainwright.text import say
-
-# Messages of gloo, NCCL and the store on ranks that were waiting for a lost one.
-_FOLLOW_UP = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|broken pipe|socket (is )?closed|"
-    r"recvvalue failed|sendbytes failed|remote process exited|ncclremoteerror|distnetworkerror|diststoreerror|"
-    r"connectFullMesh failed|application timeout caused pair closure|gloo/transport|no route to host|"
-    r"peer (is )?gone|socket timeout|waitforinput|store->get",
-    re.IGNORECASE,
-)
-
 
 # Memory that a worker shares with its launcher for the record of its exception: the disk may be full, or the run
 # directory deleted.
@@ -205,7 +196,7 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
     ran_out = MemoryFailure(rank, **record["ran_out"]) if record.get("ran_out") else None
     if not record["known"]:
         trace = record["message"]["extraInfo"]["py_callstack"].rstrip()
-        return Failure(f"rank {rank} failed\n{trace}{_log(logs, rank)}", exit_code, ran_out)
+        return Failure(f"rank {rank} failed\n{trace}{advice(trace)}{_log(logs, rank)}", exit_code, ran_out)
     if exit_code != EXIT_TRAINING:  # an error of the request or the machine: the rank that noticed it does not matter
         return Failure(record["text"], exit_code)
     return Failure(f"{record['text']}{_log(logs, rank, f'first seen on rank {rank}, ')}", exit_code, ran_out)
@@ -240,7 +231,7 @@ def _ended(code: int, out_of_memory: bool) -> str:
 
 def is_follow_up(record: dict[str, Any]) -> bool:
     """Return whether the exception is about a connection to a lost worker."""
-    return not record["known"] and bool(_FOLLOW_UP.search(record["message"]["message"]))
+    return not record["known"] and is_lost_connection(record["message"]["message"])
 
 
 def _read(path: Path) -> dict[str, Any] | None:
