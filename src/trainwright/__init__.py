@@ -13,24 +13,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainwright.api import (
+        Ablation,
+        Collected,
         Comparison,
         Evaluation,
         Merged,
         Plan,
         Recipe,
         Run,
+        Upload,
+        ablate,
+        collect,
         evaluate,
+        export,
         generate,
         merge,
         plan,
+        push,
         resume,
         train,
+        unlearn_study,
         verify,
     )
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
 
 __version__ = "0.1.0"
 __all__ = [
+    "Ablation",
+    "Collected",
     "Comparison",
     "Evaluation",
     "MachineError",
@@ -42,12 +52,18 @@ __all__ = [
     "Stopped",
     "TrainingError",
     "TrainwrightError",
+    "Upload",
+    "ablate",
+    "collect",
     "evaluate",
+    "export",
     "generate",
     "merge",
     "plan",
+    "push",
     "resume",
     "train",
+    "unlearn_study",
     "verify",
 ]
 

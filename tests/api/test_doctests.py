@@ -17,11 +17,11 @@ def examples(module: str) -> list[doctest.DocTest]:
     return [test for test in doctest.DocTestFinder().find(importlib.import_module(module)) if test.examples]
 
 
-MODULES = [module.name for module in pkgutil.iter_modules(api.__path__, "trainwright.api.") if examples(module.name)]
+MODULES = [module.name for module in pkgutil.walk_packages(api.__path__, "trainwright.api.") if examples(module.name)]
 
 
 # Those that start torch without training.
-SLOW = ("evaluation", "generation", "merging", "verification")
+SLOW = ("evaluation", "generation", "merging", "publishing", "verification")
 PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] * name.endswith(SLOW)) for name in MODULES]
 
 

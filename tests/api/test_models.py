@@ -90,7 +90,7 @@ def test_other_ways_to_ask_give_the_same_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_merging_is_the_commands(tmp_path: Path, runs: Runs) -> None:
+def test_merging_and_exporting_are_the_commands(tmp_path: Path, runs: Runs) -> None:
     run = runs.trained(*SETTINGS, "model.adapter={type: lora, rank: 2}", "optimizer.learning_rate=0.1")
     command = trainwright("merge", str(run), "--out", "by-command", cwd=tmp_path)
     merged = tw.merge(tw.Run(run), "by-api")
@@ -99,6 +99,10 @@ def test_merging_is_the_commands(tmp_path: Path, runs: Runs) -> None:
     names = sorted(path.name for path in Path("by-command").iterdir())
     assert names == sorted(path.name for path in merged.directory.iterdir())
     assert Path("by-command/model.safetensors").read_bytes() == Path("by-api/model.safetensors").read_bytes()
+    command = trainwright("export", str(run), "--to", "adapter", "--out", "adapter", cwd=tmp_path)
+    assert command.stdout.startswith("adapter: the adapter\n"), command.stderr
+    exported = tw.export(tw.Run(run), "adapter-by-api", to="adapter") / "adapter_model.safetensors"
+    assert Path("adapter/adapter_model.safetensors").read_bytes() == exported.read_bytes()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import trainwright as tw
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 
 SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.tensorboard=false")
@@ -37,6 +38,8 @@ def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) ->
     assert events(out / "learning_rate=2e-2", "step")[0]["step"] == 1
     again = runs.command(*asked).wait()
     assert again.code == 0 and again.stderr.count("is already finished") == 2
+    found = tw.ablate(TINY, *SHORT, over={"optimizer.learning_rate": ["1e-3", "2e-2"]}, out=out)
+    assert f"{found}\n\n{out}/\n" == again.stdout and list(found.rows) == table
 
 
 def test_a_value_that_is_written_in_several_ways_is_trained_once(runs: Runs, tmp_path: Path) -> None:

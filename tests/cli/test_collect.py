@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
+import trainwright as tw
 from tests.support.commands import PATIENCE, all_gone, started, trainwright, wait_for
 from trainwright.cli.collect import collect
 from trainwright.errors import RequestError
@@ -38,7 +39,9 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_collects_draws_and_does_nothing_twice(place: Path) -> None:
+def test_collects_draws_and_does_nothing_twice(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     done = trainwright("collect", "rooms.yaml", "--num-processes", "1", "--chart", "curves.png", cwd=place)
     assert done.returncode == 0, done.stderr
@@ -51,6 +54,11 @@ def test_collects_draws_and_does_nothing_twice(place: Path) -> None:
         assert histories.source["epsilon"] == 0.05
     again = trainwright("collect", "rooms.yaml", cwd=place)
     assert again.returncode == 0 and "already collected" in again.stdout
+    monkeypatch.chdir(place)
+    capfd.readouterr()
+    found = tw.collect(Path("rooms.yaml"), num_processes=1)
+    assert again.stdout.endswith(f"{found}\n") and capfd.readouterr() == ("", "")
+    assert found.seconds is None and len(found.returns) >= 20
     other = trainwright("collect", "rooms.yaml", "algorithm_distillation.source.seed=1", cwd=place)
     assert (
         other.returncode == 2 and "already exists, with another environment, source or choice of tasks" in other.stderr

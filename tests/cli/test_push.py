@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import trainwright as tw
 from trainwright.cli.main import app
 from trainwright.errors import MachineError, RequestError
 
@@ -51,6 +52,8 @@ def test_a_dry_run_shows_the_files_and_the_card(run: Path) -> None:
     assert "| 2 | 2.0000 | 2.2500 |" in shown
     assert "2 steps of 4 examples on 2 x a card (ddp, bf16)" in shown
     assert "train: rows.jsonl" in shown and "secret" not in shown
+    upload = tw.push(run, "me/model", dry_run=True)
+    assert f"{upload}\n" == shown and list(upload.files) == ["config.json", "model.safetensors"] and upload.url is None
 
 
 def test_no_path_of_the_machine_is_in_the_card(run: Path) -> None:

@@ -25,7 +25,7 @@ from trainwright.cli import (
     verify,
 )
 from trainwright.cli.data import rows as data
-from trainwright.cli.models import evaluate, generate, publish, push
+from trainwright.cli.models import evaluate, generate, publish
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.text import say
 
@@ -48,7 +48,7 @@ app.command("unlearn-study")(study.unlearn_study)
 app.command("generate")(generate.generate)
 app.command("merge")(publish.merge)
 app.command("export")(publish.export)
-app.command("push")(push.push)
+app.command("push")(publish.push)
 app.command("tensorboard", context_settings=tensorboard.CONTEXT_SETTINGS)(tensorboard.tensorboard)
 app.command("setup")(setup.setup)
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.errors import RequestError, Stopped, TrainwrightError
-from trainwright.paths import user_path
-from trainwright.text import printable, say
+from trainwright.errors import RequestError
+from trainwright.text import printable
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.unlearning.study.file import StudyFile
     from trainwright.evaluation.unlearning.study.results import Results
-    from trainwright.recipe.benchmarks import Benchmark
-
-_RUNS, _EVALUATIONS, _ASKED = "runs", "evaluations", "asked"
-# Metrics that compare with the retain-only model, and the metrics of that model that they need.
-_OF_REFERENCE = {"forget_quality": "truth_ratio", "privleak": "mia_min_k", "mia_reference": "mia_loss"}
 
 
 def unlearn_study(
@@ -39,184 +29,12 @@ def unlearn_study(
     Every part is an ordinary run or evaluation in its own directory; finished parts are not repeated. Ends with 0:
     done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
-    from trainwright.evaluation.libraries import require
-    from trainwright.evaluation.unlearning.study.file import load_study
-    from trainwright.launch.group.environment import refuse_worker
+    from trainwright import api
 
-    refuse_worker("unlearn-study")
     files = [argument for argument in arguments if "=" not in argument]
     if len(files) != 1:
         raise RequestError("expected one study file; pass overrides as key=value")
-    study = load_study(Path(files[0]), [argument for argument in arguments if "=" in argument])
-    require("matplotlib", "the plot of a study")
-    require("scipy", "forget_quality")
-    require("rouge_score", "rouge_l")
-    results = _StudySteps(study).walk()
-    _show(results)
-
-
-class _StudySteps:
-    """The parts of a study, in order."""
-
-    def __init__(self, study: StudyFile) -> None:
-        self._study = study
-        self._directory = user_path(study.study.directory).resolve()
-        self._began = time.monotonic()
-
-    def walk(self) -> Results:
-        """Run the parts that are not finished, and return the results of all."""
-        from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
-        from trainwright.evaluation.unlearning.study.results import Results, draw
-
-        names = list(self._study.study.objectives)
-        (self._directory / _ASKED).mkdir(parents=True, exist_ok=True)
-        benchmark = self._rows()
-        metrics = self._metrics(benchmark)
-        for name, file in self._recipes(benchmark).items():
-            self._train(name, file)
-        for name in (RETAIN, FULL, *names):
-            self._evaluate(name, benchmark, metrics)
-        name, subset = benchmark.name.partition("@")[0], self._study.study.subset
-        results = Results.read(name, subset, self._directory / _EVALUATIONS, names)
-        plot = draw(results, self._directory)
-        if plot is None:
-            self._tell("no plot: needs a metric of the forget set and one of the retained knowledge")
-        made = [*results.write(self._directory), *([] if plot is None else [plot])]
-        self._tell(f"{', '.join(made)} are in {self._directory}/")
-        return results
-
-    def _rows(self) -> Benchmark:
-        """Return the training and evaluation rows, in the study's directory."""
-        from trainwright.evaluation.unlearning.study.rows import rows_of, write_rows
-
-        study, directory = self._study.study, self._directory / "benchmark"
-        chosen = study.model_dump(include={"benchmark", "subset", "known"})
-        self._ask("benchmark", str(chosen), done=directory.exists())
-        benchmark = self._study.benchmark
-        return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
-
-    def _metrics(self, benchmark: Benchmark) -> list[str]:
-        """Return the metrics that are asked for, or all that lack nothing. Raises the errors that would otherwise come
-        later.
-        """
-        from trainwright.evaluation.unlearning.items import read_sets
-        from trainwright.evaluation.unlearning.registry import METRICS, missing, usual
-
-        key = f"{self._study.place('evaluate', 'metrics')}: evaluate.metrics"
-        sets = read_sets(benchmark, benchmark.sets, None, "benchmark")
-        given = {"--reference-log": True, "--reference-model": True}
-        names = self._study.study.evaluate.metrics or usual(sets, given)
-        for name in names:
-            if name not in METRICS:
-                raise RequestError(f"{key}: unknown benchmark metric {name!r}; choose from {', '.join(METRICS)}")
-            if (why := missing(name, sets, given)) is not None:
-                raise RequestError(f"{key}: {name}: {why}")
-        return names
-
-    def _recipes(self, benchmark: Benchmark) -> dict[str, Path]:
-        """Return the recipes of all runs. Each is checked before the first starts, and the rows to forget for
-        overlaps.
-        """
-        from trainwright.data.stream.unlearning import refuse_overlap
-        from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
-        from trainwright.recipe.loading import load_recipe
-
-        study, training = self._study, benchmark.training
-        found = {name: study.finetuning(training[name], training["full"]) for name in (FULL, RETAIN)}
-        rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
-        start = self._directory / _RUNS / FULL / "final"
-        found |= {name: study.unlearning(name, start, rows) for name in study.study.objectives}
-        runs = self._directory / _RUNS
-        files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in found.items()}
-        for name in study.study.objectives:
-            if not (runs / name).exists():
-                refuse_overlap(load_recipe(files[name]).data)
-        return files
-
-    def _train(self, name: str, file: Path) -> None:
-        run = self._directory / _RUNS / name
-        if (run / "final").is_dir():
-            return
-        from trainwright import api
-
-        resume = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
-        if run.exists() and not resume:
-            import shutil
-
-            shutil.rmtree(run)  # stopped before there was anything to resume from
-        if resume:
-            self._do(f"continuing with {name}", lambda: api.resume(run, progress=True))
-        else:
-            self._do(f"trains {name}", lambda: api.train(file, f"logging.run_directory={run}", progress=True))
-
-    def _evaluate(self, name: str, benchmark: Benchmark, metrics: Sequence[str]) -> None:
-        from trainwright.evaluation.unlearning.study.file import RETAIN
-
-        out, reference = self._directory / _EVALUATIONS / name, self._directory / _EVALUATIONS / RETAIN
-        model = str(self._directory / _RUNS / name)
-        options: dict[str, Any] = {"benchmark": benchmark.name, "out": str(out)}
-        options["max_new_tokens"] = self._study.study.evaluate.max_new_tokens
-        if name == RETAIN:
-            metrics = list(dict.fromkeys(_OF_REFERENCE.get(metric, metric) for metric in metrics))
-        else:
-            options |= _references(metrics, reference, self._directory / _RUNS / RETAIN)
-        options |= {"metrics": ",".join(metrics), **self._processes()}
-        words = (f"--{option.replace('_', '-')} {value}" for option, value in options.items())
-        self._ask(f"evaluate-{name}", " ".join([model, *words]) + "\n", done=out.exists())
-        if not out.exists():
-            out.parent.mkdir(exist_ok=True)
-            self._do(f"measures {name}", lambda: _measured(model, options))
-
-    def _processes(self) -> dict[str, int]:
-        from trainwright.machine.detect import detect
-
-        wanted = self._study.study.parallel.get("num_processes", "auto")
-        machine = detect()
-        most = len(machine.gpus) or machine.cpu_cores
-        return {"num_processes": min(wanted, most)} if isinstance(wanted, int) else {}
-
-    def _ask(self, name: str, text: str, *, done: bool) -> Path:
-        """Record the request of a part; raise if the part exists and its request was different."""
-        file = self._directory / _ASKED / name
-        if done and file.is_file() and file.read_text(encoding="utf-8") != text:
-            raise RequestError(
-                f"{self._directory}: {name} was made with the settings in {file}, which differ from the study; choose "
-                "another directory=…, or remove what should be made again"
-            )
-        file.write_text(text, encoding="utf-8")
-        return file
-
-    def _do(self, what: str, part: Callable[[], object]) -> None:
-        """Run one part. If it does not finish, the study ends in the same way."""
-        self._tell(what)
-        try:
-            part()
-        except Stopped as stopped:
-            stopped.add_note(f"stopped; the study {what} at that point: run the same command again to continue")
-            raise
-        except TrainwrightError as error:
-            error.add_note(f"the study failed: it {what} at that point; run the same command again to continue")
-            raise
-
-    def _tell(self, what: str) -> None:
-        minutes, seconds = divmod(round(time.monotonic() - self._began), 60)
-        say(f"[{minutes:02d}:{seconds:02d}] {what}")
-
-
-def _measured(model: str, options: dict[str, Any]) -> None:
-    from trainwright import api
-
-    found = api.evaluate(model, **options, progress=True)
-    say(f"{found}\n\n{found.directory}/")
-
-
-def _references(metrics: Sequence[str], log: Path, model: Path) -> dict[str, str]:
-    """Return the references to the retain-only model, if a metric needs them."""
-    from trainwright.evaluation.unlearning.registry import METRICS
-
-    taken = {METRICS[name].option for name in metrics}
-    options = {"reference_log": log, "reference_model": model}
-    return {name: str(where) for name, where in options.items() if f"--{name.replace('_', '-')}" in taken}
+    _show(api.unlearn_study(files[0], *(word for word in arguments if "=" in word), progress=True))
 
 
 def _show(results: Results) -> None:

@@ -1,27 +1,18 @@
-"""``trainwright merge`` and ``trainwright export``: convert a run's model for use elsewhere."""
+"""``trainwright merge``, ``export`` and ``push``: a run's model for use elsewhere."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from trainwright.activity import Activity
-from trainwright.errors import RequestError
-from trainwright.paths import user_path
 from trainwright.text import plural, say
-
-if TYPE_CHECKING:
-    from trainwright.inference.finding import Found
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a run, an adapter or (for export) a model.")]
 Checkpoint = Annotated[
     str | None, typer.Option(metavar="WHICH", help="For a run: final, best, newest or a step.", show_default=False)
 ]
-
-_PRECISIONS = {"gguf": ("f16", "f32"), "safetensors": ("fp32", "bf16", "fp16")}
 
 
 def merge(
@@ -56,65 +47,31 @@ def export(
     checkpoint: Checkpoint = None,
 ) -> None:
     """Write a run's model in another format; an adapter is merged into its base if the format needs a full model."""
-    from trainwright.inference.finding import find_model
-    from trainwright.inference.loading import for_users
+    from trainwright.api.publishing import exported
 
-    if to not in ("safetensors", "gguf", "adapter"):
-        raise RequestError(f"--to: unknown format {to!r}; choose from safetensors, gguf, adapter")
-    if dtype is not None and dtype not in _PRECISIONS.get(to, ()):
-        known = " or ".join(_PRECISIONS.get(to, ())) or "none, because adapters are written unchanged"
-        raise RequestError(f"--dtype: {dtype} is not supported for {to}; choose from {known}")
-    with for_users(), Activity(sys.stderr, "reading the model"):
-        found, out = find_model(model, None, checkpoint), user_path(out)
-        if to == "adapter":
-            _export_adapter(found, out)
-        elif to == "safetensors":
-            _export_whole(found, out, dtype)
-        else:
-            _export_gguf(found, out, dtype or "f16")
+    path = exported(model, out, to, dtype, checkpoint)
+    if to == "gguf":
+        size = f"{path.stat().st_size / 1e6:,.0f} MB in {dtype or 'f16'}"
+        say(f"{path}: {size}, read back by transformers with the same tokens and logits")
+        return
+    say(f"{path}: the {'adapter' if to == 'adapter' else 'full model'}")
+    _show_usage(path)
 
 
-def _export_gguf(found: Found, out: Path, precision: str) -> None:
-    from tempfile import TemporaryDirectory
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a finished run.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="Repository to push to: owner/name.")],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be uploaded, without uploading.")] = False,
+    message: Annotated[str, typer.Option(metavar="TEXT", help="Commit message.")] = "Trained with Trainwright",
+) -> None:
+    """Publish a run's model with a card that says how it was made.
 
-    from trainwright.models.gguf.export import export_gguf
+    The token comes from HF_TOKEN or `hf auth login`, and is never stored.
+    """
+    from trainwright.api.publishing import pushed
 
-    if out.suffix != ".gguf":
-        raise RequestError(f"--out: {out} should end in .gguf")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.parent, prefix=".export-") as place:
-        directory = _plain_directory(found)
-        if directory is None:
-            directory = Path(place) / "model"
-            _write_whole(found, directory, None)
-        size = export_gguf(directory, out, precision)  # type: ignore[arg-type]
-    say(f"{out}: {size / 1e6:,.0f} MB in {precision}, read back by transformers with the same tokens and logits")
-
-
-def _export_whole(found: Found, out: Path, dtype: str | None) -> None:
-    if out.exists():
-        raise RequestError(f"--out: {out} already exists; choose a new directory")
-    _write_whole(found, out, dtype)
-    say(f"{out}: the full model")
-    _show_usage(out)
-
-
-def _export_adapter(found: Found, out: Path) -> None:
-    from shutil import copytree
-
-    from trainwright.models.files.save import replacing
-
-    source = found.section.adapter.start_from
-    if source is None or found.checkpoint is not None:
-        raise RequestError(
-            f"{found.origin} is not an exported adapter; pass a run trained with an adapter, or its final/"
-        )
-    if out.exists():
-        raise RequestError(f"--out: {out} already exists; choose a new directory")
-    with replacing(out) as temporary:
-        copytree(source, temporary, dirs_exist_ok=True)
-    say(f"{out}: the adapter")
-    _show_usage(out)
+    say(str(pushed(run, repository, private, dry_run, message)), wrap=False)
 
 
 def _show_usage(directory: Path) -> None:
@@ -123,30 +80,3 @@ def _show_usage(directory: Path) -> None:
     lines = loading(directory, str(directory))
     if lines is not None:
         say("use it:\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines.splitlines()), end="")
-
-
-def _plain_directory(found: Found) -> Path | None:
-    """Return where the full model already exists; None if it has to be merged or loaded."""
-    from trainwright.models.source import resolve
-
-    if found.checkpoint is not None or found.section.adapter.type != "none":
-        return None
-    return resolve(found.section).directory
-
-
-def _write_whole(found: Found, out: Path, dtype: str | None) -> None:
-    """Write the full model as a directory: merged, or loaded with a checkpoint's tensors and saved."""
-    import torch
-
-    from trainwright.api.merging import check_finished, dtype_of
-    from trainwright.inference.loading import load
-    from trainwright.models.files.save import save_model
-    from trainwright.models.merging import merge as merged
-
-    if found.checkpoint is None and found.section.adapter.type != "none":
-        merged(found.section, found.seed, out, dtype_of(dtype))
-        return
-    check_finished(found)
-    loaded = load(found, torch.float32, torch.device("cpu"))
-    model = loaded.lm.model
-    save_model(out, model.config, model.state_dict(), loaded.tokenizer, model.generation_config, dtype_of(dtype))

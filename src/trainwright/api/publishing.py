@@ -1,0 +1,263 @@
+"""Publishing a model: in another format, or on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.activity import Activity
+from trainwright.api.apart import apart
+from trainwright.api.merging import check_finished, dtype_of
+from trainwright.errors import MachineError, RequestError
+from trainwright.paths import user_path
+from trainwright.text import plural
+
+if TYPE_CHECKING:
+    from trainwright.inference.finding import Found
+
+_DTYPES = {"safetensors": ("fp32", "bf16", "fp16"), "gguf": ("f16", "f32"), "adapter": ()}
+
+
+def export(
+    model: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    to: str = "safetensors",
+    dtype: str | None = None,
+    checkpoint: str | int | None = None,
+    progress: bool = False,
+) -> Path:
+    """Write a run's model in another format, and check what is written; what ``trainwright export`` does.
+
+    An adapter is merged into its base if the format needs a full model.
+
+    Args:
+        model: a `Run` or its directory, an adapter or a model.
+        out: a directory, or a file that ends in ``.gguf``; must be new.
+        to: ``"safetensors"``, ``"gguf"`` or ``"adapter"``.
+        dtype: for gguf ``"f16"`` (default) or ``"f32"``; for safetensors ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        checkpoint: of a run: ``"final"``, ``"best"``, ``"newest"`` or a step. Default: the first that exists.
+        progress: show operations that take long.
+
+    Returns:
+        The directory or the file.
+
+    Raises:
+        RequestError: the model does not have this format, or ``out`` already exists.
+        TrainingError: the result does not compute the same as the model; nothing is written.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> tw.export("runs/tiny", "tiny.gguf", to="gguf").name
+        'tiny.gguf'
+    """
+    which = None if checkpoint is None else str(checkpoint)
+    return apart(exported, fspath(model), Path(out), to, dtype, which, progress=progress)
+
+
+def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str | None) -> Path:
+    """Export in this process."""
+    from trainwright.inference.finding import find_model
+    from trainwright.inference.loading import for_users
+
+    if to not in _DTYPES:
+        raise RequestError(f"--to: unknown format {to!r}; choose from {', '.join(_DTYPES)}")
+    if dtype is not None and dtype not in _DTYPES[to]:
+        known = " or ".join(_DTYPES[to]) or "none, because adapters are written unchanged"
+        raise RequestError(f"--dtype: {dtype} is not supported for {to}; choose from {known}")
+    with for_users(), Activity(sys.stderr, "reading the model"):
+        found, out = find_model(model, None, checkpoint), user_path(out)
+        if to == "gguf":
+            _write_gguf(found, out, dtype or "f16")
+        elif to == "adapter":
+            _write_adapter(found, out)
+        else:
+            _refuse_existing(out)
+            _write_whole(found, out, dtype)
+    return out
+
+
+def _write_gguf(found: Found, out: Path, precision: str) -> None:
+    from tempfile import TemporaryDirectory
+
+    from trainwright.models.gguf.export import export_gguf
+
+    if out.suffix != ".gguf":
+        raise RequestError(f"--out: {out} should end in .gguf")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent, prefix=".export-") as place:
+        directory = _plain_directory(found)
+        if directory is None:
+            directory = Path(place) / "model"
+            _write_whole(found, directory, None)
+        export_gguf(directory, out, precision)  # type: ignore[arg-type]
+
+
+def _write_adapter(found: Found, out: Path) -> None:
+    from shutil import copytree
+
+    from trainwright.models.files.save import replacing
+
+    source = found.section.adapter.start_from
+    if source is None or found.checkpoint is not None:
+        raise RequestError(
+            f"{found.origin} is not an exported adapter; pass a run trained with an adapter, or its final/"
+        )
+    _refuse_existing(out)
+    with replacing(out) as temporary:
+        copytree(source, temporary, dirs_exist_ok=True)
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise RequestError(f"--out: {out} already exists; choose a new directory")
+
+
+def _plain_directory(found: Found) -> Path | None:
+    """Return where the full model already exists; None if it has to be merged or loaded."""
+    from trainwright.models.source import resolve
+
+    if found.checkpoint is not None or found.section.adapter.type != "none":
+        return None
+    return resolve(found.section).directory
+
+
+def _write_whole(found: Found, out: Path, dtype: str | None) -> None:
+    """Write the full model as a directory: merged, or loaded with a checkpoint's tensors and saved."""
+    import torch
+
+    from trainwright.inference.loading import load
+    from trainwright.models.files.save import save_model
+    from trainwright.models.merging import merge
+
+    if found.checkpoint is None and found.section.adapter.type != "none":
+        merge(found.section, found.seed, out, dtype_of(dtype))
+        return
+    check_finished(found)
+    loaded = load(found, torch.float32, torch.device("cpu"))
+    model = loaded.lm.model
+    save_model(out, model.config, model.state_dict(), loaded.tokenizer, model.generation_config, dtype_of(dtype))
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A model on the Hub, or what would be uploaded; ``str()`` gives what ``trainwright push`` prints.
+
+    Attributes:
+        repository: ``owner/name``.
+        weights: the directory of the model.
+        card: the README.md, with how the model was made.
+        url: of the commit; None if nothing was uploaded.
+    """
+
+    repository: str
+    weights: Path
+    card: str
+    url: str | None = None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Return the files by their path in the repository, without the card."""
+        files = (path for path in sorted(self.weights.rglob("*")) if path.is_file() and path.name != "README.md")
+        return {str(path.relative_to(self.weights)): path for path in files}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines()) if self.url is None else f"sent: {self.url}"
+
+    def _lines(self) -> Iterator[str]:
+        sizes = {name: path.stat().st_size for name, path in self.files.items()}
+        yield (
+            f"would upload {plural(len(sizes) + 1, 'file')}, {sum(sizes.values()) / 1e6:,.1f} MB, to "
+            f"https://huggingface.co/{self.repository}:"
+        )
+        for name, size in {**sizes, "README.md": len(self.card.encode())}.items():
+            yield f"  {size / 1e6:>10,.1f} MB  {name}"
+        yield f"\n{self.card.removesuffix(chr(10))}"
+
+
+def push(
+    run: str | PathLike[str],
+    repository: str,
+    *,
+    private: bool = False,
+    dry_run: bool = False,
+    message: str = "Trained with Trainwright",
+    progress: bool = False,
+) -> Upload:
+    """Publish a run's model on the Hugging Face Hub, with a card that says how it was made.
+
+    What ``trainwright push`` does. The token comes from HF_TOKEN or ``hf auth login``, and is never stored.
+
+    Args:
+        run: a finished `Run`, or its directory.
+        repository: ``owner/name``; it is created if it does not exist.
+        private: create the repository as private.
+        dry_run: upload nothing; the result shows the files and the card.
+        message: the commit message.
+        progress: show the upload.
+
+    Raises:
+        RequestError: the run is not finished, or there is no token.
+        MachineError: the Hub is not reachable or refuses.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> upload = tw.push("runs/tiny", "me/tiny", dry_run=True)
+        >>> "config.json" in upload.files, upload.url
+        (True, None)
+    """
+    return apart(pushed, Path(run), repository, private, dry_run, message, progress=progress)
+
+
+def pushed(run: Path, repository: str, private: bool, dry_run: bool, message: str) -> Upload:
+    """Push in this process."""
+    run = user_path(run)
+    weights = _weights(run)
+    if "/" not in repository.strip("/") or repository.count("/") != 1:
+        raise RequestError(f"REPO: {repository} is invalid; expected owner/name")
+    from trainwright.observe.card import model_card
+
+    upload = Upload(repository, weights, model_card(run, repository, weights))
+    return upload if dry_run else replace(upload, url=_send(upload, private, message))
+
+
+def _weights(run: Path) -> Path:
+    if not (run / "recipe.yaml").is_file():
+        raise RequestError(f"RUN: {run} is not a run directory: it has no recipe.yaml")
+    if not (run / "final").is_dir():
+        raise RequestError(
+            f"RUN: {run} has no final/: the run is not finished; continue it with trainwright train --resume {run}"
+        )
+    return run / "final"
+
+
+def _send(upload: Upload, private: bool, message: str) -> str:
+    """Upload, and return the URL of the commit."""
+    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from trainwright.observe.card import published_settings
+
+    token = get_token()
+    if token is None:
+        raise RequestError("no token for the Hub: set HF_TOKEN, or log in with `hf auth login`")
+    if constants.is_offline_mode():
+        raise MachineError("the Hub is disabled by HF_HUB_OFFLINE; unset it, or use --dry-run")
+    api = HfApi(token=token)
+    files: dict[str, Path | bytes] = {
+        **upload.files,
+        **published_settings(upload.weights),
+        "README.md": upload.card.encode(),
+    }
+    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    try:
+        api.create_repo(upload.repository, private=private, exist_ok=True)
+        # One commit, so that the repository has all of it or nothing.
+        return str(api.create_commit(upload.repository, operations, commit_message=message).commit_url)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MachineError(f"{upload.repository}: the Hub refused: {reason.replace(token, '***')}") from error

@@ -1,0 +1,1 @@
+"""Series of runs that are compared: ablations, and studies of unlearning."""
