@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,19 @@ def apart(function: Callable[..., T], *arguments: Any, progress: bool = False) -
         if not answered.exists():
             raise TrainingError(f"the process of {function.__name__} ended with exit code {code} and no message")
         return result
+
+
+def as_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function's arguments as the command has them: paths and steps as text, several names as one text."""
+
+    def text(name: str, value: Any) -> Any:
+        if isinstance(value, PathLike):
+            return fspath(value)
+        if name == "checkpoint" and value is not None:
+            return str(value)
+        return ",".join(value) if isinstance(value, (list, tuple)) else value
+
+    return {name: text(name, value) for name, value in arguments.items() if name != "progress"}
 
 
 def _started(command: list[str], progress: bool) -> subprocess.Popen[str]:

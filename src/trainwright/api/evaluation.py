@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from trainwright.api.apart import apart
+from trainwright.api.apart import apart, as_options
 from trainwright.api.measuring import MeasureAsked, measure
 
 
@@ -124,7 +124,6 @@ def evaluate(
         >>> sorted(found.metrics)
         ['loss', 'token_accuracy']
     """
-    given = {name: value for name, value in locals().items() if name != "progress"}
-    given["checkpoint"] = None if checkpoint is None else str(checkpoint)
-    directory, table = apart(measure, MeasureAsked.of(given), progress=progress)
+    asked = MeasureAsked(**as_options(locals()))
+    directory, table = apart(measure, asked, progress=progress)
     return Evaluation(directory, tuple(table))

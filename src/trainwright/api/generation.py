@@ -8,12 +8,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import Activity, doing
-from trainwright.api.apart import apart
+from trainwright.api.apart import apart, as_options
 from trainwright.errors import RequestError
 from trainwright.text import say
 
@@ -80,27 +80,13 @@ def generate(
         >>> len(answers)
         2
     """
+    options = {**locals()}
+    del options["prompts"]
+    asked = GenerateAsked(**as_options(options))
     if prompts is None and file is None:
         raise RequestError("generate: pass prompts, or a file of them")
     if prompts is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
-    asked = GenerateAsked(
-        model=fspath(model),
-        file=None if file is None else fspath(file),
-        out=None if out is None else Path(out),
-        system=system,
-        plain=plain,
-        adapter=None if adapter is None else fspath(adapter),
-        checkpoint=None if checkpoint is None else str(checkpoint),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        dtype=dtype,
-        batch_size=batch_size,
-        num_processes=num_processes,
-    )
     if isinstance(prompts, str):
         return [apart(answer, asked, prompts, progress=progress)]
     if prompts is None:
@@ -114,7 +100,7 @@ class GenerateAsked:
 
     model: str
     file: str | None = None
-    out: Path | None = None
+    out: str | None = None
     system: str | None = None
     plain: bool = False
     adapter: str | None = None
@@ -196,7 +182,7 @@ def _answer_list(asked: GenerateAsked, prompts: Sequence[str | Sequence[Mapping[
     with tempfile.TemporaryDirectory(prefix="trainwright-prompts-") as scratch:
         file = Path(scratch, "prompts.jsonl")
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return answer_file(replace(asked, file=str(file), out=Path(scratch, "answers.jsonl")))
+        return answer_file(replace(asked, file=str(file), out=str(Path(scratch, "answers.jsonl"))))
 
 
 def _checked(asked: GenerateAsked) -> Machine:
@@ -223,7 +209,7 @@ def _dtype(asked: GenerateAsked, machine: Machine) -> str:
     return dtype_name(asked.dtype, machine)
 
 
-def _check(file: str | None, out: Path | None, num_processes: int | None, batch_size: int | None) -> None:
+def _check(file: str | None, out: str | None, num_processes: int | None, batch_size: int | None) -> None:
     if (file is None) != (out is None):
         raise RequestError("--file and --out must be used together: the prompts, and the file for the answers")
     if file is None and (num_processes is not None or batch_size is not None):
@@ -235,7 +221,7 @@ def _check(file: str | None, out: Path | None, num_processes: int | None, batch_
     if out is not None:
         from trainwright.inference.answer_file import check_answer_file
 
-        check_answer_file(out)
+        check_answer_file(Path(out))
 
 
 def _is_plain(asked: GenerateAsked, chat: bool) -> bool:
@@ -308,5 +294,5 @@ def _answer(asked: GenerateAsked, work: Path, world: World) -> None:
     if world.is_main:
         texts = [answer.text if about["plain"] else answer.text.strip() for answer in answers]
         assert asked.out is not None
-        write_answers(asked.out, [{**row, FIELD: text} for row, text in zip(about["rows"], texts, strict=True)])
+        write_answers(Path(asked.out), [{**row, FIELD: text} for row, text in zip(about["rows"], texts, strict=True)])
         (work / _ANSWERS).write_text(json.dumps(texts), encoding="utf-8")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
-from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +52,6 @@ class MeasureAsked:
     temperature: float | None = None
     out: str | None = None
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> MeasureAsked:
-        """Return the options from arguments by name, with paths as text and several names as one text."""
-        return cls(**{name: _as_text(value) for name, value in given.items()})
-
     def trial(self) -> dict[str, Any]:
         """Return the options for agents."""
         return {"episodes": self.episodes, "copies": self.copies, "temperature": self.temperature}
@@ -68,12 +62,6 @@ class MeasureAsked:
         given = {name: value for name, value in asdict(self).items() if name not in of_all}
         given |= {name: given[name] != "auto" for name in ("format", "dtype")}
         return {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-
-
-def _as_text(value: Any) -> Any:
-    if isinstance(value, PathLike):
-        return fspath(value)
-    return ",".join(value) if isinstance(value, (list, tuple)) else value
 
 
 def measure(options: MeasureAsked) -> tuple[Path, list[str]]:
@@ -141,34 +129,17 @@ def _checked(options: MeasureAsked, machine: Machine) -> Asked:
         from trainwright.data.sources.reading import check_source
 
         check_source(options.data, "--data", options.format == "documents")
-    rate = options.relearning_rate
-    return Asked(
-        model=options.model,
-        metrics=names,
-        explicit=options.metrics is not None,
-        against=options.against,
-        adapter=options.adapter,
-        checkpoint=options.checkpoint,
-        data=options.data,
-        format=options.format,
-        limit=options.limit,
-        quick=options.quick,
-        full=options.full,
-        answer_pattern=options.answer_pattern,
-        json_schema=options.json_schema,
-        max_new_tokens=options.max_new_tokens or Asked.max_new_tokens,
-        max_length=options.max_length,
-        dtype=dtype_name(options.dtype, machine),
-        batch_size=options.batch_size,
-        tasks=_tasks(options.lm_eval, options.lm_eval_include),
-        task_directory=options.lm_eval_include,
-        on_benchmark=on_benchmark,
-        benchmark=options.benchmark,
-        reference_log=options.reference_log,
-        reference_model=options.reference_model,
-        relearning_steps=options.relearning_steps or Asked.relearning_steps,
-        relearning_rate=Asked.relearning_rate if rate is None else rate,
-    )
+    shared = {field.name for field in fields(Asked)}
+    given = {name: value for name, value in asdict(options).items() if name in shared and value is not None}
+    checked = {
+        "metrics": names,
+        "explicit": options.metrics is not None,
+        "dtype": dtype_name(options.dtype, machine),
+        "tasks": _tasks(options.lm_eval, options.lm_eval_include),
+        "task_directory": options.lm_eval_include,
+        "on_benchmark": on_benchmark,
+    }
+    return Asked(**{**given, **checked})
 
 
 def _prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:

@@ -7,6 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.text import plural
+
 if TYPE_CHECKING:
     from trainwright.recipe import schema
     from trainwright.recipe.sections.data import DataSection
@@ -85,6 +87,38 @@ class Recipe:
         from trainwright.recipe.merging import read_merged
 
         return self._of(read_merged(self._tree, overrides))._with(sections)
+
+    def check(self) -> str:
+        """Check the model and the first rows of the data too, which ``trainwright recipe check`` does.
+
+        Returns:
+            What a run of the recipe does, in one line.
+
+        Raises:
+            RequestError: the model or a row is invalid.
+
+        Examples:
+            >>> import trainwright as tw
+            >>> tw.Recipe.load("tiny.yaml").check()
+            'sft of a fresh llama on ..., 4 steps of ... examples'
+        """
+        from trainwright.data.preflight import check_data
+        from trainwright.parallel.zero import deepspeed_config
+        from trainwright.planning.facts import check_model
+
+        recipe = self._recipe
+        deepspeed_config.check_keys(recipe)
+        if recipe.has_texts:
+            check_model(recipe.model, recipe.data.pack_length)
+        check_data(recipe)
+        train = recipe.train
+        length = f"{train.epochs or 0:g} epoch{'s' * (train.epochs != 1)} in batches"
+        if train.max_steps is not None:
+            length = plural(train.max_steps, "step")
+        if train.max_tokens is not None:
+            length = f"{plural(train.max_tokens, 'token')} in batches"
+        model, data = recipe.spec.inputs(recipe)
+        return f"{recipe.task} of {model} on {data}, {length} of {plural(train.global_batch_size, 'example')}"
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it as a recipe file with every key, including defaults."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.text import plural, say
+from trainwright.text import say
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe recipes.")
 
@@ -33,25 +33,9 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     Ends with 2 and the reasons if something is wrong.
     """
-    from trainwright.data.preflight import check_data
-    from trainwright.parallel.zero import deepspeed_config
-    from trainwright.planning.facts import check_model
-    from trainwright.recipe.loading import load_recipe
+    from trainwright.api import Recipe
 
-    loaded = load_recipe(recipe, overrides or [])
-    deepspeed_config.check_keys(loaded)
-    if loaded.has_texts:
-        check_model(loaded.model, loaded.data.pack_length)
-    check_data(loaded)
-    train = loaded.train
-    length = f"{train.epochs or 0:g} epoch{'s' * (train.epochs != 1)} in batches"
-    if train.max_steps is not None:
-        length = plural(train.max_steps, "step")
-    if train.max_tokens is not None:
-        length = f"{plural(train.max_tokens, 'token')} in batches"
-    model, data = loaded.spec.inputs(loaded)
-    run = f"{loaded.task} of {model} on {data}, {length} of {plural(train.global_batch_size, 'example')}"
-    say(f"{recipe}: ok: {run}")
+    say(f"{recipe}: ok: {Recipe.load(recipe, *(overrides or [])).check()}")
 
 
 @app.command()

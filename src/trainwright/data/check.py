@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainwright.data.rows.chat_encoding import Encoded
+    from trainwright.recipe.schema import Recipe
     from trainwright.recipe.sections.data import SourceSection
 
 _SHOWN = 20
@@ -66,6 +67,18 @@ class Checked:
         found += [f"  {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
         found += [f"  {they(count, 'row', what)}" for what, count in self.remarks.items()]
         return found
+
+
+def check_sources(recipe: Recipe, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> list[Checked]:
+    """Check all sources of a recipe's training and validation data."""
+    data = recipe.data
+    sources = list(zip(data.source_keys, data.sources, strict=True))
+    if data.validation_source is not None:
+        sources.append(("data.validation", data.validation_source))
+    if recipe.spec.corpus:
+        return [check_corpus(one, tokenizer, key=key) for key, one in sources]
+    asked: dict[str, Any] = {"tokenizer": tokenizer, "max_length": data.max_length}
+    return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **asked) for key, one in sources]
 
 
 def check_rows(

@@ -87,6 +87,7 @@ def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_le
 
     Ends with 2 if there are any. A file alone is checked for its layout; with --model also against a chat template.
     """
+    from trainwright.data.check import check_rows, check_sources
     from trainwright.data.rows.kinds import ANY, kind_of_rows
 
     if Path(asked).suffix in _RECIPES or model is not None:
@@ -95,13 +96,11 @@ def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_le
         with _keys_as_options(model):
             recipe = _recipe(asked, overrides or [], model, max_length)
             kind = ANY if model is not None else kind_of_rows(recipe)
-            found = _checked_sources(recipe, kind, load_tokenizer(recipe.model))
+            found = check_sources(recipe, kind, load_tokenizer(recipe.model))
         _report(found, recipe.data.max_length)
         return
     if overrides or max_length is not None:
         raise RequestError("without --model, only the layout of a file is checked; pass --model to count tokens")
-    from trainwright.data.check import check_rows
-
     _report([check_rows(asked, ANY, "auto", key="data check")], None)
 
 
@@ -276,19 +275,6 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     batch = plural(train.global_batch_size, "example")
     how = "packs" if data.pack_length is not None else f"with data.pack_length {pack}: packs"
     say(f"{how} of {plural(pack, 'token')}: a batch of {batch} is {packed.rows:.1f} of them, {packed.fill:.1%} full")
-
-
-def _checked_sources(recipe: Recipe, kind: Any, tokenizer: Any) -> list[Checked]:
-    from trainwright.data.check import check_corpus, check_rows
-
-    data = recipe.data
-    sources = list(zip(data.source_keys, data.sources, strict=True))
-    if data.validation_source is not None:
-        sources.append(("data.validation", data.validation_source))
-    if recipe.spec.corpus:
-        return [check_corpus(one, tokenizer, key=key) for key, one in sources]
-    asked: dict[str, Any] = {"tokenizer": tokenizer, "max_length": data.max_length}
-    return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **asked) for key, one in sources]
 
 
 def _report(found: list[Checked], max_length: int | None) -> None:

@@ -114,9 +114,10 @@ def evaluate(
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
     given = locals()
+    from trainwright.api.apart import as_options
     from trainwright.api.measuring import MeasureAsked, measure
 
-    directory, lines = measure(MeasureAsked.of(given))
+    directory, lines = measure(MeasureAsked(**as_options(given)))
     for line in lines:
         say(line)
     say(f"\n{directory}/")

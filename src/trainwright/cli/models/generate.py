@@ -68,27 +68,14 @@ def generate(
 
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
+    options = {**locals()}
+    del options["prompt"]
+    from trainwright.api.apart import as_options
     from trainwright.api.generation import GenerateAsked, answer, answer_file
 
     if prompt is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
-    asked = GenerateAsked(
-        model=model,
-        file=file,
-        out=out,
-        system=system,
-        plain=plain,
-        adapter=None if adapter is None else str(adapter),
-        checkpoint=checkpoint,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        dtype=dtype,
-        batch_size=batch_size,
-        num_processes=num_processes,
-    )
+    asked = GenerateAsked(**as_options(options))
     if file is None:
         answer(asked, prompt)
     else:
