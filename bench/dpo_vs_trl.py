@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from support.machine import describe, use_cores
 from support.peers import peer_python
 from support.processes import run_measured
 from support.runs import print_table, write_results
-from support.trainwright_side import COMMAND
+
+import trainwright as tw
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RESULTS = Path(__file__).parent / "results" / "dpo_vs_trl.json"
@@ -30,17 +32,6 @@ SCRIPT = Path(__file__).parent / "peers" / "trl_dpo.py"
 CORES = 2
 ROWS, MAX_LENGTH, BETA, LEARNING_RATE = 8, 512, 0.1, 1e-5
 TOLERANCE = 1e-5  # of a loss, relative to it
-
-RECIPE = """\
-task: dpo
-dpo: {{loss: {loss}, beta: {beta}}}
-model: {{name: "{model}"}}
-data: {{train: "{rows}", validation: null, max_length: {max_length}}}
-optimizer: {{learning_rate: {learning_rate}, schedule: constant, max_grad_norm: 1.0}}
-train: {{max_steps: {steps}, global_batch_size: {count}, micro_batch_size: 2, mixed_precision: "no", compile: false}}
-parallel: {{strategy: single, num_processes: 1}}
-logging: {{run_directory: "{run}", tensorboard: false}}
-"""
 
 
 def main() -> None:
@@ -51,6 +42,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help=f"file of results ({RESULTS})")
     arguments = parser.parse_args()
     machine = describe(use_cores(CORES))
+    os.environ |= {"OMP_NUM_THREADS": str(CORES), "TOKENIZERS_PARALLELISM": "false"}  # of both sides
     peer_python("trl")  # now, so that no run waits for it
     model, found = find_model(arguments.model), {}
     with tempfile.TemporaryDirectory(prefix="dpo-vs-trl-") as temporary:
@@ -90,17 +82,30 @@ def rows_of(loss: str) -> list[dict[str, Any]]:
 
 
 def trainwright(loss: str, model: Path, steps: int, work: Path) -> list[float]:
-    """Losses of every step of ``trainwright train``."""
-    rows, run = work / "rows.jsonl", work / "run"
+    """Losses of every step of `tw.train`."""
+    rows = work / "rows.jsonl"
     # An answer goes to the prompt before its own here and to the one after it there, around the end.
     given = rows_of(loss)[::-1] if loss == "kto" else rows_of(loss)
     rows.write_text("".join(json.dumps(row) + "\n" for row in given))
-    recipe = work / "recipe.yaml"
-    numbers = {"beta": BETA, "max_length": MAX_LENGTH, "learning_rate": LEARNING_RATE, "count": ROWS}
-    recipe.write_text(RECIPE.format(loss=loss, model=model, rows=rows, run=run, steps=steps, **numbers))
-    finish([*COMMAND, "train", str(recipe)], {"TRAINWRIGHT_CACHE": str(work / "cache")}, work / "trainwright.log")
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["event"] == "step"]
+    recipe = tw.Recipe(
+        task="dpo",
+        dpo={"loss": loss, "beta": BETA},
+        model={"name": model},
+        data={"train": rows, "validation": None, "max_length": MAX_LENGTH},
+        optimizer={"learning_rate": LEARNING_RATE, "schedule": "constant", "max_grad_norm": 1.0},
+        train={
+            "max_steps": steps,
+            "global_batch_size": ROWS,
+            "micro_batch_size": 2,
+            "mixed_precision": "no",
+            "compile": False,
+        },
+        parallel={"strategy": "single", "num_processes": 1},
+        logging={"run_directory": work / "run", "tensorboard": False},
+    )
+    os.environ["TRAINWRIGHT_CACHE"] = str(work / "cache")
+    losses: list[float] = tw.train(recipe).columns()["loss"]
+    return losses
 
 
 def trl(loss: str, model: Path, steps: int, work: Path) -> list[float]:
@@ -129,17 +134,12 @@ def trl(loss: str, model: Path, steps: int, work: Path) -> list[float]:
     }
     (work / "job.json").write_text(json.dumps(job))
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "datasets")}
-    finish([str(peer_python("trl")), str(SCRIPT), str(work / "job.json")], offline, work / "trl.log")
+    command, log = [str(peer_python("trl")), str(SCRIPT), str(work / "job.json")], work / "trl.log"
+    usage = run_measured(command, env=offline, log=log)
+    if usage.exit_code != 0:
+        raise SystemExit(f"TRL ended with exit code {usage.exit_code}:\n{log.read_text()[-3000:]}")
     losses: list[float] = json.loads(result.read_text())
     return losses
-
-
-def finish(command: list[str], env: dict[str, str], log: Path) -> None:
-    """Run a command to its end. Raises SystemExit with what it said when it fails."""
-    threads = {"OMP_NUM_THREADS": str(CORES), "TOKENIZERS_PARALLELISM": "false"}
-    usage = run_measured(command, env={**threads, **env}, log=log)
-    if usage.exit_code != 0:
-        raise SystemExit(f"{command[0]} ended with exit code {usage.exit_code}:\n{log.read_text()[-3000:]}")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from support.machine import describe, use_cores
 from support.runs import write_results
+
+import trainwright as tw
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "algorithm_distillation" / "darkroom.yaml"
 RESULTS = Path(__file__).parent / "results"
@@ -41,13 +45,13 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     common = [recipes[0], f"algorithm_distillation.histories={work / 'histories.h5'}", *overrides]
     were_there = (work / "histories.h5").exists()
-    collected = round(seconds("collect", *common), 1)
+    collected = round(seconds(tw.collect, *common), 1)
     print(json.dumps({"collected_in": collected, "were_there": were_there}), flush=True)
     rows = []
     for seed in asked.seeds.split(","):
         run, tried = work / f"seed-{seed}", work / f"tried-{seed}"
-        trained = seconds("train", *common, f"train.seed={seed}", f"logging.run_directory={run}")
-        evaluated = seconds("eval", str(run), "--out", str(tried))
+        trained = seconds(tw.train, *common, f"train.seed={seed}", f"logging.run_directory={run}")
+        evaluated = seconds(tw.evaluate, run, out=tried)
         metrics = json.loads((tried / "metrics.json").read_text())
         found = {
             name: metrics[name] for name in ("sampled", "greedy", "random", "source", "optimum") if name in metrics
@@ -60,9 +64,11 @@ def main() -> None:
     write_results(output, {"machine": machine, **asked_for, **collection, "seeds": rows})
 
 
-def seconds(*arguments: str) -> float:
+def seconds(function: Callable[..., Any], *arguments: Any, **named: Any) -> float:
+    """How long a call takes. What it shows goes to standard error, as lines of results go to standard output."""
     begun = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "trainwright", *arguments], check=True, stdout=sys.stderr)
+    with redirect_stdout(sys.stderr):
+        function(*arguments, **named, progress=True)
     return time.perf_counter() - begun
 
 

@@ -61,6 +61,7 @@ def first_step(work: Path, model: str, rows: Path) -> float:
     settings = {"model": model, "rows": rows, "steps": 1, "examples": 1, "compile": "false", "precision": "auto"}
     recipe.write_text(RECIPE.format(**settings, run_directory=work / "run"))
     begun = time.time()
+    # The command and not `tw.train`: its start is part of the wait.
     subprocess.run([*COMMAND, "train", str(recipe)], check=True, capture_output=True)
     events = [json.loads(line) for line in (work / "run" / "events.jsonl").read_text().splitlines()]
     step = next(event for event in events if event["event"] == "step")

@@ -87,6 +87,7 @@ def trainwright(model: Path, steps: int, precision: str, work: Path, directory: 
     rows = {name: work / f"{name}.jsonl" for name in ("forget", "retain")}
     numbers = {"max_length": MAX_LENGTH, "beta": BETA, "learning_rate": LEARNING_RATE, "count": PAIRS_A_STEP}
     recipe.write_text(RECIPE.format(model=model, **rows, run=run, steps=steps, precision=precision, **numbers))
+    # The command and not `tw.train`: the peak memory of the whole process is measured from outside, as the loop's is.
     # Its own cache, so that the pass over the reference is made in every run.
     usage = finish([*COMMAND, "train", str(recipe)], {"TRAINWRIGHT_CACHE": str(directory / "cache")}, directory)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

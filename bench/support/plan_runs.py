@@ -1,6 +1,7 @@
 """One case of the plan's accuracy run for real: the product's own workers, watched from inside.
 
 Every case starts from a recipe and goes the way of ``trainwright train``: prepared once, then one worker a process.
+The workers are launched here and not by `tw.train`, as their entry counts allocations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Recipes run for a few steps through the product's own workers, timed by its own events."""
+"""Recipes run for a few steps through the product's own workers, timed by its own events.
+
+The workers are launched here and not by `tw.train`, which would also export the model and write checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import Any
 from support.processes import run_measured
 from support.runs import Run
 
+# The command and not `tw.train`: a whole process is measured from outside, as those of others are.
 COMMAND = (sys.executable, "-c", "from trainwright.cli.main import main; main()")
 
 RECIPE = """\

@@ -185,4 +185,5 @@ def environment(home: Path, temporary: Path, cache: Path) -> dict[str, str]:
     }
 
 
+# The command and not the API: faults hit its process, and its exit codes and messages are what is checked.
 TRAINWRIGHT = (sys.executable, "-m", "trainwright")
