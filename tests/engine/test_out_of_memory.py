@@ -19,6 +19,8 @@ import pytest
 from tests.support.runs import ON_ROWS, TINY, Finished, Runs, column, difference, events
 from tests.support.workers import by_hand
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
+from trainwright.engine.out_of_memory import MemoryShortage, attempt
+from trainwright.engine.policies.halving import remedy
 from trainwright.launch.run_directory import reasons, record
 from trainwright.machine.detect import detect
 from trainwright.observe.reader import Event
@@ -108,6 +110,19 @@ def test_one_process_goes_on_with_half_the_micro_batch(runs: Runs) -> None:
     again = runs.trained(recipe=run / "recipe.yaml")
     assert events(again, "start")[0]["micro_batch_size"] == rows
     same_run(again, unlimited)
+
+
+def test_a_shortage_says_what_was_asked_for_and_what_helps() -> None:
+    def work() -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes.")
+
+    shortage = attempt(work)
+    assert isinstance(shortage, MemoryShortage)
+    assert shortage.detail.startswith("1.0 MiB requested, ")
+    recipe = load_recipe(TINY, ["parallel.strategy=single", "train.activation_checkpointing=none"])
+    assert remedy(recipe, 4) == "resume with train.micro_batch_size=2"
+    assert remedy(recipe, 1).startswith("try train.activation_checkpointing=full or a strategy that shards ")
+    assert ") when resuming, or a smaller data.pack_length and data.max_length in a new run" in remedy(recipe, 1)
 
 
 @pytest.mark.slow

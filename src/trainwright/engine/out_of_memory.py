@@ -90,11 +90,8 @@ def _detail(error: BaseException) -> str:
     if found := _ASKED_CUDA.search(said):
         asked, capacity, free = found.groups()
         return f"{asked} requested, {free} of {capacity} free"
-    asked = (
-        f"{size(int(found[1]))}{size(int(found[1]))} requested"
-        if (found := _ASKED_CPU.search(said))
-        else said[:200] or "no memory"
-    )
+    found = _ASKED_CPU.search(said)
+    asked = f"{size(int(found[1]))} requested" if found else said[:200] or "no memory"
     return ", ".join([asked, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
 
 

@@ -1,10 +1,11 @@
 """Unlearning benchmarks by name: which rows to forget and to keep, and the questions about them.
 
-tofu:forget10            TOFU (arXiv 2401.06121) from the Hub; forget01, forget05 and forget10 tofu:forget10@DIRECTORY
-the same from a directory with forget10_perturbed.jsonl, retain_perturbed.jsonl, … muse:news, muse:books    MUSE (arXiv
-2407.06460) from the Hub; @DIRECTORY with raw/, verbmem/, knowmem/, privleak/ wmdp:bio, :chem, :cyber  WMDP (arXiv
-2403.03218) from the Hub; @FILE with question, choices and answer files@forget=FILE,…      your own rows: forget, retain
-and holdout, in any layout that training accepts
+- ``tofu:forget10``: TOFU (arXiv 2401.06121) from the Hub; forget01, forget05 and forget10
+- ``tofu:forget10@DIRECTORY``: the same from a directory with forget10_perturbed.jsonl, retain_perturbed.jsonl, …
+- ``muse:news``, ``muse:books``: MUSE (arXiv 2407.06460) from the Hub; @DIRECTORY with raw/, verbmem/, knowmem/,
+  privleak/
+- ``wmdp:bio``, ``:chem``, ``:cyber``: WMDP (arXiv 2403.03218) from the Hub; @FILE with question, choices and answer
+- ``files@forget=FILE,…``: your own rows: forget, retain and holdout, in any layout that training accepts
 
 The part after the @ may also be another id of the Hub. A set is a source as in ``data.train``, so the training rows of
 a benchmark are handled like any other rows.

@@ -170,4 +170,4 @@ def remedy(recipe: Recipe, rows: int) -> str:
         keys.append("more processes to shard over (parallel.num_processes)")
     of_data = "data.max_length" if recipe.data.pack_length is None else "data.pack_length and data.max_length"
     lengths = recipe.spec.length_keys or of_data
-    return f"try {' or '.join(keys)}when resuming, or a smaller {lengths} in a new run"
+    return f"try {' or '.join(keys)} when resuming, or a smaller {lengths} in a new run"
