@@ -18,9 +18,9 @@ from trainwright.planning.operations.elementary import (
     view,
 )
 from trainwright.planning.operations.layers import softmax
-from trainwright.planning.operations.scores import product, repeat, scores_attention, tokens_first
-from trainwright.planning.operations.shapes import Device, Heads, MicroBatch
-from trainwright.planning.operations.tape import Kernel, Parameter, Tape, Tensor
+from trainwright.planning.operations.scores import ScoresAttention, product, repeat, tokens_first
+from trainwright.planning.operations.shapes import Device
+from trainwright.planning.operations.tape import Kernel, Tape, Tensor
 
 _FP32 = 4
 # models/attention.py: packs of shorter documents are converted to fp32 for the CPU's flash kernel.
@@ -29,37 +29,128 @@ _BF16_FROM_LENGTH = 512
 _MOST_DOCUMENTS = 12
 
 
-def document_attention(
-    tape: Tape,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: Heads,
-    batch: MicroBatch,
-    device: Device,
-    sinks: Parameter | None = None,
-) -> Tensor:
-    """Apply models/attention.py within each document of a pack. Returns [1, T, H, D]."""
-    windowed = heads.window is not None and heads.window < batch.longest
-    plain = not heads.dropout and not heads.softcap and not heads.sinks
-    if device.is_gpu and plain and q.width < _FP32:
-        return view(tape, _varlen(tape, q, k, v, heads, batch))
-    if plain and not windowed and not device.is_gpu and heads.value_size == heads.size:
-        return view(tape, _document_flash(tape, q, k, v, heads, batch, device))
-    return _each_document(tape, q, k, v, heads, batch, device, sinks)
+class Attention(ScoresAttention):
+    """Attention that chooses among torch's kernels as models/attention.py and transformers do."""
 
+    def documents(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Apply models/attention.py within each document of a pack. Returns [1, T, H, D]."""
+        tape, heads, on_gpu = self.tape, self.heads, self.device.is_gpu
+        windowed = heads.window is not None and heads.window < self.batch.longest
+        plain = not heads.dropout and not heads.softcap and not heads.sinks
+        if on_gpu and plain and q.width < _FP32:
+            return view(tape, self._varlen(q, k, v))
+        if plain and not windowed and not on_gpu and heads.value_size == heads.size:
+            return view(tape, self._document_flash(q, k, v))
+        return self._each_document(q, k, v)
 
-def sdpa_attention(
-    tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device, masked: bool
-) -> Tensor:
-    """Apply transformers' sdpa to padded rows; ``masked``: with a mask of bytes, else causal. Returns [B, L, H, D]."""
-    mask = batch.rows * batch.length**2 if masked else 0
-    if heads.broadcast:
-        return tokens_first(tape, _sdpa_math(tape, q, k, v, heads, batch.rows, batch.length, mask), heads)
-    if heads.group > 1 and (masked or (device.is_gpu and heads.size > 256)):
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> Tensor:
+        """Apply transformers' sdpa to padded rows. Returns [B, L, H, D].
+
+        Args:
+            masked: with a mask of bytes, else causal.
+        """
+        tape, heads, rows, length = self.tape, self.heads, self.batch.rows, self.batch.length
+        mask = rows * length**2 if masked else 0
+        if heads.broadcast:
+            return tokens_first(tape, self._math(q, k, v, rows, length, mask), heads)
+        if heads.group > 1 and (masked or (self.device.is_gpu and heads.size > 256)):
+            k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
+        out = self._sdpa(q, k, v, rows, length, mask)
+        return tokens_first(tape, out, heads)
+
+    def _document_flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run the CPU's flash kernel on each document, as one operator."""
+        heads, batch, device = self.heads, self.batch, self.device
+        tokens, longest, before = batch.tokens, batch.longest, batch.second_longest
+        work = _FP32 if longest < _BF16_FROM_LENGTH else q.width
+        copied = q.numel + k.numel + v.numel if work != q.width else 0
+        # The output of a document still exists while the next one runs; converted ones of equal length run at once.
+        equal = copied and len({length for length, _ in batch.documents}) == 1
+        together = tokens if equal else longest + before
+        of_token = heads.queries * (heads.size * work + _FP32)
+        workspace = copied * work + together * of_token + _flash_workspace(longest, heads.size, work, device)
+        copied += 2 * q.numel if copied else 0
+        of_token = (heads.queries + 2 * heads.keys) * heads.size * work
+        backward_workspace = copied * work + together * of_token + _flash_backward_room(longest, work, device)
+        sums = heads.queries * tokens
+        pairs = heads.queries * batch.pairs
+        return _flash(self.tape, q, k, v, pairs, heads.size, workspace, backward_workspace + _FP32 * sums, sums)
+
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run FlashAttention-2 over all documents of a pack.
+
+        The backward pass accumulates gradients of queries in fp32, and those of keys and values for every query head.
+        """
+        tape, heads, batch = self.tape, self.heads, self.batch
+        if heads.value_size != heads.size:  # the kernel requires equal widths: values are padded, and the zeros cut off
+            v = cat(tape, [v, tape.new(k.numel - v.numel, v.width)])
+            whole = replace(self, heads=replace(heads, value=0))._varlen(q, k, v)
+            return contiguous(tape, slices(tape, whole, [batch.tokens * heads.queries * heads.value_size])[0])
+        count = sum(number for _, number in batch.documents)
+        padded = batch.tokens + 128 * count
+        rounded = -(-heads.size // 32) * 32
+        sums = heads.queries * padded * _FP32
+        expanded = 2 * batch.tokens * heads.queries * heads.size * q.width if heads.group > 1 else 0
+        backward_workspace = sums * (rounded + 1) + expanded
+        pairs = heads.queries * batch.pairs
+        return _flash(tape, q, k, v, pairs, heads.size, 0, backward_workspace, heads.queries * batch.tokens)
+
+    def _each_document(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run the general case: windows, dropout, soft caps, sinks, values of another width than keys."""
+        tape, heads = self.tape, self.heads
         k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
-    out = _sdpa(tape, q, k, v, heads, batch.rows, batch.length, mask, device)
-    return tokens_first(tape, out, heads)
+        outputs = []
+        for length, count in self.batch.each_document(_MOST_DOCUMENTS):
+            numel = count * length * heads.queries
+            sizes = (heads.size, heads.size, heads.value_size)
+            queries, keys, values = (slices(tape, x, [numel * n])[0] for x, n in zip((q, k, v), sizes, strict=True))
+            windowed = heads.window is not None and length > heads.window
+            if not heads.softcap and self.sinks is None:
+                mask = length**2 if windowed else 0
+                out = self._sdpa(queries, keys, values, count, length, mask)
+            else:
+                out = self.single_operations(queries, keys, values, count, length)
+            del queries, keys, values
+            outputs.append(out)
+        return tokens_first(tape, cat(tape, outputs, heads_first=True), heads)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, rows: int, length: int, mask: int) -> Tensor:
+        """Run torch's scaled_dot_product_attention.
+
+        Args:
+            mask: bytes of a boolean mask, 0 if it is causal without one.
+        """
+        tape, heads, device = self.tape, self.heads, self.device
+        # The CPU's kernels support neither dropout nor values of another width than the keys.
+        if not device.is_gpu and (heads.dropout or heads.value_size != heads.size):
+            return self._math(q, k, v, rows, length, mask)
+        numbers = tape.new(mask, q.width) if mask else None
+        pairs = rows * heads.queries * (length**2 if mask else length * (length + 1) // 2)
+        sums = rows * heads.queries * length
+        if device.is_gpu:
+            workspace, backward_workspace = 0, _FP32 * sums * ((0 if q.width == _FP32 else heads.size) + 1)
+        else:
+            workspace = _flash_workspace(length, heads.size, q.width, device)
+            backward_workspace = _flash_backward_room(length, q.width, device)
+        size, numel = (heads.size + heads.value_size) // 2, sums * heads.value_size
+        return _flash(tape, q, k, v, pairs, size, workspace, backward_workspace, sums, numbers, q.heads_first, numel)
+
+    def _math(self, q: Tensor, k: Tensor, v: Tensor, rows: int, length: int, mask: int) -> Tensor:
+        """Run attention in single operations in fp32, as a CPU does with dropout."""
+        tape, heads = self.tape, self.heads
+        width, count = q.width, rows * heads.queries
+        numbers = tape.new(mask or length**2, width)
+        one_view = heads.broadcast and rows == 1  # a view that products accept
+        if heads.group > 1 and k.numel != q.numel and not one_view:
+            k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
+        q, k, v = (to(tape, x, _FP32) for x in (q, k, v))
+        scores = product(tape, scale(tape, q), scale(tape, k), length, length, heads.size, count, rows)
+        tape.launch("elementwise", scores.bytes + numbers.bytes, scores.bytes)
+        weights = softmax(tape, scores)
+        del scores
+        weights = dropout(tape, weights, heads.dropout, fused=False)
+        to(tape, weights.alias(), width)
+        return to(tape, product(tape, weights, v, length, heads.value_size, length, count, rows), width)
 
 
 def _attend(tape: Tape, inputs: int, out: int, pairs: int, size: int, products: int) -> None:
@@ -113,26 +204,6 @@ def _flash(
     return out
 
 
-def _document_flash(
-    tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device
-) -> Tensor:
-    """Run the CPU's flash kernel on each document, as one operator."""
-    tokens, longest, before = batch.tokens, batch.longest, batch.second_longest
-    work = _FP32 if longest < _BF16_FROM_LENGTH else q.width
-    copied = q.numel + k.numel + v.numel if work != q.width else 0
-    # The output of a document still exists while the next one runs; converted ones of equal length run at once.
-    equal = copied and len({length for length, _ in batch.documents}) == 1
-    together = tokens if equal else longest + before
-    of_token = heads.queries * (heads.size * work + _FP32)
-    workspace = copied * work + together * of_token + _flash_workspace(longest, heads.size, work, device)
-    copied += 2 * q.numel if copied else 0
-    of_token = (heads.queries + 2 * heads.keys) * heads.size * work
-    backward_workspace = copied * work + together * of_token + _flash_backward_room(longest, work, device)
-    sums = heads.queries * tokens
-    pairs = heads.queries * batch.pairs
-    return _flash(tape, q, k, v, pairs, heads.size, workspace, backward_workspace + _FP32 * sums, sums)
-
-
 def _flash_workspace(length: int, size: int, width: int, device: Device) -> int:
     """Return the working memory of the CPU's flash kernel (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
     rows, columns = _flash_tile(length)
@@ -147,94 +218,3 @@ def _flash_backward_room(length: int, width: int, device: Device) -> int:
 
 def _flash_tile(length: int) -> tuple[int, int]:
     return min(256 if length >= 768 else 64 if length >= 192 else 32, length), min(512, length)
-
-
-def _varlen(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch) -> Tensor:
-    """Run FlashAttention-2 over all documents of a pack.
-
-    The backward pass accumulates gradients of queries in fp32, and those of keys and values for every query head.
-    """
-    if heads.value_size != heads.size:  # the kernel requires equal widths: values are padded, and the zeros cut off
-        v = cat(tape, [v, tape.new(k.numel - v.numel, v.width)])
-        whole = _varlen(tape, q, k, v, replace(heads, value=0), batch)
-        return contiguous(tape, slices(tape, whole, [batch.tokens * heads.queries * heads.value_size])[0])
-    count = sum(number for _, number in batch.documents)
-    padded = batch.tokens + 128 * count
-    rounded = -(-heads.size // 32) * 32
-    sums = heads.queries * padded * _FP32
-    expanded = 2 * batch.tokens * heads.queries * heads.size * q.width if heads.group > 1 else 0
-    backward_workspace = sums * (rounded + 1) + expanded
-    pairs = heads.queries * batch.pairs
-    return _flash(tape, q, k, v, pairs, heads.size, 0, backward_workspace, heads.queries * batch.tokens)
-
-
-def _each_document(
-    tape: Tape,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: Heads,
-    batch: MicroBatch,
-    device: Device,
-    sinks: Parameter | None = None,
-) -> Tensor:
-    """Run the general case: windows, dropout, soft caps, sinks, values of another width than keys."""
-    k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
-    outputs = []
-    for length, count in batch.each_document(_MOST_DOCUMENTS):
-        numel = count * length * heads.queries
-        sizes = (heads.size, heads.size, heads.value_size)
-        queries, keys, values = (slices(tape, x, [numel * n])[0] for x, n in zip((q, k, v), sizes, strict=True))
-        windowed = heads.window is not None and length > heads.window
-        if not heads.softcap and sinks is None:
-            mask = length**2 if windowed else 0
-            out = _sdpa(tape, queries, keys, values, heads, count, length, mask, device)
-        else:
-            out = scores_attention(tape, queries, keys, values, heads, count, length, device, sinks)
-        del queries, keys, values
-        outputs.append(out)
-    return tokens_first(tape, cat(tape, outputs, heads_first=True), heads)
-
-
-def _sdpa(
-    tape: Tape,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: Heads,
-    rows: int,
-    length: int,
-    mask: int,
-    device: Device,
-) -> Tensor:
-    """Run torch's scaled_dot_product_attention; ``mask``: bytes of a boolean mask, 0 if it is causal without one."""
-    # The CPU's kernels support neither dropout nor values of another width than the keys.
-    if not device.is_gpu and (heads.dropout or heads.value_size != heads.size):
-        return _sdpa_math(tape, q, k, v, heads, rows, length, mask)
-    numbers = tape.new(mask, q.width) if mask else None
-    pairs = rows * heads.queries * (length**2 if mask else length * (length + 1) // 2)
-    sums = rows * heads.queries * length
-    if device.is_gpu:
-        workspace, backward_workspace = 0, _FP32 * sums * ((0 if q.width == _FP32 else heads.size) + 1)
-    else:
-        workspace = _flash_workspace(length, heads.size, q.width, device)
-        backward_workspace = _flash_backward_room(length, q.width, device)
-    size, numel = (heads.size + heads.value_size) // 2, sums * heads.value_size
-    return _flash(tape, q, k, v, pairs, size, workspace, backward_workspace, sums, numbers, q.heads_first, numel)
-
-
-def _sdpa_math(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, rows: int, length: int, mask: int) -> Tensor:
-    """Run attention in single operations in fp32, as a CPU does with dropout."""
-    width, count = q.width, rows * heads.queries
-    numbers = tape.new(mask or length**2, width)
-    one_view = heads.broadcast and rows == 1  # a view that products accept
-    if heads.group > 1 and k.numel != q.numel and not one_view:
-        k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
-    q, k, v = (to(tape, x, _FP32) for x in (q, k, v))
-    scores = product(tape, scale(tape, q), scale(tape, k), length, length, heads.size, count, rows)
-    tape.launch("elementwise", scores.bytes + numbers.bytes, scores.bytes)
-    weights = softmax(tape, scores)
-    del scores
-    weights = dropout(tape, weights, heads.dropout, fused=False)
-    to(tape, weights.alias(), width)
-    return to(tape, product(tape, weights, v, length, heads.value_size, length, count, rows), width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.operations.attention import document_attention, sdpa_attention
+from trainwright.planning.operations.attention import Attention
 from trainwright.planning.operations.delta import delta_net
 from trainwright.planning.operations.elementary import (
     add,
@@ -30,7 +30,7 @@ from trainwright.planning.operations.elementary import (
 from trainwright.planning.operations.experts import sparse_mlp
 from trainwright.planning.operations.latent import latent_projections
 from trainwright.planning.operations.layers import mlp, norm, project, rotate, rotate_pairs
-from trainwright.planning.operations.scores import alibi_attention, eager_attention, repeat
+from trainwright.planning.operations.scores import repeat
 from trainwright.planning.operations.shapes import BlockKind, Device, Heads, MicroBatch
 from trainwright.planning.operations.tape import Tape, Tensor
 from trainwright.planning.operations.weights import Weights
@@ -155,14 +155,14 @@ class Block:
         )
         tape.operation = "attention"
         masked = batch.masked or (window is not None and window < batch.length)
-        sinks = self.weights["sinks"] if a.sinks else None
+        attention = Attention(tape, heads, batch, self.device, self.weights["sinks"] if a.sinks else None)
         if batch.packed:
-            return document_attention(tape, q, k, v, heads, batch, self.device, sinks)
+            return attention.documents(q, k, v)
         if a.attention_softcap is not None or a.sinks:
-            return eager_attention(tape, q, k, v, heads, batch, self.device, sinks)
+            return attention.eager(q, k, v)
         if a.alibi and a.family != "falcon":
-            return alibi_attention(tape, q, k, v, heads, batch, self.device)
-        return sdpa_attention(tape, q, k, v, heads, batch, self.device, masked or a.alibi)
+            return attention.alibi(q, k, v)
+        return attention.sdpa(q, k, v, masked or a.alibi)
 
     def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys and values [B, H, L, D] in memory order [B, L, H, D], and the output's gate."""

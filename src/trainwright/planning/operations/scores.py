@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainwright.planning.operations.elementary import (
     add,
     as_tensor,
@@ -24,89 +26,77 @@ from trainwright.planning.operations.tape import Parameter, Tape, Tensor
 _FP32, _INT64 = 4, 8
 
 
-def eager_attention(
-    tape: Tape,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: Heads,
-    batch: MicroBatch,
-    device: Device,
-    sinks: Parameter | None = None,
-) -> Tensor:
-    """Apply transformers' eager attention with soft caps or sinks over padded rows. Returns [B, L, H, D]."""
-    if heads.group > 1:
-        k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
-    length, count = batch.length, batch.rows * heads.queries
-    scores = _scores(tape, q, k, heads, length, batch.rows)
-    if heads.softcap:
-        scores = scale(tape, from_result(tape, scale(tape, scores)))
-    scores = plus(tape, scores, batch.rows * length**2 * scores.width)
-    if sinks is None:
+@dataclass(frozen=True)
+class ScoresAttention:
+    """The attention of one layer over a micro-batch. ``sinks``: if the heads have them."""
+
+    tape: Tape
+    heads: Heads
+    batch: MicroBatch
+    device: Device
+    sinks: Parameter | None = None
+
+    def eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Apply transformers' eager attention with soft caps or sinks over padded rows. Returns [B, L, H, D]."""
+        tape, heads, rows, length = self.tape, self.heads, self.batch.rows, self.batch.length
+        count = rows * heads.queries
+        if heads.group > 1:
+            k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
+        scores = self._scores(q, k, rows, length)
+        if heads.softcap:
+            scores = scale(tape, from_result(tape, scale(tape, scores)))
+        scores = plus(tape, scores, rows * length**2 * scores.width)
+        if self.sinks is None:
+            weights = to(tape, softmax(tape, to(tape, scores, _FP32)), q.width)
+        else:
+            scores = self._with_sinks(scores, self.sinks, count * length, scores.width)
+            largest = gather(tape, scores, count * length, tape.new(count * length, _INT64))
+            weights = self._without_sinks(softmax(tape, add(tape, scores, largest)), count * length)
+            del largest
+        del scores
+        weights = dropout(tape, weights, heads.dropout, self.device.is_gpu)
+        return tokens_first(tape, product(tape, weights, v, length, heads.size, length, count, rows), heads)
+
+    def alibi(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Apply attention with ALiBi scores over padded rows, in single operations. Returns [B, L, H, D]."""
+        tape, heads, rows, length = self.tape, self.heads, self.batch.rows, self.batch.length
+        count = rows * heads.queries
+        scores = self._scores(q, k, rows, length)
+        scores = plus(tape, scores, heads.queries * length * scores.width)
+        scores = plus(tape, scores, rows * length**2)  # the mask, which all blocks share
         weights = to(tape, softmax(tape, to(tape, scores, _FP32)), q.width)
-    else:
-        scores = _with_sinks(tape, scores, sinks, count * length, scores.width)
-        largest = gather(tape, scores, count * length, tape.new(count * length, _INT64))
-        weights = _without_sinks(tape, softmax(tape, add(tape, scores, largest)), count * length)
-        del largest
-    del scores
-    weights = dropout(tape, weights, heads.dropout, device.is_gpu)
-    return tokens_first(tape, product(tape, weights, v, length, heads.size, length, count, batch.rows), heads)
+        del scores
+        weights = dropout(tape, weights, heads.dropout, self.device.is_gpu)
+        return tokens_first(tape, product(tape, weights, v, length, heads.size, length, count, rows), heads)
 
+    def single_operations(self, q: Tensor, k: Tensor, v: Tensor, rows: int, length: int) -> Tensor:
+        """Compute attention over documents of one length with all scores in memory."""
+        tape, heads, count = self.tape, self.heads, rows * self.heads.queries
+        scores = to(tape, self._scores(q, k, rows, length), _FP32)
+        if heads.softcap:
+            scores = scale(tape, from_result(tape, scale(tape, scores)))
+        scores = _masked_fill(tape, scores, length**2)
+        if self.sinks is None:
+            weights = to(tape, softmax(tape, scores), v.width)
+        else:
+            weights = softmax(tape, self._with_sinks(scores, self.sinks, count * length, _FP32))
+            weights = to(tape, self._without_sinks(weights, count * length), v.width)
+        del scores
+        weights = dropout(tape, weights, heads.dropout, self.device.is_gpu)
+        return product(tape, weights, v, length, heads.size, length, count, rows)
 
-def alibi_attention(
-    tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: Heads, batch: MicroBatch, device: Device
-) -> Tensor:
-    """Apply attention with ALiBi scores over padded rows, in single operations. Returns [B, L, H, D]."""
-    length, count = batch.length, batch.rows * heads.queries
-    scores = _scores(tape, q, k, heads, length, batch.rows)
-    scores = plus(tape, scores, heads.queries * length * scores.width)
-    scores = plus(tape, scores, batch.rows * length**2)  # the mask, which all blocks share
-    weights = to(tape, softmax(tape, to(tape, scores, _FP32)), q.width)
-    del scores
-    weights = dropout(tape, weights, heads.dropout, device.is_gpu)
-    return tokens_first(tape, product(tape, weights, v, length, heads.size, length, count, batch.rows), heads)
+    def _scores(self, q: Tensor, k: Tensor, rows: int, length: int) -> Tensor:
+        """Return the scores of all pairs of tokens in each of ``rows`` rows."""
+        heads = self.heads
+        return scale(self.tape, product(self.tape, q, k, length, length, heads.size, rows * heads.queries, rows))
 
+    def _with_sinks(self, scores: Tensor, sinks: Parameter, rows: int, width: int) -> Tensor:
+        """Append to each of ``rows`` rows of scores its head's sink."""
+        sink = broadcast(self.tape, as_tensor(self.tape, sinks, width), rows)
+        return cat(self.tape, [scores, sink], heads_first=True)
 
-def _scores(tape: Tape, q: Tensor, k: Tensor, heads: Heads, length: int, rows: int) -> Tensor:
-    """Return the scores of all pairs of tokens in each of ``rows`` rows."""
-    return scale(tape, product(tape, q, k, length, length, heads.size, rows * heads.queries, rows))
-
-
-def _with_sinks(tape: Tape, scores: Tensor, sinks: Parameter, rows: int, width: int) -> Tensor:
-    """Append to each of ``rows`` rows of scores its head's sink."""
-    return cat(tape, [scores, broadcast(tape, as_tensor(tape, sinks, width), rows)], heads_first=True)
-
-
-def _without_sinks(tape: Tape, weights: Tensor, rows: int) -> Tensor:
-    return slices(tape, weights, [weights.numel - rows])[0]
-
-
-def scores_attention(
-    tape: Tape,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: Heads,
-    rows: int,
-    length: int,
-    device: Device,
-    sinks: Parameter | None,
-) -> Tensor:
-    """Compute attention with all scores in memory."""
-    count = rows * heads.queries
-    scores = to(tape, _scores(tape, q, k, heads, length, rows), _FP32)
-    if heads.softcap:
-        scores = scale(tape, from_result(tape, scale(tape, scores)))
-    scores = _masked_fill(tape, scores, length**2)
-    if sinks is None:
-        weights = to(tape, softmax(tape, scores), v.width)
-    else:
-        weights = softmax(tape, _with_sinks(tape, scores, sinks, count * length, _FP32))
-        weights = to(tape, _without_sinks(tape, weights, count * length), v.width)
-    del scores
-    weights = dropout(tape, weights, heads.dropout, device.is_gpu)
-    return product(tape, weights, v, length, heads.size, length, count, rows)
+    def _without_sinks(self, weights: Tensor, rows: int) -> Tensor:
+        return slices(self.tape, weights, [weights.numel - rows])[0]
 
 
 def _masked_fill(tape: Tape, x: Tensor, mask: int) -> Tensor:
