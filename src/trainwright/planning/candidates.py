@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from trainwright.errors import RequestError
@@ -69,7 +69,7 @@ class Constraints:
         return (self.fixed[name],) if name in self.fixed else values
 
 
-_LAYOUT_KEYS = tuple(field.name for field in fields(Layout) if field.name != "strategy")
+LAYOUT_KEYS = tuple(field.name for field in fields(Layout) if field.name != "strategy")
 
 
 def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tuple[int, ...]:
@@ -113,10 +113,10 @@ def layouts(processes: int, cluster: Cluster, constraints: Constraints) -> Itera
         layout
         for layout in _all_layouts(processes, cluster, asked)
         if constraints.allows("strategy", layout.strategy)
-        and all(constraints.allows(key, getattr(layout, key)) for key in _LAYOUT_KEYS)
+        and all(constraints.allows(key, getattr(layout, key)) for key in LAYOUT_KEYS)
     ]
     if not found and asked is not None and constraints.fixed.get("replicate_size", 1) == 1:  # requested explicitly
-        found.append(Layout(asked, **{key: constraints.fixed[key] for key in _LAYOUT_KEYS if key in constraints.fixed}))
+        found.append(Layout(asked, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed}))
     yield from found
     if "replicate_size" in constraints.fixed and constraints.fixed["replicate_size"] > 1:
         yield from _with_replicas(processes, constraints)
@@ -234,16 +234,12 @@ def choice_of(
     if cluster.device == "cpu" and threads is None:
         threads = max(1, cluster.cpu_cores // processes)
     return Choice(
-        strategy=layout.strategy,
+        **asdict(layout),
         num_processes=processes,
         micro_batch_size=micro[0],
         gradient_accumulation_steps=micro[1],
         mixed_precision=precision_for(constraints, cluster),
         activation_checkpointing=recompute,
-        replicate_size=layout.replicate_size,
-        reshard_after_forward=layout.reshard_after_forward,
-        offload_parameters=layout.offload_parameters,
-        offload_optimizer=layout.offload_optimizer,
         activation_offload=constraints.fixed.get("activation_offload", False),
         compile=constraints.fixed.get("compile", False),
         threads=threads,
@@ -252,4 +248,4 @@ def choice_of(
 
 def layout_of(choice: Choice) -> Layout:
     """Return the layout of a choice."""
-    return Layout(choice.strategy, **{key: getattr(choice, key) for key in _LAYOUT_KEYS})
+    return Layout(choice.strategy, **{key: getattr(choice, key) for key in LAYOUT_KEYS})

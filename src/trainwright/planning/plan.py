@@ -12,7 +12,7 @@ from typing import Any
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster
 from trainwright.machine.measured.own_runs import Correction
-from trainwright.planning.candidates import Constraints, precision_of, precisions
+from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import with_processes
 from trainwright.planning.reasons import reasons_of, shortage
@@ -32,7 +32,6 @@ _WORTH_COMPILING = 3.0
 # A lower precision is chosen only if its step takes at most this share of the fp32 step's time.
 _WORTH_ROUNDING = 0.97
 _NAMES: dict[MixedPrecision, str] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-_LAYOUT_KEYS = ("replicate_size", "reshard_after_forward", "offload_parameters", "offload_optimizer")
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Plan:
         }
         if not (self.workload.packed and "gradient_accumulation_steps" in self.constraints.fixed):
             train["micro_batch_size"] = choice.micro_batch_size
-        parallel = {key: getattr(choice, key) for key in ("strategy", "num_processes", *_LAYOUT_KEYS)}
+        parallel = {key: getattr(choice, key) for key in ("strategy", "num_processes", *LAYOUT_KEYS)}
         return {"train": train, "parallel": parallel}
 
     def predicted(self) -> dict[str, float]:
@@ -268,9 +267,9 @@ def _layout_wishes(parallel: ParallelSection) -> Mapping[str, Any]:
     A key with its default value counts only if it and the strategy are both written out, as in a resolved recipe.
     """
     if parallel.deepspeed_config is not None:  # the file defines these values
-        return {key: getattr(parallel, key) for key in _LAYOUT_KEYS}
+        return {key: getattr(parallel, key) for key in LAYOUT_KEYS}
     meant = {*parallel.changed(), *(parallel.model_fields_set if parallel.strategy != "auto" else ())}
-    return {key: getattr(parallel, key) for key in _LAYOUT_KEYS if key in meant}
+    return {key: getattr(parallel, key) for key in LAYOUT_KEYS if key in meant}
 
 
 def _perhaps_compiled(judge: Judge, constraints: Constraints, chosen: Judged) -> Judged:

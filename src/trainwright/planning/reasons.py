@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.machine.describe import Cluster
-from trainwright.planning.candidates import Constraints
+from trainwright.planning.candidates import Constraints, layout_of
 from trainwright.planning.errors import SHARE
 from trainwright.planning.search import Found, Judged
 from trainwright.planning.suggestions import Suggestion
@@ -58,9 +58,8 @@ def verdict(judged: Judged, best: Judged | None) -> str:
 
 def same_place(one: Choice, other: Choice) -> bool:
     """Return whether two choices are equal except for compilation."""
-    keys = ("strategy", "num_processes", "micro_batch_size", "activation_checkpointing", "replicate_size")
-    more = ("reshard_after_forward", "offload_parameters", "offload_optimizer")
-    return all(getattr(one, key) == getattr(other, key) for key in (*keys, *more))
+    keys = ("num_processes", "micro_batch_size", "activation_checkpointing")
+    return layout_of(one) == layout_of(other) and all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
 def shortage(nearest: Judged, cluster: Cluster, out: Sequence[Suggestion]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -100,12 +101,8 @@ def _behind_unknown_keys(error: ValidationError, tree: Tree, file: Origin) -> li
 def _annotated(section: str, value: object, origins: Mapping[KeyPath, Origin]) -> str:
     if not isinstance(value, dict):
         return _commented(to_yaml({section: value}), (section,), origins)
-    lines = [_commented(_indented(to_yaml({key: item})), (section, key), origins) for key, item in value.items()]
+    lines = [_commented(indent(to_yaml({key: item}), "  "), (section, key), origins) for key, item in value.items()]
     return f"{section}:\n" + "".join(lines)
-
-
-def _indented(text: str) -> str:
-    return "".join(f"  {line}" if line.strip() else line for line in text.splitlines(keepends=True))
 
 
 def _commented(text: str, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:

@@ -15,6 +15,7 @@ _DEVICES = ("NONE", "CPU", "NVME")
 _DEFAULT_STAGE = 2  # Accelerate's default, if neither the file nor a JSON file sets it
 _SAVED_WHOLE = "final/ is always one full model"
 _EACH = "start the command once on each machine, or under srun or mpirun"
+_OFFLOADED = {"optimizer": "parallel.offload_optimizer", "param": "parallel.offload_parameters"}
 _NOTES = {
     "zero3_init_flag": "with zero3, weights are always loaded shard by shard",
     "zero3_save_16bit_model": _SAVED_WHOLE,
@@ -39,8 +40,9 @@ KEYS = (
 )
 
 
-def interpret(part: Part, draft: Draft, source: Source) -> None:
+def interpret(part: Part, draft: Draft) -> None:
     """Add the settings of ``part``, and of the JSON file that it names."""
+    source = part.source
     stage = part.count("zero_stage")
     origin = part.place("zero_stage")
     if stage is not None and stage > 3:
@@ -71,10 +73,8 @@ def _strategy(stage: int) -> str:
 
 
 def _offload(part: Part, draft: Draft) -> None:
-    for key, recipe_key in (
-        ("offload_optimizer_device", "parallel.offload_optimizer"),
-        ("offload_param_device", "parallel.offload_parameters"),
-    ):
+    for name, recipe_key in _OFFLOADED.items():
+        key = f"offload_{name}_device"
         device = part.choice(key, _DEVICES)
         if device == "NVME":
             draft.problem(f"{part.place(key)}: only offload to the host's memory is supported; set it to cpu")
@@ -131,10 +131,8 @@ def _json_file(name: str, origin: str, draft: Draft, source: Source) -> None:
             f"{path}: zero_optimization.stage 0 is ddp, which has no DeepSpeed file; remove it from {source.name} and "
             "set distributed_type to MULTI_GPU"
         )
-    for key, recipe_key in (
-        ("offload_optimizer", "parallel.offload_optimizer"),
-        ("offload_param", "parallel.offload_parameters"),
-    ):
+    for name, recipe_key in _OFFLOADED.items():
+        key = f"offload_{name}"
         _json_offload(path, key, zero.get(key), recipe_key, draft)
     for key, recipe_key in (
         ("gradient_accumulation_steps", "train.gradient_accumulation_steps"),

@@ -45,22 +45,20 @@ KEYS = (
 )
 
 
-def interpret(part: Part, draft: Draft, *, nodes: int, stated: bool) -> None:
-    """Add the settings of ``part``. ``stated``: see Source."""
+def interpret(part: Part, draft: Draft, nodes: int) -> None:
+    """Add the settings of ``part``."""
     _layout(part, draft, nodes)
     _wrap(part, draft)
-    if (offload := part.flag("fsdp_offload_params")) is not None and (offload or stated):
+    if (offload := part.flag("fsdp_offload_params")) is not None and (offload or part.source.stated):
         draft.set("parallel.offload_parameters", offload, part.place("fsdp_offload_params"))
-    _activations(part, draft, stated)
+    _activations(part, draft)
     if "fsdp_ignored_modules" in part:
         draft.problem(f"{part.place('fsdp_ignored_modules')}: all parameters are sharded; remove it")
     part.raw("fsdp_ignored_modules")
     part.choice("fsdp_state_dict_type", _STATE_DICTS)
-    if stated:
-        for key, reason in _NOTES.items():
-            if key in part:
-                draft.note(key, reason)
-    for key in _NOTES:
+    for key, reason in _NOTES.items():
+        if key in part and part.source.stated:
+            draft.note(key, reason)
         part.raw(key)
     for text in part.unknown(KEYS, {}):
         draft.problem(text, for_script=True)
@@ -119,10 +117,10 @@ def _wrap(part: Part, draft: Draft) -> None:
         draft.note("fsdp_auto_wrap_policy", f"{policy} is not supported: each of the model's blocks is a unit")
 
 
-def _activations(part: Part, draft: Draft, stated: bool) -> None:
+def _activations(part: Part, draft: Draft) -> None:
     recompute = part.flag("fsdp_activation_checkpointing")
     offload = part.flag("fsdp_activation_checkpointing_offload")
-    if recompute is not None and (recompute or stated):
+    if recompute is not None and (recompute or part.source.stated):
         value = "full" if recompute else "none"
         draft.set("train.activation_checkpointing", value, part.place("fsdp_activation_checkpointing"))
     if offload:

@@ -163,17 +163,17 @@ def interpret(source: Source) -> Meaning:
     kind = _kind(top, draft)
     processes, nodes = _counts(top, draft, kind)
     _precision(top, draft)
-    _compile(top, source, draft)
+    _compile(top, draft)
     part = Part(source, ("parallelism_config",), PREFIX)
     sizes = read_sizes(part, draft)
     parts = [top, part]
     if kind == "FSDP":
         part = Part(source, ("fsdp_config",), "fsdp_")
-        fsdp.interpret(part, draft, nodes=nodes, stated=source.stated)
+        fsdp.interpret(part, draft, nodes)
         parts.append(part)
     elif kind == "DEEPSPEED":
         part = Part(source, ("deepspeed_config",))
-        deepspeed.interpret(part, draft, source)
+        deepspeed.interpret(part, draft)
         parts.append(part)
     elif kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
         single = kind == "NO" or processes == 1
@@ -182,7 +182,7 @@ def interpret(source: Source) -> Meaning:
     device = _device(top, draft, kind)
     node_rank, rendezvous = _machines(top, draft, nodes)
     gpu_ids = _gpu_ids(top)
-    _left_over(top, draft, kind, source)
+    _left_over(top, draft, kind)
     for part in parts:
         for text in part.problems:
             draft.problem(text, for_script=True)
@@ -286,8 +286,8 @@ def _precision(top: Part, draft: Draft) -> None:
     top.raw("fp16")  # the key that Accelerate wrote before mixed_precision
 
 
-def _compile(top: Part, source: Source, draft: Draft) -> None:
-    part = Part(source, ("dynamo_config",), "dynamo_")
+def _compile(top: Part, draft: Draft) -> None:
+    part = Part(top.source, ("dynamo_config",), "dynamo_")
     where = part if "dynamo_backend" in part else top
     backend = where.text("dynamo_backend")
     top.raw("dynamo_backend")
@@ -342,7 +342,7 @@ def _gpu_ids(top: Part) -> str | None:
     return None if not ids or ids == ["all"] else ",".join(ids)
 
 
-def _left_over(top: Part, draft: Draft, kind: str | None, source: Source) -> None:
+def _left_over(top: Part, draft: Draft, kind: str | None) -> None:
     for key in ("rdzv_backend", "same_network", "main_process_ip", *_PARTS):
         top.raw(key)
     if "gradient_accumulation_steps" in top and top.text("gradient_accumulation_steps") != "auto":
