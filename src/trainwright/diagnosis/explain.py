@@ -54,7 +54,7 @@ _WORDS = (
         "gated",
         "peer",
     ),
-    *("removed", "restricted", "share", "size", "no_", "status", "loss", "grad", "socket", "get", "->", "rank", "too "),
+    *("removed", "restricted", "share", "size", "no_", "status", "loss scale", "socket", "get", "->", "rank", "too "),
 )
 # Of an excerpt.
 _WIDTH = 400
