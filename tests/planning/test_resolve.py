@@ -9,6 +9,7 @@ import pytest
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.request import Request, for_nodes
 from trainwright.machine.machine import Gpu, Machine
+from trainwright.planning.plan import constraints_of
 from trainwright.planning.resolve import Resolved, resolve
 from trainwright.recipe.schema import Recipe
 
@@ -114,3 +115,10 @@ def test_a_precision_that_the_gpu_does_not_have_is_refused() -> None:
         MachineError, match=r"train\.mixed_precision: T4 does not compute in bf16; set it to auto, fp16 or no"
     ):
         resolve(recipe({"mixed_precision": "bf16"}), old)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_layout_key_of_the_recipe_is_kept_also_with_its_default_value(written: bool) -> None:
+    asked = recipe(parallel={"reshard_after_forward": written})
+    assert constraints_of(asked).fixed["reshard_after_forward"] is written
+    assert "reshard_after_forward" not in constraints_of(recipe()).fixed

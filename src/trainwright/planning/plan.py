@@ -246,7 +246,7 @@ def constraints_of(recipe: Recipe) -> Constraints:
         fixed["activation_offload"] = True
     implied = implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
     return Constraints(
-        {**fixed, **_layout_wishes(parallel)},
+        {**fixed, **_layout_constraints(parallel)},
         lambda processes, given_up: not contradictions(with_processes(_without(recipe, given_up), processes)),
         frozenset() if implied is None else frozenset(["strategy"]),
     )
@@ -261,15 +261,12 @@ def _without(recipe: Recipe, given_up: frozenset[str]) -> Recipe:
     return recipe.model_copy(update=sections)
 
 
-def _layout_wishes(parallel: ParallelSection) -> Mapping[str, Any]:
-    """Return the layout keys that are constraints.
-
-    A key with its default value counts only if it and the strategy are both written out, as in a resolved recipe.
-    """
+def _layout_constraints(parallel: ParallelSection) -> Mapping[str, Any]:
+    """Return the layout keys that are constraints: those in the recipe, also with their default values."""
     if parallel.deepspeed_config is not None:  # the file defines these values
         return {key: getattr(parallel, key) for key in LAYOUT_KEYS}
-    meant = {*parallel.changed(), *(parallel.model_fields_set if parallel.strategy != "auto" else ())}
-    return {key: getattr(parallel, key) for key in LAYOUT_KEYS if key in meant}
+    given = {*parallel.changed(), *parallel.model_fields_set}
+    return {key: getattr(parallel, key) for key in LAYOUT_KEYS if key in given}
 
 
 def _perhaps_compiled(judge: Judge, constraints: Constraints, chosen: Judged) -> Judged:
