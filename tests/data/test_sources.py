@@ -130,6 +130,8 @@ def test_large_sources_are_mapped_from_disk(tmp_path: Path, monkeypatch: pytest.
             r"a\.jsonl:2: not JSON: extra data .*write one row per line",
         ),
         ("a.jsonl", '{"a": 1}\n{"a": Infinity}\n', r"a\.jsonl:2: not JSON: Infinity is not a JSON value; use null"),
+        ("a.jsonl", '{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', r"a\.jsonl:2: not JSON: the key 'a' occurs twice"),
+        ("a.json", '[{"a": 1},\n{"b": [{"c": 1, "c": 1}]}]', r"a\.json:2: not JSON: the key 'c' occurs twice"),
         ("a.jsonl", '{"a": 1}\n{"a": ' + "9" * 5000 + "}", r"a\.jsonl:2: not JSON: .*integer string conversion"),
         ("a.jsonl", '{"a": 1}\n{"b": ["x", {"c": "\\ud800"}]}', r"a\.jsonl:2: b\[\]\.c contains an unpaired surrogate"),
         ("a.json", '[{"a": 1},\n{"\\udc00": null}]', r"a\.json:2: the name of a field contains an unpaired surrogate"),

@@ -259,7 +259,16 @@ def _constant(name: str) -> None:
         raise ValueError(f"{name} is not a JSON value; use null, or write the number as text")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_constant)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # json would keep the last value only
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice in an object; keep one of them")
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_object)
 
 
 def _value(path: Path, text: str, position: int, line: int | None = None) -> tuple[Any, int]:
