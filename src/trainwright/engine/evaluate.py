@@ -84,7 +84,7 @@ def generate(
 
     Args:
         tell: called with the reason if the ranks generate together, which is slower.
-        room: see ``Strategy.whole``.
+        available_memory: see ``Strategy.whole``.
 
     Raises:
         StopRequested: as ``evaluate``.

@@ -67,7 +67,7 @@ class EventLog:
                 observer(event)
 
     def close(self) -> None:
-        """Close the log; report to the observers if events were lost because the disk was full."""
+        """Close the log."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()

@@ -66,7 +66,7 @@ def check_export(
 
     Args:
         different: the names that ``gathered`` found.
-        room: see ``Strategy.whole``.
+        available_memory: see ``Strategy.whole``.
 
     Raises:
         TrainingError: on every rank, if any of them finds a difference; ``final`` is then empty.
