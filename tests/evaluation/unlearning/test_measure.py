@@ -74,11 +74,11 @@ def test_gradient_norms(documents: Documents) -> None:
 
 
 def test_relearning_is_plain_training_on_the_first_quarter(documents: Documents) -> None:
-    dataset = documents.chosen(range(6))
+    dataset = documents.dataset.part(range(6))
     found = relearn(loaded_model(), dataset, Relearning(2, 1e-3), ALONE)
     assert list(found) == ["0", "1", "2"]  # as often as there are steps
     model = loaded_model()
-    assert found["0"] == pytest.approx(probability(model, documents.chosen(range(1, 6)), ALONE))
+    assert found["0"] == pytest.approx(probability(model, documents.dataset.part(range(1, 6)), ALONE))
     plain = model.lm.model.requires_grad_(True)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
     ids, wanted = whole(documents, 0)
@@ -86,7 +86,7 @@ def test_relearning_is_plain_training_on_the_first_quarter(documents: Documents)
         optimizer.zero_grad()
         cross_entropy(plain(ids).logits[0, :-1][wanted], ids[0, 1:][wanted]).backward()
         optimizer.step()
-    assert found["2"] == pytest.approx(probability(model, documents.chosen(range(1, 6)), ALONE), rel=1e-4)
+    assert found["2"] == pytest.approx(probability(model, documents.dataset.part(range(1, 6)), ALONE), rel=1e-4)
 
 
 def test_fewer_bits_move_the_probability_the_more_the_fewer(documents: Documents) -> None:
