@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,7 @@ from trainwright.engine.policies.halving import Halving
 from trainwright.errors import TrainingError
 
 
+@dataclass(frozen=True)
 class Passes:
     """Compute the gradients of global batches.
 
@@ -26,17 +28,10 @@ class Passes:
         asked: returns for a step whether this rank was asked to stop, and whether a checkpoint is due after it.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        halving: Halving,
-        policies: Sequence[StepPolicy],
-        asked: Callable[[int], tuple[bool, bool]],
-    ) -> None:
-        self._training = training
-        self._halving = halving
-        self._policies = policies
-        self._asked = asked
+    training: Training
+    halving: Halving
+    policies: Sequence[StepPolicy]
+    asked: Callable[[int], tuple[bool, bool]]
 
     def gradients(self, step: int, batch: GlobalBatch) -> Gradients:
         """Return the gradients of a global batch, repeated while a policy asks for it.
@@ -46,7 +41,7 @@ class Passes:
         """
         while True:
             found = self._attempt(step, batch)
-            divided = (policy.again(step, found) for policy in self._policies)
+            divided = (policy.again(step, found) for policy in self.policies)
             again = next((other for other in divided if other is not None), None)
             if again is None:
                 break
@@ -56,11 +51,11 @@ class Passes:
         return found
 
     def _attempt(self, step: int, batch: GlobalBatch) -> Gradients:
-        world = self._training.strategy.world
-        done = self._halving.guard_passes(step, batch, functools.partial(self.forward_backward, step, batch))
+        world = self.training.strategy.world
+        done = self.halving.guard_passes(step, batch, functools.partial(self.forward_backward, step, batch))
         shortage = done if isinstance(done, MemoryShortage) else None
         losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, MemoryShortage) else done
-        memory, (stop, save) = peak_memory(world.device), self._asked(step)
+        memory, (stop, save) = peak_memory(world.device), self.asked(step)
         own = Report(sum(losses), float(stop), memory, float(shortage is not None), float(save))
         reports = [Report(*rank) for rank in world.gather_floats(list(own))]
         loss = sum(rank.loss for rank in reports) / batch.weight
@@ -73,8 +68,8 @@ class Passes:
             The summed loss of each of the rank's micro-batches, the norm of the full gradient over all ranks, and the
             task's statistics of the share.
         """
-        task, strategy, progress = self._training.task, self._training.strategy, self._training.progress
-        world, seed = strategy.world, self._training.recipe.train.seed
+        task, strategy, progress = self.training.task, self.training.strategy, self.training.progress
+        world, seed = strategy.world, self.training.recipe.train.seed
         micro_batches = batch.for_rank(world.rank, world.size)
         task.before_passes(ForwardOnly(strategy), batch, validation=False)
         totals, statistics = [], []
@@ -96,7 +91,7 @@ class Passes:
 
     def _refuse(self, step: int, found: Gradients) -> None:
         """Raise before a non-finite loss or gradient reaches the weights, naming the examples."""
-        task, strategy = self._training.task, self._training.strategy
+        task, strategy = self.training.task, self.training.strategy
         world, batch = strategy.world, found.batch
         share = batch.for_rank(world.rank, world.size)
         own = [e for m, value in zip(share, found.losses, strict=True) if not math.isfinite(value) for e in m.examples]
@@ -110,7 +105,7 @@ class Passes:
         )
         strategy.discard_gradients()
         rank = next((rank for rank, of_rank in enumerate(by_rank) if of_rank), world.rank)
-        self._training.events.emit(Fault(kind="non_finite", rank=rank, detail=detail, action="stop", step=step))
+        self.training.events.emit(Fault(kind="non_finite", rank=rank, detail=detail, action="stop", step=step))
         raise TrainingError(f"training stopped: {detail}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class _StepResult(NamedTuple):
     save: bool
 
 
+@dataclass
 class Trainer:
     """Train a task's model with a strategy, step by step.
 
@@ -50,39 +52,30 @@ class Trainer:
         policies: the step policies of the recipe, called after the built-in ones.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        recipe_text: str,
-        task: Task,
-        strategy: Strategy,
-        schedule: Schedule,
-        checkpoints: Checkpoints,
-        events: EventLog,
-        max_steps: int,
-        stop_requested: Callable[[], bool],
-        keep_recipe: Callable[[Recipe, str], str] = lambda recipe, reason: dump_recipe(recipe),
-        updating: Callable[[], None] = lambda: None,
-        change_asked: Callable[[], bool] | None = None,
-        policies: Sequence[Callable[[Training], StepPolicy]] = (),
-    ) -> None:
-        self.recipe = recipe
-        self.task = task
-        self.strategy = strategy
-        self.world = strategy.world
-        self.schedule = schedule
-        self.checkpoints = checkpoints
-        self.events = events
-        self.max_steps = max_steps
-        self.stop_requested = stop_requested
-        self._updating = updating
-        self._change_asked = change_asked
+    recipe: Recipe
+    recipe_text: str
+    task: Task
+    strategy: Strategy
+    schedule: Schedule
+    checkpoints: Checkpoints
+    events: EventLog
+    max_steps: int
+    stop_requested: Callable[[], bool]
+    keep_recipe: Callable[[Recipe, str], str] = lambda recipe, reason: dump_recipe(recipe)
+    updating: Callable[[], None] = lambda: None
+    change_asked: Callable[[], bool] | None = None
+    policies: Sequence[Callable[[Training], StepPolicy]] = ()
+
+    def __post_init__(self) -> None:
+        self.world = self.strategy.world
         self._told_of_room = False
-        self._training = Training(recipe, recipe_text, task, strategy, events, Progress(), keep_recipe)
+        self._training = Training(
+            self.recipe, self.recipe_text, self.task, self.strategy, self.events, Progress(), self.keep_recipe
+        )
         self._halving = Halving(self._training)
         ours = (LossScale, GradientNoise, LossSpikes)
-        self._policies = [self._halving, *(policy(self._training) for policy in (*ours, *policies))]
-        self._checkpointing = Checkpointing(self._training, checkpoints, self._policies)
+        self._policies = [self._halving, *(policy(self._training) for policy in (*ours, *self.policies))]
+        self._checkpointing = Checkpointing(self._training, self.checkpoints, self._policies)
         self._passes = Passes(self._training, self._halving, self._policies, self._asked)
         self._measured = Measured(self.world.device)
 
@@ -135,9 +128,9 @@ class Trainer:
 
     def _is_to_change(self) -> bool:
         """Return whether the run, which has just been saved, continues with another plan; the same on every rank."""
-        if self._change_asked is None or self._checkpointing.step != self.progress.step:
+        if self.change_asked is None or self._checkpointing.step != self.progress.step:
             return False
-        return bool(self.world.broadcast(self.world.is_main and self._change_asked()))
+        return bool(self.world.broadcast(self.world.is_main and self.change_asked()))
 
     def rehearse(self, steps: int, *, fullest: bool = False) -> bool:
         """Take the first steps of the run and keep only their events; return False if a signal stopped it first.
@@ -171,7 +164,7 @@ class Trainer:
         found = self._passes.gradients(step, batch)
         metrics = self._metrics(step, found)
         learning_rate = self.schedule(step)
-        self._updating()
+        self.updating()
         skipped = [policy.skips(step, found) for policy in self._policies]  # every policy is called, as each may count
         if any(skipped):
             self.strategy.discard_gradients()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.hold import hold
-from trainwright.paths import user_path
+from trainwright.paths import user_path, write_file
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -106,58 +105,53 @@ def record(
     known = {**(plan or {}), "recipe": stem, "device": detect().device, "reasons": list(reasons)}
     known["chosen_keys"] = list(chosen)
     try:
-        _write(directory / RECIPE, recipe.encode())
-        _write(directory / PLAN, _plan_bytes(known))
+        write_file(directory / RECIPE, recipe)
+        _write_plan(directory, known)
     except OSError as error:
         raise MachineError(f"{directory}: a run cannot be written there: {error.strerror or error}") from error
 
 
 def reasons(directory: Path) -> list[str]:
     """Return the recorded reasons for the values of a run's recipe."""
-    return list(_plan(directory).get("reasons", ()))
+    return list(plan_of(directory).get("reasons", ()))
 
 
 def chosen(directory: Path) -> tuple[str, ...]:
     """Return the keys (``section.key``) of a run's recipe whose values were chosen for the user, as recorded."""
-    return tuple(map(str, _plan(directory).get("chosen_keys", ())))
+    return tuple(map(str, plan_of(directory).get("chosen_keys", ())))
 
 
 def planned_device(directory: Path) -> str:
     """Return the device that a run was planned for: cuda or cpu."""
-    return str(_plan(directory)["device"])
+    return str(plan_of(directory)["device"])
 
 
 def predicted(directory: Path) -> dict[str, float]:
     """Return the plan's predictions for a run, named as in `finish` events; empty without a plan."""
-    found = _plan(directory).get("predicted")
+    found = plan_of(directory).get("predicted")
     return dict(found) if isinstance(found, dict) else {}
 
 
 def expect(directory: Path, predicted: Mapping[str, float], choice: Mapping[str, Any]) -> None:
     """Replace the predictions in the plan of a run that continues with another plan."""
-    plan = _plan(directory)
+    plan = plan_of(directory)
     changed = {"predicted": {**plan.get("predicted", {}), **predicted}, "own_runs": {}}
     changed["chosen"] = {**plan.get("chosen", {}), **choice}
-    _write(directory / PLAN, _plan_bytes({**plan, **changed}))
-
-
-def plan_of(directory: Path) -> dict[str, Any]:
-    """Return the plan of a run as a mapping; empty without a plan."""
-    return _plan(directory)
+    _write_plan(directory, {**plan, **changed})
 
 
 def change(directory: Path, recipe: str, reason: str) -> None:
     """Write the recipe that a run continues with, and replace the reason for the changed value."""
-    plan, key = _plan(directory), reason.partition(" ")[0]
+    plan, key = plan_of(directory), reason.partition(" ")[0]
     kept = [line for line in reasons(directory) if line.partition(" ")[0] != key]
-    _write(directory / RECIPE, recipe.encode())
-    _write(directory / PLAN, _plan_bytes({**plan, "reasons": [*kept, reason]}))
+    write_file(directory / RECIPE, recipe)
+    _write_plan(directory, {**plan, "reasons": [*kept, reason]})
 
 
 def stem_of(recipe: Path) -> str:
     """Return the name stem for runs of a recipe file: its own name, or that of the recipe a run was made from."""
     run = run_of(recipe)
-    return recipe.stem if run is None else str(_plan(run).get("recipe") or recipe.stem)
+    return recipe.stem if run is None else str(plan_of(run).get("recipe") or recipe.stem)
 
 
 def run_of(recipe: Path) -> Path | None:
@@ -166,7 +160,8 @@ def run_of(recipe: Path) -> Path | None:
     return run if recipe.name == RECIPE and (run / PLAN).is_file() else None
 
 
-def _plan(directory: Path) -> dict[str, Any]:
+def plan_of(directory: Path) -> dict[str, Any]:
+    """Return the plan of a run as a mapping; empty without a plan."""
     try:
         plan = json.loads(_read(directory / PLAN) or b"{}")
     except ValueError:  # nothing that a run depends on
@@ -174,8 +169,8 @@ def _plan(directory: Path) -> dict[str, Any]:
     return plan if isinstance(plan, dict) else {}
 
 
-def _plan_bytes(plan: Mapping[str, Any]) -> bytes:
-    return (json.dumps(plan, indent=2) + "\n").encode()
+def _write_plan(directory: Path, plan: Mapping[str, Any]) -> None:
+    write_file(directory / PLAN, json.dumps(plan, indent=2) + "\n")
 
 
 @contextmanager
@@ -191,7 +186,7 @@ def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
             # What cannot be written now was not overwritten either, and the first error is the one to report.
             with suppress(OSError):
                 if content is not None and content != _read(directory / name):
-                    _write(directory / name, content)
+                    write_file(directory / name, content)
         raise
 
 
@@ -205,14 +200,3 @@ def only_launch(directory: Path) -> Iterator[None]:
 
 def _read(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):  # restored in part if the disk is full
-            temporary.unlink()
-        raise

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 
 from trainwright.errors import MachineError
+from trainwright.paths import write_file
 
 
 def cache_root() -> Path:
@@ -23,12 +23,7 @@ def cache_root() -> Path:
 
 
 def keep(file: Path, text: str) -> None:
-    """Write ``file`` atomically. A cache that cannot be written is not an error."""
-    scratch = file.with_suffix(f".{secrets.token_hex(4)}")
-    try:
+    """Write ``file`` as a whole. A cache that cannot be written is not an error."""
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(file)
-    except OSError:
-        with suppress(OSError):
-            scratch.unlink()
+        write_file(file, text)

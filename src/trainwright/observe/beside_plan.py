@@ -10,7 +10,7 @@ from trainwright.text import plural
 # From this factor between measured and planned step time on, reasons are given.
 _FAR = 1.5
 # From these fractions of the time on, something counts as a reason.
-_WAITED, _THROTTLED, _STOLEN = 0.1, 0.1, 0.05
+WAITED, THROTTLED, STOLEN = 0.1, 0.1, 0.05
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -39,14 +39,14 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
     expected, found = predicted.get("step_time"), measured.get("step_time")
     if not expected or found is None or found < _FAR * expected:
         return
-    if measured.get("throttled", 0.0) >= _THROTTLED:
+    if measured.get("throttled", 0.0) >= THROTTLED:
         yield (
             f"the container's limit on CPU time stopped the run in {measured['throttled']:.0%} of its periods: it may "
             "use fewer cores than it sees"
         )
-    if measured.get("waited", 0.0) >= _WAITED:
+    if measured.get("waited", 0.0) >= WAITED:
         yield f"the process waited for a core {measured['waited']:.0%} of the time: {_beside(measured)}"
-    if measured.get("stolen", 0.0) >= _STOLEN:
+    if measured.get("stolen", 0.0) >= STOLEN:
         yield f"the host of this virtual machine gave {measured['stolen']:.0%} of its CPU time to others"
     planned, threads = predicted.get("threads"), measured.get("threads")
     if planned is not None and threads is not None and threads < planned:

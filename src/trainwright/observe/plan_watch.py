@@ -16,6 +16,7 @@ from trainwright.machine.cache import keep
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.own_runs import remember, run_of
 from trainwright.machine.measured.waiting import Waiting
+from trainwright.observe.beside_plan import STOLEN, THROTTLED, WAITED
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.registries import STRATEGIES
 
@@ -25,7 +26,6 @@ REPLAN = "replan.json"
 _WARM_UP, _JUDGED = 2, 10
 _WRONG = 1.3  # factor of the time, in either direction
 _WORTH = 1.2
-_WAITED, _THROTTLED, _STOLEN = 0.1, 0.1, 0.05
 _LEAST = 0.01
 _FAULTS = 200  # pages per step read from disk: memory is short
 _KEYS = {
@@ -129,7 +129,7 @@ class PlanWatch:
     def _finish(self, measured: Mapping[str, float]) -> None:
         """Record the measurement, unless something else slowed the run down."""
         machine = detect()
-        disturbed = measured.get("waited", 0.0) >= _WAITED or measured.get("throttled", 0.0) >= _THROTTLED
+        disturbed = measured.get("waited", 0.0) >= WAITED or measured.get("throttled", 0.0) >= THROTTLED
         if disturbed or measured.get("steps", 0) < _JUDGED or not machine.is_here:
             return
         predicted = self._watched.predicted
@@ -144,15 +144,13 @@ class PlanWatch:
 def _outside(waiting: Mapping[str, float], faults: float) -> tuple[str | None, float]:
     """Return the known cause outside the prediction that makes steps slow, and by what factor."""
     throttled, waited, stolen = (waiting.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
-    if throttled >= _THROTTLED:
-        said = f"the container's limit on CPU time stopped the run in {throttled:.0%} of its periods"
-        return said, 1 / max(_LEAST, 1 - throttled)
-    if waited >= _WAITED:
-        said = f"other programs use the cores, for which the process waited {waited:.0%} of the time"
-        return said, 1 / max(_LEAST, 1 - waited)
-    if stolen >= _STOLEN:
-        said = f"the host of this virtual machine gave {stolen:.0%} of its CPU time to others"
-        return said, 1 / max(_LEAST, 1 - stolen)
+    for share, least, said in (
+        (throttled, THROTTLED, f"the container's limit on CPU time stopped the run in {throttled:.0%} of its periods"),
+        (waited, WAITED, f"other programs use the cores, for which the process waited {waited:.0%} of the time"),
+        (stolen, STOLEN, f"the host of this virtual machine gave {stolen:.0%} of its CPU time to others"),
+    ):
+        if share >= least:
+            return said, 1 / max(_LEAST, 1 - share)
     if faults > _FAULTS:
         return f"memory is low: {faults:.0f} pages per step were read from disk", math.inf
     return None, 1.0

@@ -180,6 +180,11 @@ class Choice:
         return self.num_processes // self.replicate_size if self.spec.shards else 1
 
     @property
+    def width(self) -> int:
+        """Bytes per element of weights and activations in computation."""
+        return 4 if self.mixed_precision == "no" else 2
+
+    @property
     def offloaded(self) -> frozenset[str]:
         """The parts that are in the host's memory when a GPU computes."""
         return self.spec.offloaded(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from trainwright.errors import RequestError
 from trainwright.launch.accelerate.machine import default_processes
 from trainwright.machine.machine import Machine
 from trainwright.parallel.zero.spec import stage_of
+from trainwright.paths import write_file
 from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.recipe.yaml_text import to_yaml
 from trainwright.registries import STRATEGIES
@@ -107,9 +107,7 @@ def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
                 return None
             backup = _free(path)
             path.rename(backup)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_file(path, text)
     except OSError as error:
         raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
     return backup

@@ -22,6 +22,7 @@ from trainwright.diagnosis.table import is_lost_connection
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from trainwright.errors import EXIT_TRAINING, TrainwrightError
 from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER, START_METHOD
+from trainwright.paths import write_file
 from trainwright.text import say
 
 # Memory that a worker shares with its launcher for the record of its exception: the disk may be full, or the run
@@ -50,18 +51,8 @@ class RankErrorHandler(ErrorHandler):
         with suppress(OSError):
             say(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
         if path := self._get_error_file_path():
-            _write_whole(Path(path), json.dumps(record))
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Write a file completely or, without space, not at all: torch parses it as JSON."""
-    part = file.with_name(f"{file.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
-    except OSError:
-        with suppress(OSError):
-            part.unlink()
+            with suppress(OSError):  # without space not at all: torch parses it as JSON
+                write_file(Path(path), json.dumps(record))
 
 
 def new_slot() -> Slot:

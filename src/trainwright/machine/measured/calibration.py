@@ -21,6 +21,7 @@ from typing import Any
 
 from trainwright.machine.cache import cache_root
 from trainwright.machine.machine import Machine
+from trainwright.paths import write_file
 
 # Version of the file format.
 _FORM = 2
@@ -78,18 +79,24 @@ class Curve:
         points = self._points
         if size <= 0:
             return 0.0
+        # Below the first point constant: nothing takes less than launching a kernel.
         x = math.log(size)
-        if x <= points[0][0]:
-            return math.exp(points[0][1])  # nothing takes less than launching a kernel
-        for (x0, y0), (x1, y1) in pairwise(points):
-            if x <= x1:
-                return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-        return math.exp(points[-1][1] + x - points[-1][0])
+        return math.exp(interpolated(points, x) + max(0.0, x - points[-1][0]))
 
     @property
     def errors(self) -> list[float]:
         """The relative prediction error of each held-out sample."""
         return [abs(self.seconds(*s.sizes) / s.seconds - 1) for s in self.samples if s.held_out]
+
+
+def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Return the value at ``x`` between sorted ``points``; that of the first or the last point outside of them."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[-1][1]
 
 
 @dataclass(frozen=True)
@@ -230,11 +237,9 @@ def digest(value: object) -> str:
 
 
 def save_calibration(calibration: Calibration, file: Path) -> None:
-    """Write the calibration atomically."""
+    """Write the calibration as a whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(".part")
-    scratch.write_text(json.dumps(as_json(calibration), indent=1) + "\n", encoding="utf-8")
-    scratch.replace(file)
+    write_file(file, json.dumps(as_json(calibration), indent=1) + "\n")
 
 
 def load_calibration(file: Path) -> Calibration | None:

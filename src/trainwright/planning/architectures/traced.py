@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import cache_root, keep
 
 if TYPE_CHECKING:
     from trainwright.planning.architectures.tracing import Event
@@ -77,13 +77,7 @@ def _cached(config: str, kind: str, make: Any) -> Any:
     except Exception as error:  # code of any model
         family = json.loads(config).get("model_type")
         raise TraceError(f"{family}: {type(error).__name__}: {str(error).splitlines()[:1]}") from error
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{id(made):x}")
-        scratch.write_text(json.dumps(made), encoding="utf-8")
-        scratch.replace(file)
-    except OSError:
-        pass  # a cache that cannot be written is not an error
+    keep(file, json.dumps(made))
     return made
 
 

@@ -14,11 +14,10 @@ from trainwright.parallel.constants import NORM_ELEMENTS
 from trainwright.planning.memory.inventory import Inventory, by_unit, first_blocks, inventory, partly_trained
 from trainwright.planning.memory.strategies import StrategyMemory, memory_model
 from trainwright.planning.memory.walk import Allocated, Moved, Peak, Walk
-from trainwright.planning.operations import Device, MicroBatch, Setting, passes
+from trainwright.planning.operations import MicroBatch, Setting, passes
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice, Workload
 
-_WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
 # models/quantisation.py: number of elements that are quantized at once, and the approximate bytes that each needs.
 _QUANTISED, _QUANTISING = 2**20, 23
 _PLACES = 256  # rows whose lengths are read one by one
@@ -96,7 +95,7 @@ def _filled(workload: Workload, first: int, rows: int) -> int:
 
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack = OWN) -> Memory:
     """Return the memory that ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: the program."""
-    setting = _setting(workload, choice, cluster, stack)
+    setting = Setting.of(workload, choice, micro_batch(workload, choice), cluster.device == "cuda", stack)
     held = partly_trained(
         inventory(
             workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation, stack
@@ -185,14 +184,6 @@ def _lasting(model: StrategyMemory, workload: Workload) -> Mapping[str, int]:
     return base
 
 
-def _setting(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack) -> Setting:
-    device = Device("cuda" if cluster.device == "cuda" else "cpu", choice.threads or 1)
-    width = _WIDTHS[choice.mixed_precision]
-    batch, adapter = micro_batch(workload, choice), workload.adapter
-    quantisation, hooked = workload.quantisation, choice.spec.hooks_modules
-    return Setting(workload.architecture, batch, device, width, adapter is None, adapter, quantisation, stack, hooked)
-
-
 def _orthogonalising(held: Inventory, setting: Setting) -> int:
     """Return the most bytes while Muon updates one matrix, which is in full on every rank (engine/muon.py)."""
     width = 2 if setting.device.is_gpu else 4
@@ -213,7 +204,7 @@ def _drawing(workload: Workload, choice: Choice) -> int:
     head = 4 * embedding if a.tied else 0  # separate until it is tied
     if workload.quantisation != "none":
         return max(head, _QUANTISING * min(_QUANTISED, a.hidden * a.intermediate))
-    return head if workload.adapter is None else max(head, (4 - _WIDTHS[choice.mixed_precision]) * embedding)
+    return head if workload.adapter is None else max(head, (4 - choice.width) * embedding)
 
 
 def _load(

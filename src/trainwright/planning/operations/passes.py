@@ -15,7 +15,7 @@ from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
 from trainwright.planning.operations.tape import ALTERNATE, Kernel, Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import block_weights, end_weights
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import Adapter, Quantisation
+from trainwright.planning.workload import Adapter, Choice, Quantisation, Workload
 
 # "compiled": what a compiler saves without requested recomputation.
 Recompute = Literal["none", "full", "selective", "compiled"]
@@ -93,6 +93,21 @@ class Setting:
     quantisation: Quantisation = "none"
     stack: Stack = OWN
     hooked: bool = False
+
+    @classmethod
+    def of(cls, workload: Workload, choice: Choice, batch: MicroBatch, on_gpu: bool, stack: Stack = OWN) -> Setting:
+        """Return the settings of the passes of ``workload`` with ``choice`` over ``batch``."""
+        return cls(
+            architecture=workload.architecture,
+            batch=batch,
+            device=Device("cuda") if on_gpu else Device("cpu", choice.threads or 1),
+            width=choice.width,
+            trainable=workload.adapter is None,
+            adapter=workload.adapter,
+            quantisation=workload.quantisation,
+            stack=stack,
+            hooked=choice.spec.hooks_modules,
+        )
 
     @property
     def joins_gradients(self) -> bool:

@@ -6,9 +6,16 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, Sample, Setting
+from trainwright.machine.measured.calibration import (
+    Calibration,
+    Curve,
+    Exchanged,
+    InStep,
+    Sample,
+    Setting,
+    interpolated,
+)
 
 # Unmeasured curves, and the measured curve whose deviation from the nominal rate they share.
 _LIKE = {
@@ -101,13 +108,7 @@ class _Factors:
         return math.exp(statistics.fmean(factor for _, factor in self.points))
 
     def at(self, size: float) -> float:
-        x, points = math.log(size), self.points
-        if x <= points[0][0]:
-            return math.exp(points[0][1])
-        for (x0, y0), (x1, y1) in pairwise(points):
-            if x <= x1:
-                return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-        return math.exp(points[-1][1])
+        return math.exp(interpolated(self.points, math.log(size)))
 
 
 def _nearest_curve(name: str, own: Setting, by_distance: Sequence[Setting], nominal: Nominal) -> Curve:

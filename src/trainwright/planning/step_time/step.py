@@ -15,7 +15,7 @@ from typing import Any
 from trainwright.machine.describe import Cluster
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.memory.inventory import Inventory, by_unit, inventory, partly_trained
-from trainwright.planning.operations import BlockKind, Device, Pass, Passes, block_kinds, block_weights, passes
+from trainwright.planning.operations import BlockKind, Pass, Passes, block_kinds, block_weights, passes
 from trainwright.planning.operations import Setting as Shapes
 from trainwright.planning.operations.weights import ADAPTED
 from trainwright.planning.stack import OWN, Stack
@@ -26,7 +26,6 @@ from trainwright.planning.step_time.update import Update
 from trainwright.planning.step_time.work import Pricing, Work
 from trainwright.planning.workload import Adapter, Choice, MixedPrecision, Workload
 
-_WIDTH: dict[MixedPrecision, int] = {"no": 4, "bf16": 2, "fp16": 2}
 _PEAK: dict[MixedPrecision, tuple[str, ...]] = {"no": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
 
 
@@ -108,11 +107,8 @@ class _Step:
         self.per_node = min(choice.num_processes, here)
         self.speeds = rates.setting(self.per_node, choice.threads)
         self.batch = typical_batch(workload, choice, stack.sorted_rows)
-        self.width = _WIDTH[choice.mixed_precision]
-        device = Device("cuda") if self.on_gpu else Device("cpu", choice.threads or 1)
-        own, adapter = workload.architecture, workload.adapter
-        quantisation, hooked = workload.quantisation, choice.spec.hooks_modules
-        self.shapes = Shapes(own, self.batch, device, self.width, adapter is None, adapter, quantisation, stack, hooked)
+        self.width = choice.width
+        self.shapes = Shapes.of(workload, choice, self.batch, self.on_gpu, stack)
         self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack)
 
     def time(self) -> StepTime:
