@@ -38,6 +38,16 @@ class Request:
     reasons: tuple[str, ...] = field(default=())
     chosen: tuple[str, ...] = field(default=())
 
+    def directory(self, resolved: Resolved) -> Path:
+        """Return the run's directory, created if the run is new."""
+        return self.run or run_directory.create(resolved.recipe.logging.run_directory, self.stem)
+
+    def record(self, run: Path, resolved: Resolved) -> str:
+        """Write the resolved recipe and its plan into the run's directory; return the recipe's text."""
+        text = run_directory.recipe_text(resolved.recipe)
+        run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
+        return text
+
 
 def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
     """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files."""

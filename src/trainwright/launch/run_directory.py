@@ -173,6 +173,12 @@ def _write_plan(directory: Path, plan: Mapping[str, Any]) -> None:
     write_file(directory / PLAN, json.dumps(plan, indent=2) + "\n")
 
 
+def discard_unbegun(directory: Path) -> None:
+    """Remove the directory of a new run whose request a worker rejected: nothing was trained in it."""
+    if not (directory / "events.jsonl").exists():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 @contextmanager
 def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
     """On an exception while preparing, remove a new directory, and restore an existing run."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -129,10 +128,8 @@ class _Launch:
             try:
                 code = self._run_workers(run)
             except TrainwrightError as error:
-                new = is_first and self.request.run is None
-                if error.exit_code == EXIT_REQUEST and new and not (run / "events.jsonl").exists():
-                    # A request that only a worker could reject leaves nothing behind either.
-                    shutil.rmtree(run, ignore_errors=True)
+                if error.exit_code == EXIT_REQUEST and is_first and self.request.run is None:
+                    run_directory.discard_unbegun(run)
                 raise
         if code == EXIT_STOPPED:
             stopped = Stopped(f"{_left(run, self.stopping)}; continue with: trainwright train --resume {run}")
@@ -148,12 +145,11 @@ class _Launch:
         with ExitStack() as until_prepared:
 
             def make() -> tuple[Path, str]:
-                wanted = self.resolved.recipe.logging.run_directory
-                run = request.run or run_directory.create(wanted, request.stem)
+                run = request.directory(self.resolved)
                 held.enter_context(run_directory.only_launch(run))
                 until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
                 (run / "logs").mkdir(exist_ok=True)
-                return run, self._record(run)
+                return run, request.record(run, self.resolved)
 
             if nodes is not None:
                 run = nodes.open(make)
@@ -181,16 +177,9 @@ class _Launch:
     def _plan_again(self, run: Path, resolved: Resolved) -> None:
         before, self.resolved = self.resolved.plan.chosen.choice.threads, resolved
         self.processes = int(resolved.recipe.parallel.num_processes)
-        self._record(run)
+        self.request.record(run, resolved)
         _set_threads(before, resolved.plan.chosen.choice.threads)
         check_limits(self.processes, self.processes)
-
-    def _record(self, run: Path) -> str:
-        """Write the recipe and its plan into the run directory; return the recipe's text."""
-        resolved = self.resolved
-        text = run_directory.recipe_text(resolved.recipe)
-        run_directory.record(run, text, self.request.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
-        return text
 
     def _run_workers(self, run: Path) -> int:
         """Run the workers to their end; relaunch with another plan if the plan was wrong and the recipe asks for it."""

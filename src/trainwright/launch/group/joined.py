@@ -129,29 +129,31 @@ def run_joined(
         if environment.rank <= 1 and is_mine_to_tell(environment.rank, job):
             say(f"error: {error}", file=terminal)
         return error.exit_code
-    words = FailureReport(environment.rank, terminal, None if meeting is None else meeting.peers, tell)
+    failures = FailureReport(environment.rank, terminal, None if meeting is None else meeting.peers, tell)
+    part = _Part(asked, environment, meeting, failures, tell)
     with ExitStack() as held:
         try:
             if environment.rank == 0:
-                held.enter_context(_interruptible(words))
-                opened, place = _open(asked, environment, meaning, meeting, words, prepare, held)
+                held.enter_context(_interruptible(failures))
+                opened, place = part.open(meaning, prepare, held)
             else:
-                opened, place = _follow(environment, meeting, words)
+                opened, place = part.follow()
         except Exception as error:
-            return _refused(error, environment, meeting, words, tell)
+            return part.refuse(error)
         if not own_threads:
             os.environ["OMP_NUM_THREADS"] = str(_threads(place))
         follow_signals()
-        words.interrupting(None)
-        rank_info = _rank_info(environment, meeting, place)
+        failures.interrupting(None)
+        rank_info = part.rank_info(place)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
             code = work(run, opened.resume, rank_info)
         except Exception as error:
-            code = words.fail(error)
-            _discard_refused(run, code, opened, environment)
-            _end(code, meeting)
-        _leave_together(environment, meeting)
+            code = failures.fail(error)
+            if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
+                run_directory.discard_unbegun(run)
+            part.end(code)
+        part.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
             say(f"stopped after a checkpoint; continue with --resume {run}", file=terminal)
         return code
@@ -188,85 +190,156 @@ def _meet(environment: Environment, asked: JoinAsked) -> Meeting | None:
     return meeting
 
 
-def _open(
-    asked: JoinAsked,
-    environment: Environment,
-    meaning: Meaning | None,
-    meeting: Meeting | None,
-    words: FailureReport,
-    prepare: Callable[[Path], None],
-    held: ExitStack,
-) -> tuple[Opened, Place]:
-    """Do on rank 0 everything before the first step that has to be done once."""
-    from trainwright.launch.group.members import Member, places
+@dataclass(frozen=True)
+class _Part:
+    """The part of this process in the run.
 
-    if meeting is None:
-        members = [Member.here(environment)]
-    else:
-        members = [Member.read(posted) for posted in meeting.gather(asked.seconds)]
-    request = _request(asked, environment, meaning)
-    if request.recipe.parallel.device == "cpu":
-        members = [replace(member, gpus=()) for member in members]
-    everyone = places(members)
-    machines = len({(member.host, member.node) for member in members})
-    resolved = resolve_request(request, detect(), machines, check_gpus=False)
-    check_request(request, resolved.recipe)
-    if not asked.force:
-        resolved.plan.refuse_shortage()
-    run = request.run or run_directory.create(resolved.recipe.logging.run_directory, request.stem)
-    held.enter_context(run_directory.only_launch(run))
-    text = run_directory.recipe_text(resolved.recipe)
-    with run_directory.undone_on_error(run, created=request.run is None):
-        run_directory.record(run, text, request.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
-        logs = run / "logs"
-        logs.mkdir(exist_ok=True)
-        words.clear(logs, environment.size)
-        enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
-        prepare(run)
-        words.begin(logs)
-    opened = Opened(str(run), os.getcwd(), text, request.run is not None)
-    if meeting is not None:
-        shown = [[place.gpu, place.own_cores, place.local_size] for place in everyone]
-        meeting.publish("opened", {"opened": vars(opened), "places": shown})
-    return opened, everyone[0]
+    Attributes:
+        meeting: with the other processes; None if there are none.
+        failures: of this process and of others.
+        tell: called with the exit code and the message of a failure.
+    """
 
+    asked: JoinAsked
+    environment: Environment
+    meeting: Meeting | None
+    failures: FailureReport
+    tell: Callable[[int, str], None]
 
-def _request(asked: JoinAsked, environment: Environment, meaning: Meaning | None) -> Request:
-    if meaning is not None:
-        from trainwright.launch.accelerate.machine import require
+    def open(self, meaning: Meaning | None, prepare: Callable[[Path], None], held: ExitStack) -> tuple[Opened, Place]:
+        """Do on rank 0 everything before the first step that has to be done once."""
+        from trainwright.launch.group.members import Member, places
 
-        if meaning.one_of_several:
+        environment, meeting, failures = self.environment, self.meeting, self.failures
+        if meeting is None:
+            members = [Member.here(environment)]
+        else:
+            members = [Member.read(posted) for posted in meeting.gather(self.asked.seconds)]
+        request = self._request(meaning)
+        if request.recipe.parallel.device == "cpu":
+            members = [replace(member, gpus=()) for member in members]
+        everyone = places(members)
+        machines = len({(member.host, member.node) for member in members})
+        resolved = resolve_request(request, detect(), machines, check_gpus=False)
+        check_request(request, resolved.recipe)
+        if not self.asked.force:
+            resolved.plan.refuse_shortage()
+        run = request.directory(resolved)
+        held.enter_context(run_directory.only_launch(run))
+        with run_directory.undone_on_error(run, created=request.run is None):
+            text = request.record(run, resolved)
+            logs = run / "logs"
+            logs.mkdir(exist_ok=True)
+            failures.clear(logs, environment.size)
+            enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
+            prepare(run)
+            failures.begin(logs)
+        opened = Opened(str(run), os.getcwd(), text, request.run is not None)
+        if meeting is not None:
+            shown = [[place.gpu, place.own_cores, place.local_size] for place in everyone]
+            meeting.publish("opened", {"opened": vars(opened), "places": shown})
+        return opened, everyone[0]
+
+    def _request(self, meaning: Meaning | None) -> Request:
+        if meaning is not None:
+            from trainwright.launch.accelerate.machine import require
+
+            if meaning.one_of_several:
+                raise MachineError(
+                    f"{meaning.source}: accelerate launch starts one process for {meaning.distributed_type} on a CPU, "
+                    "whatever num_processes says; start the recipe with trainwright train RECIPE --accelerate-config "
+                    "FILE, or with torchrun --nproc-per-node"
+                )
+            meaning.refuse_problems()
+            require(meaning, detect())
+        asked = self.asked
+        request = request_of(asked.recipe, list(asked.overrides), asked.resume, meaning)
+        return for_started(request, self.environment.size, self.environment.launcher)
+
+    def follow(self) -> tuple[Opened, Place]:
+        """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
+        from trainwright.launch.group.members import Place
+
+        assert self.meeting is not None, "a world of one is rank 0"
+        follow_signals()
+        said = self.meeting.wait_for("opened")
+        if "refused" in said:
+            raise _PeerRefused(int(said["refused"]), str(said["why"]))
+        opened = Opened(**said["opened"])
+        recipe = opened.path / run_directory.RECIPE
+        if not recipe.is_file() or recipe.read_text(encoding="utf-8") != opened.recipe:
             raise MachineError(
-                f"{meaning.source}: accelerate launch starts one process for {meaning.distributed_type} on a CPU, "
-                "whatever num_processes says; start the recipe with trainwright train RECIPE --accelerate-config FILE, "
-                "or with torchrun --nproc-per-node"
+                f"rank {self.environment.rank} on {socket.gethostname()} does not see the run directory {opened.path}, "
+                "which rank 0 created; set logging.run_directory to a file system that all machines share"
             )
-        meaning.refuse_problems()
-        require(meaning, detect())
-    request = request_of(asked.recipe, list(asked.overrides), asked.resume, meaning)
-    return for_started(request, environment.size, environment.launcher)
+        log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
+        enter_process(log, parent=_parent(self.environment), keep_console=False)
+        self.failures.begin(log.parent)
+        return opened, Place(*said["places"][self.environment.rank])
 
+    def refuse(self, error: Exception) -> int:
+        """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
+        if isinstance(error, _PeerRefused):
+            self.tell(error.exit_code, str(error))
+            self.leave_together(_TOLD_SECONDS)
+            return error.exit_code
+        if self.environment.rank != 0:
+            self.end(self.failures.exit_code if self.failures.heard.is_set() else self.failures.fail(error))
+        code, said = EXIT_TRAINING, "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, TrainwrightError):
+            code, said = error.exit_code, str(error)
+        self.failures.interrupting(lambda: None)
+        if self.meeting is not None:
+            self.meeting.publish("opened", {"refused": code, "why": said})
+        self.tell(code, said)
+        say(f"{'' if code == EXIT_STOPPED else 'error: '}{said}", file=self.failures.terminal)
+        self.leave_together(_TOLD_SECONDS)
+        return code
 
-def _follow(environment: Environment, meeting: Meeting | None, words: FailureReport) -> tuple[Opened, Place]:
-    """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
-    from trainwright.launch.group.members import Place
+    def rank_info(self, place: Place) -> RankInfo:
+        """Return this process's rank and its device."""
+        from torch.distributed import PrefixStore
 
-    assert meeting is not None, "a world of one is rank 0"
-    follow_signals()
-    said = meeting.wait_for("opened")
-    if "refused" in said:
-        raise _PeerRefused(int(said["refused"]), str(said["why"]))
-    opened = Opened(**said["opened"])
-    recipe = opened.path / run_directory.RECIPE
-    if not recipe.is_file() or recipe.read_text(encoding="utf-8") != opened.recipe:
-        raise MachineError(
-            f"rank {environment.rank} on {socket.gethostname()} does not see the run directory {opened.path}, which "
-            "rank 0 created; set logging.run_directory to a file system that all machines share"
+        from trainwright.parallel.world import RankInfo
+
+        environment, meeting = self.environment, self.meeting
+        return RankInfo(
+            environment.rank,
+            environment.size,
+            environment.local_rank,
+            place.local_size,
+            place.gpu,
+            None if meeting is None else PrefixStore(f"job/{environment.job}", meeting.store),
         )
-    log = opened.path / "logs" / f"rank-{environment.rank}.log"
-    enter_process(log, parent=_parent(environment), keep_console=False)
-    words.begin(log.parent)
-    return opened, Place(*said["places"][environment.rank])
+
+    def leave_together(self, seconds: float = _LEAVE_SECONDS) -> None:
+        """End in order: the others wait until rank 0 is done.
+
+        Rank 0, which may host the store, waits until they have left.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # sent by a launcher that ends the others after the first has ended
+        meeting = self.meeting
+        if meeting is None:
+            return
+        try:
+            if self.environment.rank == 0:
+                meeting.publish("done", True)
+                meeting.wait_until_left(seconds)
+            else:
+                meeting.wait_for("done", seconds=None)
+                meeting.leave()
+        except (TrainwrightError, RuntimeError, TimeoutError):
+            pass  # it has ended already
+        meeting.close()
+
+    def end(self, code: int) -> NoReturn:
+        """Exit immediately: the other ranks wait for this one, and its threads may not be joinable any more."""
+        if self.meeting is not None:
+            self.meeting.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 class _PeerRefused(TrainwrightError):
@@ -277,48 +350,21 @@ class _PeerRefused(TrainwrightError):
         self.exit_code = exit_code
 
 
-def _refused(
-    error: Exception,
-    environment: Environment,
-    meeting: Meeting | None,
-    words: FailureReport,
-    tell: Callable[[int, str], None],
-) -> int:
-    """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
-    if isinstance(error, _PeerRefused):
-        tell(error.exit_code, str(error))
-        _leave_together(environment, meeting, _TOLD_SECONDS)
-        return error.exit_code
-    if environment.rank != 0:
-        code = words.exit_code if words.heard.is_set() else words.fail(error)
-        _end(code, meeting)
-    code, said = EXIT_TRAINING, "".join(traceback.format_exception(error)).rstrip()
-    if isinstance(error, TrainwrightError):
-        code, said = error.exit_code, str(error)
-    words.interrupting(lambda: None)
-    if meeting is not None:
-        meeting.publish("opened", {"refused": code, "why": said})
-    tell(code, said)
-    say(f"{'' if code == EXIT_STOPPED else 'error: '}{said}", file=words.terminal)
-    _leave_together(environment, meeting, _TOLD_SECONDS)
-    return code
-
-
 @contextmanager
-def _interruptible(words: FailureReport) -> Iterator[None]:
+def _interruptible(failures: FailureReport) -> Iterator[None]:
     """Let a stop signal, or the failure of another rank, end the preparation on rank 0 at once."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if words.heard.is_set():
-            error = TrainingError(words.text)
-            error.exit_code = words.exit_code
+        if failures.heard.is_set():
+            error = TrainingError(failures.text)
+            error.exit_code = failures.exit_code
             raise error
         raise Stopped()
 
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, interrupt)
-    words.interrupting(lambda: _thread.interrupt_main(signal.SIGTERM))
+    failures.interrupting(lambda: _thread.interrupt_main(signal.SIGTERM))
     yield
 
 
@@ -330,56 +376,3 @@ def _parent(environment: Environment) -> int | None:
 def _threads(place: Place) -> int:
     cores = detect().cpu_cores
     return max(1, cores if place.own_cores else cores // place.local_size) if cores else threads_allowed()
-
-
-def _rank_info(environment: Environment, meeting: Meeting | None, place: Place) -> RankInfo:
-    from torch.distributed import PrefixStore
-
-    from trainwright.parallel.world import RankInfo
-
-    return RankInfo(
-        environment.rank,
-        environment.size,
-        environment.local_rank,
-        place.local_size,
-        place.gpu,
-        None if meeting is None else PrefixStore(f"job/{environment.job}", meeting.store),
-    )
-
-
-def _discard_refused(run: Path, code: int, opened: Opened, environment: Environment) -> None:
-    """Remove the directory of a run whose request a worker rejected."""
-    refused = code == EXIT_REQUEST and not opened.resume
-    if refused and environment.rank == 0 and not (run / "events.jsonl").exists():
-        import shutil
-
-        shutil.rmtree(run, ignore_errors=True)
-
-
-def _leave_together(environment: Environment, meeting: Meeting | None, seconds: float = _LEAVE_SECONDS) -> None:
-    """End in order: the others wait until rank 0 is done, and rank 0, which may host the store, waits until they have
-    left.
-    """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # sent by a launcher that ends the others after the first has ended
-    if meeting is None:
-        return
-    try:
-        if environment.rank == 0:
-            meeting.publish("done", True)
-            meeting.wait_until_left(seconds)
-        else:
-            meeting.wait_for("done", seconds=None)
-            meeting.leave()
-    except (TrainwrightError, RuntimeError, TimeoutError):
-        pass  # it has ended already
-    meeting.close()
-
-
-def _end(code: int, meeting: Meeting | None) -> NoReturn:
-    """Exit immediately: the other ranks wait for this one, and its threads may not be joinable any more."""
-    if meeting is not None:
-        meeting.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
