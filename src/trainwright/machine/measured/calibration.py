@@ -79,9 +79,10 @@ class Curve:
         points = self._points
         if size <= 0:
             return 0.0
-        # Below the first point constant: nothing takes less than launching a kernel.
-        x = math.log(size)
-        return math.exp(interpolated(points, x) + max(0.0, x - points[-1][0]))
+        x, (largest, seconds) = math.log(size), points[-1]
+        if x > largest:
+            return math.exp(seconds + x - largest)
+        return math.exp(interpolated(points, x))  # nothing takes less than launching a kernel, the first point
 
     @property
     def errors(self) -> list[float]:
