@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -103,9 +102,12 @@ def test_failed_preparation_leaves_a_resumed_run_as_it_was() -> None:
     assert (run / "recipe.yaml").read_text() == "task: sft\n"
 
 
-def test_a_run_that_cannot_be_written_is_the_machines_fault_and_stays_as_it_was() -> None:
+def test_a_run_that_cannot_be_written_is_the_machines_fault_and_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = a_run("tiny-20260101-000000")
-    (run / f".recipe.yaml.{os.getpid()}").mkdir()  # where the file is written that takes the place of the one there
+    monkeypatch.setattr("secrets.token_hex", lambda bytes: "0")
+    (run / ".recipe.yaml.0").mkdir()  # where the file is written that takes the place of the one there
     with (
         pytest.raises(MachineError, match=f"{run}: a run cannot be written there: Is a directory"),
         run_directory.undone_on_error(run, created=False),
