@@ -157,6 +157,20 @@ def test_bf16_sums_micro_batches_in_fp32() -> None:
     assert strategy.gradient_norm() == 0.0
 
 
+def test_bf16_gradients_of_a_micro_batch_are_not_held_together() -> None:
+    module = net()
+    strategy = make(module, dtype=torch.bfloat16)
+    held: list[int] = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                lambda _: held.append(sum(p.grad is not None for p in module.parameters()))
+            )
+    for position, (tokens, wanted) in enumerate(micro_batches(0), 1):
+        strategy.backward(module(tokens, wanted), last=position == 4)
+    assert held == [0] * len(held) and len(held) == 4 * 5
+
+
 def test_bf16_stays_near_fp32() -> None:
     wide, narrow = make(net()), make(net(), dtype=torch.bfloat16)
     one, other = trained(wide, range(STEPS)), trained(narrow, range(STEPS))
@@ -168,7 +182,7 @@ def test_bf16_stays_near_fp32() -> None:
             assert (found - expected).norm() <= 0.1 * (expected - before[name]).norm(), name
 
 
-def test_gradients_can_be_forgotten() -> None:
+def test_gradients_can_be_discarded() -> None:
     strategy = make(net())
     before = copy.deepcopy(strategy.module.state_dict())
     (tokens, wanted), *_ = micro_batches(0)

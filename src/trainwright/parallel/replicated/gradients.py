@@ -13,9 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainwright.parallel.replicated.spec import ADD_ELEMENTS
+
 
 class Gradients:
     """Accumulate gradients over the micro-batches of a step, in fp32 from the second summand on.
+
+    A low-precision gradient is added to its sum as soon as the backward pass has made it: it is still in the cache, and
+    the gradients of one micro-batch are never held together.
 
     Args:
         parameters: the trainable parameters, in the same order on every rank.
@@ -26,7 +31,11 @@ class Gradients:
     def __init__(self, parameters: Iterable[nn.Parameter], *, exchange: bool, bucket_bytes: int | None = None) -> None:
         self._parameters = list(parameters)
         self._sums: dict[nn.Parameter, torch.Tensor] = {}  # over earlier micro-batches
-        self._exchanged = False  # whether these are summed over all ranks
+        self._adding = False  # whether the gradients of this backward pass go into the sums
+        self._exchanged = False  # whether the sums are over all ranks
+        for parameter in self._parameters:
+            if parameter.dtype.itemsize < torch.float32.itemsize:  # autograd accumulates others in place itself
+                parameter.register_post_accumulate_grad_hook(self._add)
         self._exchange = _Exchange(self._parameters, self._sums, bucket_bytes) if exchange else None
 
     @property
@@ -36,24 +45,29 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; with ``last``, also exchange what was added since the last step."""
-        if last and self._exchange is not None:
-            self._exchange.begin()
+        exchange = self._exchange if last else None
+        self._adding = exchange is None and (not last or bool(self._sums))
+        if exchange is not None:
+            exchange.begin()
         loss.backward()
-        if last and self._exchange is not None:
-            self._exchange.finish()
+        if exchange is not None:
+            exchange.finish()
             self._exchanged = True
-        elif not last or self._sums:
-            self._keep()
 
-    def _keep(self) -> None:
-        """Move low-precision gradients into fp32 sums; autograd accumulates fp32 ones itself."""
-        for parameter in self._parameters:
-            grad = parameter.grad
-            if grad is None or grad.dtype == torch.float32:
-                continue
-            before = self._sums.get(parameter)
-            self._sums[parameter] = grad.float() if before is None else before.add_(grad)
-            parameter.grad = None
+    def _add(self, parameter: nn.Parameter) -> None:
+        """Move the gradient of a parameter into its fp32 sum."""
+        grad = parameter.grad
+        if grad is None or not self._adding:
+            return
+        before = self._sums.get(parameter)
+        if before is None:
+            self._sums[parameter] = grad.float()
+        elif grad.is_cuda:
+            before.add_(grad)
+        else:  # in pieces, as a CPU converts the second summand to a copy in fp32 first
+            for total, part in zip(_pieces(before), _pieces(grad), strict=True):
+                total.add_(part)
+        parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the gradient of a parameter, or None if it has none."""
@@ -164,3 +178,8 @@ def _elements(bucket: list[nn.Parameter]) -> int:
 def _views(flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[torch.Tensor]:
     pieces = flat.split([parameter.numel() for parameter in bucket])
     return [piece.view(parameter.shape) for piece, parameter in zip(pieces, bucket, strict=True)]
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return views of a tensor that fit a CPU's cache, or the tensor if it is not contiguous."""
+    return tensor.view(-1).split(ADD_ELEMENTS) if tensor.is_contiguous() else (tensor,)

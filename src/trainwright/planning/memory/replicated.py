@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
 
-from trainwright.parallel.replicated.spec import STEP_ELEMENTS
+from trainwright.parallel.replicated.spec import ADD_ELEMENTS, STEP_ELEMENTS
 from trainwright.planning.memory.inventory import Inventory, optimizer_state
 from trainwright.planning.memory.strategies import StrategyMemory
 from trainwright.planning.memory.walk import Allocated, Flow
@@ -81,19 +81,21 @@ class ReplicatedFlow(Flow):
         """Add the gradient of a weight in the backward pass and return the most memory that was held."""
         if self._one_by_one:  # freed as soon as the weight is updated
             return Allocated(self._width * min(numel, self._inventory.largest_trained))
+        exchanged = self._last and bool(self._ends)
+        if self._width < self._kept and not exchanged and not (self._first and self._last):
+            return self._add(numel)
         if self._width < self._kept or self._first:
             self._own += self._width * numel
         self._arrived += numel
-        return self._exchange() if self._last and self._ends else self.held
+        return self._exchange() if exchanged else self.held
 
-    def end(self) -> Allocated:
-        """End the pass and return the most memory that was held."""
-        if self._width == self._kept or (self._first and self._last) or (self._last and self._ends):
-            return self.held
-        trained = self._kept * self._inventory.trained
-        most = Allocated(max(trained, self._own + self._sums) + self._kept * self._inventory.largest_trained)
-        self._own, self._sums = 0, trained
-        return most
+    def _add(self, numel: int) -> Allocated:
+        """Add gradients to their sums one by one, and free them."""
+        largest = min(numel, self._inventory.largest_trained)
+        if self._first:
+            self._sums += self._kept * numel
+        copied = 0 if self._first else self._kept * min(largest, ADD_ELEMENTS)
+        return Allocated(self._sums + self._width * largest + copied)
 
     def _exchange(self) -> Allocated:
         """Copy the gradients of every full bucket into one tensor, and free them."""
