@@ -278,11 +278,13 @@ def _saved(path: Path, wanted: list[str], key: str) -> list[Path]:
     file = path / "state.json"
     listed = _json(file, key).get("_data_files")
     names = [each.get("filename") if isinstance(each, dict) else None for each in listed or ()]
-    if not names or not all(_is_name(name) for name in names):
-        raise RequestError(f"{key}: {file} lists no files in this directory, so the dataset cannot be read")
+    if not names:
+        raise RequestError(f"{key}: {file} lists no files, so the dataset cannot be read")
+    if outside := [name for name in names if not _is_name(name)]:
+        raise RequestError(f"{key}: {file} lists {str(outside[0])[:200]!r}, which is not a file name in this directory")
     files = [path / str(name) for name in names]
     if gone := [each.name for each in files if not each.is_file()]:
-        raise RequestError(f"{key}: {path} is not complete: {', '.join(gone[:3])} are missing")
+        raise RequestError(f"{key}: {path} is incomplete; missing: {', '.join(gone[:3])}")
     if odd := [each.name for each in files if suffix_of(each) != ".arrow"]:
         raise RequestError(f"{key}: {file} lists {odd[0]}, which is not an .arrow file")
     return files
