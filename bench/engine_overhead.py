@@ -31,7 +31,7 @@ from support.trainwright_side import RECIPE
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import optimizer_factory
-from trainwright.engine.policies.base import Gradients
+from trainwright.engine.policies.base import Gradients, Training
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
@@ -164,14 +164,9 @@ def measure(work: Path, pairs: int) -> int:
         events = EventLog(work / "run" / "events.jsonl" if world.is_main else None)
         steps = len(task.stream)
         trainer = Paired(
-            recipe=recipe,
-            recipe_text="",
-            task=task,
-            strategy=strategy,
+            Training(recipe, "", task, strategy, events),
             schedule=Schedule(recipe.optimizer, steps),
             checkpoints=Checkpoints(work / "checkpoints", keep_last=1, keep_best=False),
-            events=events,
-            max_steps=steps,
             stop_requested=lambda: False,
         )
         trainer.follow(bare, pairs)

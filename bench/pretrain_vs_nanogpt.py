@@ -35,6 +35,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.policies.base import Training
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
@@ -162,15 +163,11 @@ def measure(work: Path) -> int:
         dtype = DTYPES[recipe.train.mixed_precision]
         make = optimizer_factory(recipe.optimizer)
         strategy = build_strategy(Setup(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights))
+        events = EventLog(work / "run" / "events.jsonl" if world.is_main else None)
         trainer = Paired(
-            recipe=recipe,
-            recipe_text="",
-            task=task,
-            strategy=strategy,
+            Training(recipe, "", task, strategy, events),
             schedule=Schedule(recipe.optimizer, steps),
             checkpoints=Checkpoints(work / "checkpoints", keep_last=1, keep_best=False),
-            events=EventLog(work / "run" / "events.jsonl" if world.is_main else None),
-            max_steps=steps,
             stop_requested=lambda: False,
         )
         names = ("fp32", "bf16") if world.is_main else ()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import trainwright.launch.run_worker as worker
 from support.live_memory import LiveMemory, live_memory
+from trainwright.engine import trainer as engine
 from trainwright.engine.trainer import Trainer
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
@@ -95,18 +96,20 @@ class _Watched(Trainer):
         self.loading.close()
         super().__init__(*arguments, **named)
         type(self).batches = []
-        self.task.loss = self._marked("forward", self.task.loss)  # type: ignore[method-assign]
-        self.strategy.backward = self._marked("backward", self.strategy.backward)  # type: ignore[method-assign]
-        self.strategy.gradient_norm = self._marked("norm", self.strategy.gradient_norm)  # type: ignore[method-assign]
-        self.strategy.step = self._marked("optimizer", self.strategy.step)  # type: ignore[method-assign]
+        task, strategy, saving = self.task, self.strategy, self._checkpointing
+        task.loss = self._marked("forward", task.loss)  # type: ignore[method-assign]
+        strategy.backward = self._marked("backward", strategy.backward)  # type: ignore[method-assign]
+        strategy.gradient_norm = self._marked("norm", strategy.gradient_norm)  # type: ignore[method-assign]
+        strategy.step = self._marked("optimizer", strategy.step)  # type: ignore[method-assign]
+        saving.save = self._marked("checkpoint", saving.save)  # type: ignore[method-assign]
+        engine.export = self._marked("export", engine.export)
 
     def run(self, final: Path) -> bool:
         with self.live.phase("training"):
             return super().run(final)
 
     def _step(self) -> bool:
-        batch = self.task.stream.global_batch(self.progress.step)
-        dataset = self.task.stream.dataset
+        batch, dataset = self.task.stream.global_batch(self.progress.step), self.task.stream.dataset
         for micro in batch.for_rank(self.world.rank, self.world.size):
             lengths = [dataset.length(example) for example in micro.examples]
             self.batches.append(
@@ -119,14 +122,6 @@ class _Watched(Trainer):
     def _evaluate(self) -> bool:
         with self.live.phase("evaluation"):
             return super()._evaluate()
-
-    def _checkpoint(self, **named: Any) -> None:
-        with self.live.phase("checkpoint"):
-            super()._checkpoint(**named)
-
-    def _export(self, final: Path) -> None:
-        with self.live.phase("export"):
-            super()._export(final)
 
     def _marked(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

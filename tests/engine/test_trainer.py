@@ -264,7 +264,7 @@ class _SkipsTheFirst(StepPolicy):
 
 def test_a_skipped_spike_leaves_no_gradient_behind(make: Make) -> None:
     trainer, plain = (make(NO_DROPOUT, "train.skip_loss_spikes=6")[0] for _ in range(2))
-    trainer._policies.append(_SkipsTheFirst(trainer._training))
+    trainer._policies.append(_SkipsTheFirst(trainer.training))
     before = weights(trainer)
     trainer._step()
     assert_close(weights(trainer), before)
@@ -301,7 +301,7 @@ def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:
 def test_a_checkpoint_has_all_that_a_run_has_learnt_of_itself(make: Make) -> None:
     trainer, _ = make(NO_DROPOUT)
     trainer._step()
-    trainer._training.progress = Progress(
+    trainer.training.progress = Progress(
         step=3,
         tokens=7,
         target_tokens=5,

@@ -18,6 +18,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Record
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.policies.base import Training
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
@@ -118,15 +119,11 @@ def trainer_of(
     """
     recipe, task, strategy = built(world, [f"logging.run_directory={run}", *overrides])
     seen: list[Record] = []
+    events = EventLog(run / "events.jsonl" if world.is_main else None, [seen.append])
     trainer = Trainer(
-        recipe=recipe,
-        recipe_text="",
-        task=task,
-        strategy=strategy,
+        Training(recipe, "", task, strategy, events),
         schedule=Schedule(recipe.optimizer, len(task.stream)),
         checkpoints=Checkpoints(directory or run, keep_last=1, keep_best=False),
-        events=EventLog(run / "events.jsonl" if world.is_main else None, [seen.append]),
-        max_steps=len(task.stream),
         stop_requested=lambda: until is not None and trainer.progress.step + 1 >= until,
     )
     return trainer, seen

@@ -13,7 +13,6 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
-from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Step
 from trainwright.engine.measured import Measured
 from trainwright.engine.passes import Passes
@@ -22,11 +21,7 @@ from trainwright.engine.policies.builtin import GradientNoise, LossScale, LossSp
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.progress import EVALUATION, GENERATION, Progress
 from trainwright.engine.schedule import Schedule
-from trainwright.engine.task import Task
-from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import StopRequested
-from trainwright.recipe.loading import dump_recipe
-from trainwright.recipe.schema import Recipe
 
 # The number of steps, or examples, among which the largest is searched.
 _LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
@@ -45,44 +40,41 @@ class Trainer:
 
     Args:
         stop_requested: called after every step; true on any rank ends the run after a checkpoint.
-        keep_recipe: called on every rank with a changed recipe and the reason; returns its text.
         updating: called before the weights are changed.
         change_asked: called on rank 0 after a checkpoint; true ends the run there, to continue with another plan. None:
             never.
         policies: the step policies of the recipe, called after the built-in ones.
     """
 
-    recipe: Recipe
-    recipe_text: str
-    task: Task
-    strategy: Strategy
+    training: Training
     schedule: Schedule
     checkpoints: Checkpoints
-    events: EventLog
-    max_steps: int
     stop_requested: Callable[[], bool]
-    keep_recipe: Callable[[Recipe, str], str] = lambda recipe, reason: dump_recipe(recipe)
     updating: Callable[[], None] = lambda: None
     change_asked: Callable[[], bool] | None = None
     policies: Sequence[Callable[[Training], StepPolicy]] = ()
 
     def __post_init__(self) -> None:
-        self.world = self.strategy.world
-        self._told_of_room = False
-        self._training = Training(
-            self.recipe, self.recipe_text, self.task, self.strategy, self.events, Progress(), self.keep_recipe
-        )
-        self._halving = Halving(self._training)
+        training = self.training
+        self.task, self.strategy, self.events = training.task, training.strategy, training.events
+        self.world = training.world
+        self._memory_warned = False
+        self._halving = Halving(self.training)
         ours = (LossScale, GradientNoise, LossSpikes)
-        self._policies = [self._halving, *(policy(self._training) for policy in (*ours, *self.policies))]
-        self._checkpointing = Checkpointing(self._training, self.checkpoints, self._policies)
-        self._passes = Passes(self._training, self._halving, self._policies, self._asked)
+        self._policies = [self._halving, *(policy(self.training) for policy in (*ours, *self.policies))]
+        self._checkpointing = Checkpointing(self.training, self.checkpoints, self._policies)
+        self._passes = Passes(self.training, self._halving, self._policies, self._asked)
         self._measured = Measured(self.world.device)
 
     @property
     def progress(self) -> Progress:
         """Return the progress of the run."""
-        return self._training.progress
+        return self.training.progress
+
+    @property
+    def max_steps(self) -> int:
+        """Return the number of steps of the run."""
+        return len(self.task.stream)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Load the state of a checkpoint. Raises RequestError if it has other examples or other frozen weights."""
@@ -111,11 +103,11 @@ class Trainer:
             self.progress.pending = EVALUATION
         self._evaluate()
         self.strategy.module.train()
-        self.events.announce("compiling" if self.recipe.train.compile is True else "the first step")
+        self.events.announce("compiling" if self.training.recipe.train.compile is True else "the first step")
         while self.progress.step < self.max_steps:
             said = self._step()
             last = self.progress.step == self.max_steps
-            every = self.recipe.evaluate.every
+            every = self.training.recipe.evaluate.every
             if last or (every is not None and self.progress.step % every == 0):
                 self.progress.pending = EVALUATION
             if said.stop:
@@ -152,7 +144,7 @@ class Trainer:
         return True
 
     def _fullest_step(self) -> int:
-        looked_at = min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.recipe.train.global_batch_size)
+        looked_at = min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.training.recipe.train.global_batch_size)
         return self.task.stream.fullest(max(1, looked_at))
 
     def _step(self) -> _StepResult:
@@ -192,7 +184,7 @@ class Trainer:
 
         torch's ``clip_grad_norm_`` is not used, because the norm is a sum over the shards of all ranks.
         """
-        limit = self.recipe.optimizer.max_grad_norm
+        limit = self.training.recipe.optimizer.max_grad_norm
         return 1.0 if limit is None or norm <= limit else limit / norm
 
     def _record(
@@ -230,7 +222,7 @@ class Trainer:
             self.events.announce("evaluating", step)
             begun = time.monotonic()
             metrics = evaluate(
-                self.task, self.strategy, functools.partial(self._halving.evaluation, step), self._tell_of_room
+                self.task, self.strategy, functools.partial(self._halving.evaluation, step), self._warn_low_memory
             )
             self.events.emit(Evaluate(step=step, metrics=metrics, seconds=time.monotonic() - begun))
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
@@ -240,14 +232,14 @@ class Trainer:
             progress.pending = GENERATION
             if self.task.prompts:
                 self.events.announce("generating samples", step)
-            for prompt, text in generate(self.task, self.strategy, self._tell_of_room):
+            for prompt, text in generate(self.task, self.strategy, self._warn_low_memory):
                 self.events.emit(Generate(step=step, prompt=prompt, text=text))
             progress.pending = None
-        return improved and self.recipe.checkpoint.keep_best is True
+        return improved and self.training.recipe.checkpoint.keep_best is True
 
-    def _tell_of_room(self, reason: str) -> None:
-        if not self._told_of_room:
-            self._told_of_room = True
+    def _warn_low_memory(self, reason: str) -> None:
+        if not self._memory_warned:
+            self._memory_warned = True
             action = "texts are generated by gathering the weights in every pass, which is slower"
             self.events.emit(Fault(kind="memory", rank=0, detail=reason, action=action, step=self.progress.step))
 

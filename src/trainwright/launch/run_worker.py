@@ -18,6 +18,7 @@ from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Fault, Notice, Observer, Start
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.policies.base import Training
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
@@ -111,18 +112,12 @@ def run_worker(
             keep_last=recipe.checkpoint.keep_last,
             keep_best=recipe.checkpoint.keep_best is True,
         )
-        max_steps = len(task.stream)
+        keep_recipe = functools.partial(_keep_recipe, run, world)
         trainer = Trainer(
-            recipe=recipe,
-            recipe_text=recipe_text,
-            task=task,
-            strategy=strategy,
-            schedule=Schedule(recipe.optimizer, max_steps),
+            Training(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
+            schedule=Schedule(recipe.optimizer, len(task.stream)),
             checkpoints=checkpoints,
-            events=events,
-            max_steps=max_steps,
             stop_requested=stop_requested,
-            keep_recipe=functools.partial(_keep_recipe, run, world),
             updating=lambda: set_fresh(False),
             change_asked=functools.partial(is_replan_asked, run) if may_change else None,
             policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],

@@ -7,7 +7,7 @@ out-of-memory halving, the loss scale of fp16, the gradient noise scale, and los
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainwright.data.stream.stream import GlobalBatch
@@ -16,6 +16,7 @@ from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.progress import Progress
 from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Strategy
+from trainwright.parallel.world import World
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -57,6 +58,7 @@ class Training:
     """A run in progress: what a policy may read, and ``progress``, which it may change.
 
     Attributes:
+        recipe: changed by out-of-memory halving.
         recipe_text: saved in checkpoints.
         keep_recipe: called on every rank with a changed recipe and the reason; returns its text.
     """
@@ -66,8 +68,13 @@ class Training:
     task: Task
     strategy: Strategy
     events: EventLog
-    progress: Progress
+    progress: Progress = field(default_factory=Progress)
     keep_recipe: Callable[[Recipe, str], str] = lambda recipe, reason: dump_recipe(recipe)
+
+    @property
+    def world(self) -> World:
+        """Return the processes of the run."""
+        return self.strategy.world
 
 
 class StepPolicy:
