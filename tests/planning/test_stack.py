@@ -134,3 +134,15 @@ def test_keys_and_values_that_are_cached_stay_to_the_end_of_the_step() -> None:
     more = [held(Stack(caches_keys=True), choice).phases[name] - held(OWN, choice).phases[name]
             for name in ("forward", "backward", "optimizer")]  # fmt: skip
     assert more == [cached, cached, 0]
+
+
+@pytest.mark.parametrize(("loss", "width"), [("full", 4), ("narrow", 2), ("chunked", 0)])
+def test_what_a_forward_pass_returned_stays_until_the_next_one_has_returned(loss: Any, width: int) -> None:
+    choice = replace(SHARDED, gradient_accumulation_steps=1)
+    plain = Stack(loss=loss, caches_keys=True)
+    before, after = held(plain, choice), held(replace(plain, keeps_outputs=True), choice)
+    tokens = 2 * 1024
+    cached = ARCHITECTURE.layers * tokens * 2 * ARCHITECTURE.key_value_width * 2
+    more = {name: after.phases[name] - before.phases[name] for name in before.phases}
+    assert more.pop("forward") == tokens * ARCHITECTURE.vocabulary * width + cached
+    assert not any(more.values())

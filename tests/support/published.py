@@ -108,7 +108,8 @@ def _is_need(figure: dict[str, Any]) -> bool:
     it keeps blocks of every size that came by, and gives them back before it fails."""
     if figure.get("attention") == "math":  # all scores in memory, which nothing here has
         return False
-    return figure["measured"]["memory_kind"] == "allocated" or bool(figure["packed"])
+    even = bool(figure["packed"]) and not figure.get("varied")
+    return figure["measured"]["memory_kind"] == "allocated" or even
 
 
 def _verdict(needed: int, usable: int, errors: Interval) -> Verdict:
@@ -166,6 +167,8 @@ def _stack(figure: dict[str, Any]) -> Stack:
         sums_whole=figure["stack"] in _SUM_WHOLE,
         cuts_scales=figure["stack"] == "torchtune",
         caches_keys=bool(figure.get("caches_keys")),
+        keeps_outputs=bool(figure.get("keeps_outputs")),
+        experts=figure.get("experts", "grouped"),
         holds_inputs=figure["stack"] in _ON_PEFT and figure.get("fsdp", 1) == 1,
     )
 

@@ -13,6 +13,7 @@ from trainwright.parallel.zero.spec import BUCKET_ELEMENTS
 
 Attention = Literal[1, 2, 3, "early"]
 Loss = Literal["chunked", "full", "narrow", "freed", "fused", "widened"]
+Experts = Literal["grouped", "sliced", "permuted", "padded"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Stack:
     weights, and its gradient, stay until the end of the backward pass (FSDP1's
     _register_post_backward_reshard_only_hook, which holds the inputs). ``caches_keys``: keys and values of all blocks
     are kept, as for generation (transformers' use_cache, which its own recomputation disables and others do not).
+    ``keeps_outputs``: what a forward pass returns, its logits and cached keys, stays until the next one has returned (a
+    loop that binds it to the same name every time). ``experts``: how the products of experts are computed. "grouped":
+    in one kernel; "sliced": one after another, each with a slice of one matrix, whose gradient has the size of all
+    experts (transformers 4, granitemoe); "permuted": in one kernel, with one more copy of the rows for a number of each
+    expert that is a multiple of eight, and scores in fp32; a compiler leaves the copies alone (torchtitan in 2025,
+    models/moe/utils.py); "padded": at once, every expert with as many rows as the longest has, which are all tokens as
+    long as the router is as it was drawn (KempnerForge, model/moe.py).
     """
 
     kept: int = 4
@@ -63,6 +71,8 @@ class Stack:
     cuts_scales: bool = False
     holds_inputs: bool = False
     caches_keys: bool = False
+    keeps_outputs: bool = False
+    experts: Experts = "grouped"
 
     @property
     def state_bytes(self) -> float:

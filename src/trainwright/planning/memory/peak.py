@@ -121,6 +121,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         beside=_cached(setting),
         trained=workload.trained,
         counts=by_unit(held),
+        before=_returned(setting),
     )
     model = memory_model(choice.strategy)(held, setting, choice, workload.optimizer)
     flow = model.flow()
@@ -163,6 +164,15 @@ def _cached(setting: Setting) -> int:
     """Return the bytes of a block's keys and values if the program caches them as for generation."""
     each = 2 * setting.architecture.key_value_width * setting.width
     return setting.batch.tokens * each if setting.stack.caches_keys else 0
+
+
+def _returned(setting: Setting) -> int:
+    """Return the bytes of what a forward pass returns if the program keeps it until the next one has returned."""
+    if not setting.stack.keeps_outputs:
+        return 0
+    a, stack = setting.architecture, setting.stack
+    each = {"full": 4, "narrow": setting.width}.get(stack.loss, 0)
+    return setting.batch.tokens * a.vocabulary * each + a.layers * _cached(setting)
 
 
 def _recomputed(choice: Choice, cluster: Cluster) -> str | int:

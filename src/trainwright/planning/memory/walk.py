@@ -102,7 +102,8 @@ class Walk:
     ``parts``: passes of its first micro-batch, ``later``: of all others. ``width``: bytes per element of the gradients
     that autograd makes. ``moved``: saved activations of blocks are in the host's memory, except the results that
     selective recomputation keeps (models/recompute.py). ``trained``: unit and name of the parameters that have
-    gradients; None: of all. ``counts``: numbers of elements and of trained elements of each unit, from -1.
+    gradients; None: of all. ``counts``: numbers of elements and of trained elements of each unit, from -1. ``before``:
+    bytes of what the previous pass returned, which stay until the forward pass is over.
     """
 
     parts: Passes
@@ -114,6 +115,7 @@ class Walk:
     beside: int = 0
     trained: frozenset[tuple[int, str]] | None = None
     counts: tuple[tuple[int, int], ...] = ()
+    before: int = 0
     forward: Peak = field(default_factory=Peak)
     backward: Peak = field(default_factory=Peak)
     evaluation: Peak = field(default_factory=Peak)
@@ -162,9 +164,9 @@ class Walk:
     def _forwards(self, flow: Flow, parts: Passes) -> None:
         peak = self.forward
         embedding = parts.embedding
-        peak.note(flow.forward(-1), 0, 0)
-        peak.note(flow.held, 0, embedding.forward_peak)
-        kept = embedding.kept
+        peak.note(flow.forward(-1), self.before, 0)
+        peak.note(flow.held, self.before, embedding.forward_peak)
+        kept = self.before + embedding.kept
         held = embedding.held
         if embedding.holds_output and parts.blocks and not parts.blocks[0].keeps_input:
             held += embedding.output

@@ -6,6 +6,8 @@ from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.elementary import (
     add,
     as_tensor,
+    cat,
+    contiguous,
     from_input,
     from_result,
     gather,
@@ -13,11 +15,12 @@ from trainwright.planning.operations.elementary import (
     mul,
     scale,
     shift,
+    slices,
     split,
     to,
     view,
 )
-from trainwright.planning.operations.layers import activation, expand, linear, mlp, softmax
+from trainwright.planning.operations.layers import activation, expand, linear, linear_of, mlp, softmax
 from trainwright.planning.operations.scores import repeat
 from trainwright.planning.operations.shapes import Device
 from trainwright.planning.operations.tape import Parameter, Tape, Tensor
@@ -32,7 +35,6 @@ def sparse_mlp(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, to
         return view(tape, _every_expert(tape, a, hidden, weights, tokens))
     shared = mlp(tape, a, hidden, weights, "shared.") if a.shared_intermediate else None
     scores, indices = _route(tape, a, hidden, weights, tokens)
-    tape.operation = "experts"
     out = _experts(tape, a, hidden, scores, indices, weights, tokens)
     if shared is not None:
         tape.operation = "shared_gate"
@@ -82,14 +84,37 @@ def _every_expert(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights,
     scores = to(tape, from_result(tape, to(tape, kept, _FP32)), hidden.width)
     tape.operation = "experts"
     states = mul(tape, repeat(tape, hidden, a.experts), scores)
-    out = grouped_linear(tape, states, weights["experts.gate_up"], a.experts)
-    del states
-    gate, up = split(tape, out, [out.numel // 2] * 2)
-    out = mul(tape, up, activation(tape, gate, a.activation))
-    del gate, up
-    out = grouped_linear(tape, out, weights["experts.down"], a.experts)
+    if weights.stack.expert_linears:
+        out = _one_by_one(tape, a, states, weights)
+        del states
+    else:
+        out = grouped_linear(tape, states, weights["experts.gate_up"], a.experts)
+        del states
+        gate, up = split(tape, out, [out.numel // 2] * 2)
+        out = mul(tape, up, activation(tape, gate, a.activation))
+        del gate, up
+        out = grouped_linear(tape, out, weights["experts.down"], a.experts)
     shared = mlp(tape, a, hidden, weights, "shared.")
     return add(tape, shared, _sum_of_each(tape, out, tokens * a.hidden))
+
+
+def _one_by_one(tape: Tape, a: Architecture, states: Tensor, weights: Weights) -> Tensor:
+    """Run experts that are linear modules, each on its part of the rows (Axolotl, monkeypatch/models/llama4)."""
+    made = []
+    for piece in slices(tape, states, [states.numel // a.experts] * a.experts):
+        gate, up = (_of_one(tape, a, piece, weights, "experts.gate_up", 2) for _ in range(2))
+        out = mul(tape, up, activation(tape, gate, a.activation))
+        del gate, up
+        made.append(_of_one(tape, a, out, weights, "experts.down", 1))
+    return _copied(tape, made, states.numel)
+
+
+def _of_one(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, parts: int) -> Tensor:
+    """Multiply by one expert's part of the matrix called ``name``, which has ``parts`` of them for each expert."""
+    whole = weights[name]
+    one = Parameter(name, whole.n // (parts * a.experts), whole.k, whole.width, whole.trainable)
+    one.quantised = whole.quantised
+    return linear_of(one, weights.stack)(tape, x, one)
 
 
 def _gated(tape: Tape, a: Architecture, gate: Tensor, up: Tensor) -> Tensor:
@@ -115,24 +140,74 @@ def _with_bias(tape: Tape, out: Tensor, bias: Parameter | None, indices: Tensor,
 def _experts(
     tape: Tape, a: Architecture, hidden: Tensor, scores: Tensor, indices: Tensor, weights: Weights, tokens: int
 ) -> Tensor:
-    selected = tokens * a.experts_per_token
+    form, count, selected = weights.stack.experts, a.experts, tokens * a.experts_per_token
+    product = sliced_linear if form == "sliced" else grouped_linear
+    tape.operation = "dispatch"
     sorted_ids, order = tape.new(selected, _INT64), tape.new(selected, _INT64)
     of_token = tape.new(selected, _INT64)
     states = gather(tape, hidden, selected * a.hidden, of_token)
     sample_weights = gather(tape, scores, selected, order)
     histogram = tape.new(selected, _FP32)
-    out = grouped_linear(tape, states, weights["experts.gate_up"], a.experts)
-    out = _with_bias(tape, out, weights.bias("experts.gate_up"), sorted_ids, a.experts)
-    gate, up = split(tape, out, [selected * a.expert_intermediate] * 2)
+    if form == "padded":
+        states = _placed(tape, states, count, count * tokens * a.hidden)
+    elif form == "permuted":
+        states = gather(tape, contiguous(tape, states), states.numel, of_token)
+    tape.operation = "experts"
+    out = product(tape, states, weights["experts.gate_up"], count)
+    out = _with_bias(tape, out, weights.bias("experts.gate_up"), sorted_ids, count)
+    gate, up = split(tape, out, [out.numel // 2] * 2)
     out = _gated(tape, a, gate, up)
     del gate, up
-    out = grouped_linear(tape, out, weights["experts.down"], a.experts)
-    out = _with_bias(tape, out, weights.bias("experts.down"), sorted_ids, a.experts)
-    weighted = mul(tape, out, sample_weights)
+    out = product(tape, out, weights["experts.down"], count)
+    out = _with_bias(tape, out, weights.bias("experts.down"), sorted_ids, count)
+    tape.operation = "dispatch"
+    if form == "padded":
+        out = _placed(tape, out, count, selected * a.hidden)
+    elif form == "permuted":
+        out = contiguous(tape, out)
+    weighted = _weighted(tape, out, sample_weights, wide=form == "permuted")
     back = tape.new(selected, _INT64)
     weighted = gather(tape, weighted, weighted.numel, back)
     del sorted_ids, histogram, indices
     return _sum_of_each(tape, weighted, tokens * a.hidden)
+
+
+def _weighted(tape: Tape, out: Tensor, scores: Tensor, wide: bool) -> Tensor:
+    """Multiply the rows of ``out`` by their scores; ``wide``: in fp32."""
+    if not wide:
+        return mul(tape, out, scores)
+    return to(tape, mul(tape, to(tape, out, _FP32), to(tape, scores, _FP32)), out.width)
+
+
+def _placed(tape: Tape, x: Tensor, experts: int, numel: int) -> Tensor:
+    """Copy the rows of each expert into their place in zeros of ``numel`` elements."""
+    rows = min(x.numel, numel) // experts
+    return _copied(tape, slices(tape, x, [rows] * experts), numel)
+
+
+def _copied(tape: Tape, pieces: list[Tensor], numel: int) -> Tensor:
+    """Copy ``pieces`` into zeros of ``numel`` elements, one after another.
+
+    In the backward pass each copy into a place copies the whole gradient (torch/csrc/autograd/functions/tensor.cpp,
+    CopySlices).
+    """
+    out = tape.new(numel, pieces[0].width)
+    tape.launch("copy", 0, out.bytes)
+    for piece in pieces:
+        tape.launch("copy", piece.bytes, piece.bytes)
+
+    sizes = [piece.numel for piece in pieces]
+
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        made: list[Tensor | None] = []
+        for size in sizes:
+            grad = contiguous(tape, grad)
+            part = tape.new(size, grad.width)
+            tape.launch("copy", part.bytes, part.bytes)
+            made.append(part)
+        return made
+
+    return tape.derive(out, pieces, apply)
 
 
 def _sum_of_each(tape: Tape, x: Tensor, numel: int) -> Tensor:
@@ -185,6 +260,41 @@ def grouped_linear(tape: Tape, x: Tensor, weight: Parameter, experts: int) -> Te
             kept.get()
             of_weight = tape.new(weight.numel, width)
             tape.product(n, k, each, width, experts, transposed=True)
+        return [of_x, of_weight]
+
+    return tape.derive(out, [x, weight], apply)
+
+
+def sliced_linear(tape: Tape, x: Tensor, weight: Parameter, experts: int) -> Tensor:
+    """Multiply each expert's rows of ``x`` by its slice of the matrix, one product after another.
+
+    The gradient of a slice is one of the whole matrix: zeros, into which it is copied, that are added up.
+    """
+    pieces = split(tape, x, [x.numel // experts] * experts)
+    return cat(tape, [_slice_linear(tape, piece, weight, weight.n // experts) for piece in pieces])
+
+
+def _slice_linear(tape: Tape, x: Tensor, weight: Parameter, n: int) -> Tensor:
+    k, width, rows = weight.k, x.width, x.numel // weight.k
+    wants_x = tape.wants(x)
+    kept = tape.save(x) if tape.grad and weight.trainable else None
+    if wants_x:
+        tape.save(None)
+    out = tape.new(rows * n, width)
+    tape.product(rows, n, k, width)
+
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        of_x = of_weight = None
+        if wants_x:
+            of_x = tape.new(rows * k, width)
+            tape.product(rows, k, n, width)
+        if kept is not None:
+            kept.get()
+            part = tape.new(n * k, width)
+            tape.product(n, k, rows, width, transposed=True)
+            of_weight = tape.new(weight.numel, width)
+            tape.launch("copy", 0, of_weight.bytes)
+            tape.launch("copy", part.bytes, part.bytes)
         return [of_x, of_weight]
 
     return tape.derive(out, [x, weight], apply)

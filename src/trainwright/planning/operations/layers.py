@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from trainwright.planning.architectures.architecture import Architecture
@@ -26,6 +27,7 @@ from trainwright.planning.operations.elementary import (
 )
 from trainwright.planning.operations.tape import Parameter, Storage, Tape, Tensor
 from trainwright.planning.operations.weights import Weights
+from trainwright.planning.stack import Stack
 
 _FP32 = 4
 
@@ -72,10 +74,15 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = No
     return view(tape, out)
 
 
+def linear_of(weight: Parameter, stack: Stack) -> Callable[..., Tensor]:
+    """Return the product with ``weight``, which is dequantized for it if it is quantized."""
+    return linear if weight.quantised == "none" else partial(_expanded_linear, saves_x=stack.saves_inputs)
+
+
 def project(tape: Tape, x: Tensor, weights: Weights, name: str) -> Tensor:
     """Multiply ``x`` by the matrix called ``name``, and add the output of its adapter, if any (peft/tuners/lora)."""
     weight, adapter = weights[name], weights.adapter
-    base = linear if weight.quantised == "none" else partial(_expanded_linear, saves_x=weights.stack.saves_inputs)
+    base = linear_of(weight, weights.stack)
     result = base(tape, x, weight, weights.bias(name))
     if adapter is None or f"{name}.lora_A" not in weights.parameters:
         return result

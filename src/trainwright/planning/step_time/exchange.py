@@ -12,8 +12,6 @@ from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
 from trainwright.planning.workload import Choice
 
 _SMALL = 64  # bytes that processes exchange after every step
-# DeepSpeed gathers each matrix separately, and its hooks around every module take Python time.
-_MATRICES_OF_A_BLOCK = 7
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class Exchange:
     """Predict the time of a choice's collectives.
 
     ``hidden``: the share of a collective that can overlap with computation. ``exchanged``: bytes per element of reduced
-    gradients. ``sums_whole``: FSDP reduces only in the last micro-batch of a step.
+    gradients. ``sums_whole``: FSDP reduces only in the last micro-batch of a step. ``matrices``: of a block, each of
+    which DeepSpeed gathers separately; its hooks around every module take Python time.
     """
 
     choice: Choice
@@ -44,6 +43,7 @@ class Exchange:
     hidden: float
     exchanged: int = 4
     sums_whole: bool = False
+    matrices: int = 7
 
     def exposed(self, units: Sequence[Unit]) -> float:
         """Return the seconds of a step in which a device waits for others. ``units``: that outside the blocks first."""
@@ -91,7 +91,7 @@ class Exchange:
     def _sharded(self, units: Sequence[Unit]) -> float:
         choice = self.choice
         group = self._group(choice.shards)
-        messages = _MATRICES_OF_A_BLOCK if choice.spec.hooks_modules else 1
+        messages = self.matrices if choice.spec.hooks_modules else 1
 
         def gathered(unit: Unit) -> float:
             part = unit.parameters * self.width / messages

@@ -26,6 +26,8 @@ from trainwright.planning.step_time.update import Update
 from trainwright.planning.step_time.work import Pricing, Work
 from trainwright.planning.workload import Adapter, Choice, MixedPrecision, Workload
 
+# Matrices of a block: query, key, value, output; gate, up and down, or the router.
+_ATTENTION_AND_MLP, _ATTENTION_AND_ROUTER = 7, 5
 _PEAK: dict[MixedPrecision, tuple[str, ...]] = {"no": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}
 
 
@@ -126,7 +128,9 @@ class _Step:
         computed = (passed + again + ends + reference) * passes_a_step
         stack = self.stack
         hidden = self.speeds.overlap
-        exchange = Exchange(choice, self.rates, self.width, self.per_node, hidden, stack.exchanged, stack.sums_whole)
+        exchange = Exchange(
+            choice, self.rates, self.width, self.per_node, hidden, stack.exchanged, stack.sums_whole, self._matrices()
+        )
         units = self._units(run, forward, backward)
         kept = sum(part.kept for part in run.blocks)
         parts = {
@@ -208,6 +212,15 @@ class _Step:
     def _counts(self) -> tuple[tuple[int, int], ...]:
         """Return the numbers of parameters and of trained parameters, outside the blocks and of each block."""
         return by_unit(self._inventory())
+
+    def _matrices(self) -> int:
+        """Return the number of matrices of a block that are modules' own: of an expert three, if it has its own."""
+        a = self.workload.architecture
+        return (
+            _ATTENTION_AND_MLP
+            if not (self.stack.expert_linears and a.experts)
+            else _ATTENTION_AND_ROUTER + 3 * a.experts
+        )
 
     def _inventory(self) -> Inventory:
         w = self.workload

@@ -99,7 +99,7 @@ class Pricing:
                 many += 1
             elif kernel.operation == "loss":
                 few += 1  # counted as a whole, by the number of logits
-            elif kernel.kind == "expansion":
+            elif kernel.kind == "expansion" or (kernel.operation == "dispatch" and self.stack.experts == "permuted"):
                 whole += self.traffic(kernel.kind, kernel.read + kernel.written)
                 many += 1
             else:
