@@ -43,6 +43,8 @@ _ALLOWED = {
 # Of the package, the files outside of machine/ that may, and why.
 _MEASURING = {
     "doctor/calibrate.py": "what other programs use while this machine is measured",
+    "doctor/checks/network/interfaces.py": "where the name of this machine leads",
+    "doctor/checks/system/cores.py": "the speed of each core",
     "engine/measured.py": "what a run has had",
     "engine/out_of_memory.py": "what was free when memory ran out",
     "launch/group/members.py": "whether members of one job share cores",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from trainwright.api.collecting import Collected, collect
+from trainwright.api.doctor.explaining import Diagnosis, explain
+from trainwright.api.doctor.machine import MachineReport, check_machine
 from trainwright.api.evaluation import Evaluation, evaluate
 from trainwright.api.generation import generate
 from trainwright.api.merging import Merged, merge
@@ -19,15 +21,19 @@ __all__ = [
     "Ablation",
     "Collected",
     "Comparison",
+    "Diagnosis",
     "Evaluation",
+    "MachineReport",
     "Merged",
     "Plan",
     "Recipe",
     "Run",
     "Upload",
     "ablate",
+    "check_machine",
     "collect",
     "evaluate",
+    "explain",
     "export",
     "generate",
     "merge",

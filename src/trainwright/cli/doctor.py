@@ -1,85 +1,143 @@
-"""``trainwright doctor``: find out why a run failed."""
+"""``trainwright doctor``: check this machine, or find out why a run failed."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.errors import EXIT_TRAINING, RequestError
+from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, RequestError
 from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.diagnosis.explain import Diagnosis, Finding
+    from trainwright.diagnosis.run_logs import LogText
 
 
 def doctor(
+    checks: Annotated[
+        list[str] | None, typer.Argument(metavar="[CHECK]...", help="Only these checks. Default: all.")
+    ] = None,
     explain: Annotated[
-        str,
-        typer.Option(metavar="LOG", help="Explain the errors in this log of a run, of any program; -: standard input."),
-    ],
+        str | None,
+        typer.Option(
+            metavar="LOG",
+            help="Explain the errors in this log of a run, of any program, or in all logs of this run directory; "
+            "-: standard input.",
+        ),
+    ] = None,
+    ports: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--port",
+            min=1,
+            max=65535,
+            help="A port that has to be free; can be given several times. Default: MASTER_PORT, or torchrun's 29500.",
+        ),
+    ] = None,
+    directories: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--directory",
+            metavar="DIRECTORY",
+            help="Measure the disk of this directory; can be given several times. Default: the working directory, the "
+            "cache and the temporary directory.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say why a run failed and what to do, from its log.
+    """Check this machine; or say why a run failed and what to do, from its log.
 
-    Known are the usual errors of training on GPUs and several machines. If a log has several, the cause is told from
-    what follows from it. An error that is not known is shown as it is.
+    The checks: versions that fit each other, drivers, compilers, kernels, limits, disks, ports, interfaces, variables
+    of NCCL, the health of GPUs, and two processes that train with every strategy or fail on purpose. They change
+    nothing, and no further check begins when time is up: at most two minutes on a CPU, ten with GPUs. Each finding has
+    its fix.
 
-    Ends with 0: explained, or no error found, 4: the error is not known, 2: the log cannot be read.
+    With --explain: known are the usual errors of training on GPUs and several machines. If a log has several, the cause
+    is told from what follows from it. An error that is not known is shown as it is.
+
+    Ends with 0: nothing is broken, or explained, 3: something on this machine is broken, 4: the error is not known, 2:
+    no such check, or the log cannot be read, 75: stopped.
     """
-    from trainwright.diagnosis.explain import explain as diagnose
+    if explain is None:
+        _check_machine(tuple(checks or ()), tuple(ports or ()), tuple(directories or ()), as_json)
+    elif checks or ports or directories:
+        raise RequestError("--explain reads a log and checks nothing; pass no checks, --port or --directory with it")
+    else:
+        _explain(explain, as_json)
 
-    diagnosis = diagnose(_read(explain))
+
+def _check_machine(
+    checks: tuple[str, ...], ports: tuple[int, ...], directories: tuple[str, ...], as_json: bool
+) -> None:
+    from trainwright.api.doctor.machine import MachineAsked, examine_machine
+
+    report = examine_machine(MachineAsked(checks, ports, directories))
     if as_json:
         import json
 
-        say(json.dumps(_values(diagnosis), indent=2), wrap=False)
+        say(json.dumps(report.values(), indent=2), wrap=False)
     else:
-        for line in _lines(diagnosis):
+        for line in report.lines():
+            say(line)
+    if report.is_broken:
+        raise typer.Exit(EXIT_MACHINE)
+
+
+def _explain(source: str, as_json: bool) -> None:
+    from trainwright.diagnosis.explain import explain as diagnose
+
+    log = _read(source)
+    diagnosis = diagnose(log.text)
+    if as_json:
+        import json
+
+        say(json.dumps(_values(diagnosis, log), indent=2), wrap=False)
+    else:
+        for line in _lines(diagnosis, log):
             say(line)
     if diagnosis.is_unknown_first:
         raise typer.Exit(EXIT_TRAINING)
 
 
-def _read(log: str) -> str:
+def _read(source: str) -> LogText:
     """Return the text of a log, whatever bytes it has."""
-    if log == "-":
-        return sys.stdin.buffer.read().decode("utf-8", errors="replace")
-    try:
-        return Path(log).read_bytes().decode("utf-8", errors="replace")
-    except OSError as error:
-        raise RequestError(f"--explain: {log}: {error.strerror or error}; pass the log file of a run") from None
+    from trainwright.api.doctor.explaining import read_log
+    from trainwright.diagnosis.run_logs import LogText
+
+    if source == "-":
+        return LogText(sys.stdin.buffer.read().decode("utf-8", errors="replace"))
+    return read_log(source)
 
 
-def _lines(diagnosis: Diagnosis) -> list[str]:
+def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
     lines: list[str] = []
     cause, unknown = diagnosis.cause, diagnosis.unknown
     if cause is not None:
-        lines += _explanation(diagnosis, cause)
+        lines += _explanation(diagnosis, cause, log)
     elif unknown is not None and diagnosis.is_unknown_first:
         from trainwright.diagnosis.explain import shortened
 
-        place = _place(unknown.number, [] if unknown.rank is None else [unknown.rank])
+        place = _place(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
         lines += [f"not a known error ({place}):", f"  {shortened(unknown.text)}"]
     else:
         lines.append("no known error found")
     if diagnosis.followed:
-        lines += ["followed by:" if cause or unknown else "found:", *map(_short, diagnosis.followed)]
+        lines += ["followed by:" if cause or unknown else "found:", *(_short(one, log) for one in diagnosis.followed)]
     if diagnosis.signs:
-        lines += ["also seen:", *map(_short, diagnosis.signs)]
+        lines += ["also seen:", *(_short(one, log) for one in diagnosis.signs)]
     if cause is not None and unknown is not None:
         from trainwright.diagnosis.explain import shortened
 
-        lines.append(f"also there, and not known: line {unknown.number}: {shortened(unknown.text)}")
+        lines.append(f"also there, and not known: {_place(log, unknown.number, [])}: {shortened(unknown.text)}")
     return lines
 
 
-def _explanation(diagnosis: Diagnosis, cause: Finding) -> list[str]:
+def _explanation(diagnosis: Diagnosis, cause: Finding, log: LogText) -> list[str]:
     said = "only a consequence is in this log" if diagnosis.is_only_follow_up else "cause"
     return [
-        f"{said}: {cause.error.title} [{cause.error.name}] ({_place(cause.line.number, cause.ranks)})",
+        f"{said}: {cause.error.title} [{cause.error.name}] ({_place(log, cause.line.number, cause.ranks)})",
         f"  {cause.excerpt}",
         f"why:    {cause.error.cause}",
         *(f"here:   {detail}" for detail in diagnosis.details),
@@ -87,43 +145,56 @@ def _explanation(diagnosis: Diagnosis, cause: Finding) -> list[str]:
     ]
 
 
-def _short(finding: Finding) -> str:
-    return f"  {finding.error.title} [{finding.error.name}] ({_place(finding.line.number, finding.ranks)})"
+def _short(finding: Finding, log: LogText) -> str:
+    return f"  {finding.error.title} [{finding.error.name}] ({_place(log, finding.line.number, finding.ranks)})"
 
 
-def _place(number: int, ranks: list[int]) -> str:
+def _place(log: LogText, number: int, ranks: list[int]) -> str:
     from trainwright.diagnosis.details import ranks_in_words
 
-    return f"{ranks_in_words(ranks)}, line {number}" if ranks else f"line {number}"
+    file, line = log.place(number)
+    where = f"line {line}" if file is None else f"line {line} of {file}"
+    return f"{ranks_in_words(ranks)}, {where}" if ranks else where
 
 
-def _values(diagnosis: Diagnosis) -> dict[str, Any]:
+def _values(diagnosis: Diagnosis, log: LogText) -> dict[str, Any]:
     cause, unknown = diagnosis.cause, diagnosis.unknown
     return {
         "cause": None
         if cause is None
-        else {**_finding(cause), "cause": cause.error.cause, "details": diagnosis.details, "fixes": cause.error.fixes},
+        else {
+            **_finding(cause, log),
+            "cause": cause.error.cause,
+            "details": diagnosis.details,
+            "fixes": cause.error.fixes,
+        },
         "is_only_follow_up": diagnosis.is_only_follow_up,
         "unknown": None
         if unknown is None
         else {
             "text": unknown.text,
-            "line": unknown.number,
+            **_line(log, unknown.number),
             "rank": unknown.rank,
             "is_cause": diagnosis.is_unknown_first,
         },
-        "followed": [_finding(finding) for finding in diagnosis.followed],
-        "signs": [_finding(finding) for finding in diagnosis.signs],
+        "followed": [_finding(finding, log) for finding in diagnosis.followed],
+        "signs": [_finding(finding, log) for finding in diagnosis.signs],
     }
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Finding, log: LogText) -> dict[str, Any]:
     return {
         "name": finding.error.name,
         "title": finding.error.title,
         "role": finding.error.role.name.lower(),
-        "line": finding.line.number,
+        **_line(log, finding.line.number),
         "ranks": finding.ranks,
         "excerpt": finding.excerpt,
         "count": finding.count,
     }
+
+
+def _line(log: LogText, number: int) -> dict[str, Any]:
+    """Return the place of a line; with its file if the log has several."""
+    file, line = log.place(number)
+    return {"line": line} if file is None else {"line": line, "file": str(file)}

@@ -75,7 +75,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
             ]
             try:
                 for side in sides:
-                    _rehearse(side, steps, stopping)
+                    rehearse(side, steps, stopping)
             except TrainwrightError as error:
                 if kept := error.exit_code == EXIT_TRAINING:  # its message names a log
                     error.add_note(f"the output of both sides is in {directory}")
@@ -171,18 +171,24 @@ def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tu
     raise MachineError(f"{problem}; not even one of its {layers} layers fits, so it cannot be compared")
 
 
-def _rehearse(side: Side, steps: int, stopping: Stopping) -> None:
+def rehearse(side: Side, steps: int, stopping: Stopping, *, is_shown: bool = True) -> None:
+    """Take the first steps of a side in its run directory; only their events are kept.
+
+    Raises:
+        TrainingError: a process failed.
+        Stopped: a stop was requested.
+    """
     from trainwright.launch.local import launch
 
     side.run.mkdir()
     run_directory.record(side.run, dump_recipe(side.recipe), side.name, [])
-    entry = functools.partial(_work, side, steps)
+    entry = functools.partial(_work, side, steps, is_shown)
     code = launch(entry, processes=side.processes, logs=side.run / "logs", stopping=stopping)
     if code == EXIT_STOPPED or stopping.requested:
         raise Stopped("stopped; nothing was compared or kept")
 
 
-def _work(side: Side, steps: int) -> int:
+def _work(side: Side, steps: int, is_shown: bool) -> int:
     """Run a side in every worker."""
     from trainwright.launch.run_worker import run_worker
 
@@ -191,7 +197,7 @@ def _work(side: Side, steps: int) -> int:
         cache=cache_root(),
         resume=False,
         reasons=(),
-        observers=functools.partial(_observers, side.name, steps),
+        observers=functools.partial(_observers, side.name, steps) if is_shown else tuple,
         stop_requested=stop_requested,
         rehearse=steps,
     )

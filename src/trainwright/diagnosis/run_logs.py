@@ -1,0 +1,63 @@
+"""The logs of a run directory as one text, in which every line keeps its file and number."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_RANK = re.compile(r"rank-(\d+)\.log")
+# Before the workers, and after them: the launcher reports what they have done.
+_FIRST, _LAST = re.compile(r"prepare.*\.log"), re.compile(r"launcher.*\.log")
+
+
+@dataclass(frozen=True)
+class LogText:
+    """A log.
+
+    Attributes:
+        text: its lines; those of ranks begin with ``[rankN]:``, as torchrun writes them.
+        files: the first line number of each file, and its path; empty for a log that is one file.
+    """
+
+    text: str
+    files: tuple[tuple[int, Path], ...] = ()
+
+    def place(self, number: int) -> tuple[Path | None, int]:
+        """Return the file of a line of the text, None without files, and the line's number in it."""
+        if not self.files:
+            return None, number
+        first, file = self.files[bisect.bisect_right([begin for begin, _ in self.files], number) - 1]
+        return file, number - first + 1
+
+
+def read_file(file: Path) -> str:
+    """Return the text of a log, whatever bytes it has. Raises OSError."""
+    return file.read_bytes().decode("utf-8", errors="replace")
+
+
+def read_run(run: Path) -> LogText:
+    """Return the logs of a run. Raises OSError if one cannot be read, or if there is none."""
+    files = sorted((run / "logs").glob("*.log"), key=_order)
+    if not files:
+        raise FileNotFoundError(f"{run / 'logs'} has no logs")
+    return _joined(files)
+
+
+def _order(file: Path) -> tuple[int, int, str]:
+    rank = _RANK.fullmatch(file.name)
+    kind = 0 if _FIRST.fullmatch(file.name) else 2 if _LAST.fullmatch(file.name) else 1
+    return kind, int(rank[1]) if rank else -1, file.name
+
+
+def _joined(files: Iterable[Path]) -> LogText:
+    lines: list[str] = []
+    places = []
+    for file in files:
+        places.append((len(lines) + 1, file))
+        rank = _RANK.fullmatch(file.name)
+        prefix = f"[rank{rank[1]}]: " if rank else ""
+        lines += [f"{prefix}{line}" for line in read_file(file).removesuffix("\n").split("\n")]
+    return LogText("\n".join(lines) + "\n", tuple(places))

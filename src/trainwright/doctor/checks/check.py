@@ -1,0 +1,114 @@
+"""What a check is, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainwright.launch.ending.stop import Stopping
+    from trainwright.machine.machine import Machine
+
+
+class Severity(Enum):
+    """How much a finding matters: ``BROKEN`` training fails or would be wrong; ``WARNING`` it may fail or is slow;
+    ``NOTE`` worth knowing.
+    """
+
+    BROKEN = "broken"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem: what is wrong and where, why it matters, and what to do."""
+
+    severity: Severity
+    what: str
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a check: ``facts`` are what was seen or measured, one line each."""
+
+    facts: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+class CannotCheck(Exception):
+    """The check is not possible here: a right, a device or a program is missing. The message says which."""
+
+
+@dataclass
+class Surroundings:
+    """What checks are given.
+
+    Attributes:
+        machine: this machine.
+        directories: where disks are measured.
+        ports: ports that must be free; empty: the one of a launcher's variables, or its default.
+        work: a temporary directory for files of checks.
+        prepare: prepares a run directory for workers, in a separate process.
+        stopping: the stop requests of the command.
+        variables: the environment.
+    """
+
+    machine: Machine
+    directories: tuple[Path, ...]
+    ports: tuple[int, ...]
+    work: Path
+    prepare: Callable[[Path], None]
+    stopping: Stopping
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of the registry.
+
+    Attributes:
+        name: on the command line and in JSON.
+        title: what is checked, for tables.
+        place: the function, as ``module:function`` below this package; called with `Surroundings`, it returns `Found`
+            or raises `CannotCheck`.
+        after: names of checks; if one of them found something broken, this one is skipped.
+        needs_gpu: whether it is only for machines with a GPU.
+        has_processes: whether it imports torch and starts processes of training.
+    """
+
+    name: str
+    title: str
+    place: str
+    after: tuple[str, ...] = ()
+    needs_gpu: bool = False
+    has_processes: bool = False
+
+    def load(self) -> Callable[[Surroundings], Found]:
+        """Return the function of the check."""
+        module, _, name = self.place.partition(":")
+        function: Callable[[Surroundings], Found] = getattr(import_module(f"{__package__}.{module}"), name)
+        return function
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A check that was run, or ``skipped`` for a reason."""
+
+    name: str
+    title: str
+    seconds: float = 0.0
+    facts: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    skipped: str | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something is broken."""
+        return any(finding.severity is Severity.BROKEN for finding in self.findings)

@@ -1,0 +1,234 @@
+"""Check the health of GPUs, as NVIDIA's management library and the kernel's log report it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainwright.doctor.checks.check import CannotCheck, Finding, Found, Severity, Surroundings
+from trainwright.text import size
+
+_SECONDS = 10.0
+_MOST_NVLINKS = 18
+_HOT = 85  # degrees Celsius, near the limit of most cards
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([\w:.]+)\): (\d+)")
+# Reasons of a low clock (nvml.h, nvmlClocksEventReason...), with what to do.
+_REASONS = (
+    (0x8, "a hardware slowdown", "look at the power supply and the cooling of the machine"),
+    (0x40, "heat (hardware)", "look at the cooling of the machine"),
+    (0x20, "heat (driver)", "look at the cooling of the machine"),
+    (0x80, "the power brake of the machine", "look at the power supply of the machine"),
+)
+_REPLACE = "stop using the GPU (CUDA_VISIBLE_DEVICES), run the vendor's diagnosis (dcgmi diag -r 3), and replace it"
+_RESET = "restart the machine or reset the GPU (nvidia-smi --gpu-reset); if it comes back, replace the GPU"
+# Xids with their meaning (NVIDIA, "XID Errors"); others are named by number.
+_XIDS = {
+    13: "a program accessed memory it does not own",
+    31: "a program accessed memory it does not own",
+    43: "a program was stopped by the driver",
+    45: "a program was ended",
+    48: "an uncorrectable memory error",
+    61: "the GPU's firmware stopped",
+    62: "the GPU's firmware stopped",
+    63: "a row of memory was remapped",
+    64: "a row of memory could not be remapped",
+    74: "an NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "many corrected memory errors",
+    94: "a contained memory error",
+    95: "an uncontained memory error",
+    119: "the GPU's firmware does not answer",
+    120: "the GPU's firmware failed",
+}
+_OF_PROGRAMS = (13, 31, 43, 45)
+
+
+def check(surroundings: Surroundings) -> Found:
+    """Read counters of errors, temperatures, clocks and other programs of each GPU."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise CannotCheck(f"NVIDIA's management library: {error}") from None
+    facts: list[str] = []
+    findings: list[Finding] = []
+    try:
+        facts.append(f"driver {_asked(pynvml.nvmlSystemGetDriverVersion) or 'unknown'}")
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            facts.append(_described(handle, index))
+            for look in (_memory_errors, _clocks, _links, _slot, _others):
+                findings += look(handle, f"GPU {index}")
+    finally:
+        pynvml.nvmlShutdown()
+    findings += _of_kernel_log(facts)
+    return Found(tuple(facts), tuple(findings))
+
+
+def _asked(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a value of the library; None if this GPU or driver does not report it."""
+    import pynvml
+
+    try:
+        return function(*arguments)
+    except (pynvml.NVMLError, TypeError, ValueError):
+        return None
+
+
+def _described(handle: Any, index: int) -> str:
+    import pynvml
+
+    heat = _asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+    power = _asked(pynvml.nvmlDeviceGetPowerUsage, handle)
+    clock = _asked(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
+    most = _asked(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
+    parts = [f"GPU {index}: {_asked(pynvml.nvmlDeviceGetName, handle)}"]
+    parts += [] if heat is None else [f"{heat} °C"]
+    parts += [] if power is None else [f"{power / 1000:.0f} W"]
+    parts += [] if clock is None or most is None else [f"{clock} of {most} MHz"]
+    return ", ".join(parts)
+
+
+def _memory_errors(handle: Any, name: str) -> Iterator[Finding]:
+    import pynvml
+
+    def errors(counter: int) -> int | None:
+        kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        found: int | None = _asked(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, counter)
+        return found
+
+    since_start = errors(pynvml.NVML_VOLATILE_ECC)
+    if since_start:
+        yield Finding(
+            Severity.BROKEN,
+            f"{name}: {since_start} uncorrectable memory errors (ECC) since the driver was loaded",
+            "results may be wrong, and kernels that read this memory fail",
+            _RESET,
+        )
+    elif ever := errors(pynvml.NVML_AGGREGATE_ECC):
+        yield Finding(
+            Severity.NOTE,
+            f"{name}: {ever} uncorrectable memory errors (ECC) in its life, none since the driver was loaded",
+            "the pages or rows with errors were replaced",
+            "watch whether the number grows: nvidia-smi -q -d ECC",
+        )
+    remapped = _asked(pynvml.nvmlDeviceGetRemappedRows, handle)
+    if remapped is not None:
+        _, _, is_pending, has_failed = remapped
+        if has_failed:
+            why = "the GPU has no spare rows left for its broken memory"
+            yield Finding(Severity.BROKEN, f"{name}: a row of its memory could not be remapped", why, _REPLACE)
+        elif is_pending:
+            why = "broken memory is replaced by spare rows only when the GPU is reset"
+            yield Finding(Severity.WARNING, f"{name}: a row of its memory is to be remapped", why, _RESET)
+    if _asked(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+        why = "broken pages are left out only after a restart"
+        yield Finding(Severity.WARNING, f"{name}: pages of its memory are to be retired", why, _RESET)
+
+
+def _clocks(handle: Any, name: str) -> Iterator[Finding]:
+    import pynvml
+
+    ask = getattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+    reasons = _asked(ask, handle) or 0
+    for bit, reason, fix in _REASONS:
+        if reasons & bit:
+            yield Finding(Severity.WARNING, f"{name}: throttled by {reason}", "all ranks wait for the slowest GPU", fix)
+    heat = _asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+    if heat is not None and heat >= _HOT:
+        why = "near its limit the driver lowers the clock"
+        yield Finding(Severity.WARNING, f"{name}: {heat} °C", why, "look at the cooling of the machine")
+
+
+def _links(handle: Any, name: str) -> Iterator[Finding]:
+    import pynvml
+
+    kinds = {
+        "replays": pynvml.NVML_NVLINK_ERROR_DL_REPLAY,
+        "recoveries": pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
+        "CRC errors": pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT,
+    }
+    states = [_asked(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(_MOST_NVLINKS)]
+    active = [link for link, state in enumerate(states) if state == pynvml.NVML_FEATURE_ENABLED]
+    down = [link for link, state in enumerate(states) if state == pynvml.NVML_FEATURE_DISABLED]
+    if active and down:
+        yield Finding(
+            Severity.WARNING,
+            f"{name}: NVLinks {', '.join(map(str, down))} are down, {len(active)} are up",
+            "GPUs exchange with less bandwidth",
+            "nvidia-smi nvlink --status; restart Fabric Manager (systemctl restart nvidia-fabricmanager), then the "
+            "machine",
+        )
+    for kind, code in kinds.items():
+        counts = {link: _asked(pynvml.nvmlDeviceGetNvLinkErrorCounter, handle, link, code) for link in active}
+        bad = {link: count for link, count in counts.items() if count}
+        if bad:
+            shown = ", ".join(f"{count} on link {link}" for link, count in bad.items())
+            yield Finding(
+                Severity.WARNING,
+                f"{name}: NVLink errors, {kind}: {shown}",
+                "data is sent again, and a link that gets worse ends runs with Xid 74",
+                "nvidia-smi nvlink --errorcounters shows whether they grow; then reseat or replace the GPU or the "
+                "switch",
+            )
+
+
+def _slot(handle: Any, name: str) -> Iterator[Finding]:
+    import pynvml
+
+    lanes, most = (
+        _asked(ask, handle) for ask in (pynvml.nvmlDeviceGetCurrPcieLinkWidth, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
+    )
+    if lanes and most and lanes < most:  # the generation is lowered while the GPU is idle, the width is not
+        yield Finding(
+            Severity.WARNING,
+            f"{name}: its slot uses {lanes} of {most} PCIe lanes",
+            "copies to and from the host are slower",
+            "reseat the card, or move it to a slot with all lanes",
+        )
+
+
+def _others(handle: Any, name: str) -> Iterator[Finding]:
+    import pynvml
+
+    for process in _asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+        used = size(process.usedGpuMemory) if process.usedGpuMemory else "some memory"
+        yield Finding(
+            Severity.WARNING,
+            f"{name}: process {process.pid} uses {used}",
+            "plans assume that a run has the GPU alone",
+            f"`ps -fp {process.pid}`; end it if it is left over from a run",
+        )
+
+
+def _of_kernel_log(facts: list[str]) -> Iterator[Finding]:
+    """Yield the driver's error messages (Xid), which only root may read on most systems."""
+    try:
+        ended = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        facts.append(f"Xid errors not checked: dmesg: {error}")
+        return
+    if ended.returncode:
+        facts.append("Xid errors not checked: only root may read the kernel's log (sudo dmesg | grep Xid)")
+        return
+    yield from _xids(ended.stdout)
+
+
+def _xids(log: str) -> Iterator[Finding]:
+    counts: dict[tuple[str, int], int] = {}
+    for found in _XID.finditer(log):
+        key = found[1], int(found[2])
+        counts[key] = counts.get(key, 0) + 1
+    for (place, number), count in counts.items():
+        meaning = _XIDS.get(number, "see NVIDIA's list of Xid errors")
+        often = f", {count} times" if count > 1 else ""
+        of_program = number in _OF_PROGRAMS
+        yield Finding(
+            Severity.NOTE if of_program else Severity.WARNING,
+            f"the driver reported Xid {number} for the GPU at {place}{often}: {meaning}",
+            "an error of a program that ran" if of_program else "an error of the GPU, its memory or its links",
+            "nothing, if that program is known; else run it under compute-sanitizer" if of_program else _RESET,
+        )

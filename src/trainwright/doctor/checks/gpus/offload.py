@@ -1,0 +1,83 @@
+"""Check pinned memory, through which parameters and activations are offloaded: its speed, and that copies are right."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.launch.process import preload_libraries, run_in_child
+
+_BYTES = 2**28
+_COPIES = 8
+_LOW = 0.5  # of the slot's rate; protocols take a fifth of it
+
+
+def check(surroundings: Surroundings) -> Found:
+    """Copy to the first GPU and back in a process of its own."""
+    preload_libraries()
+    answer = surroundings.work / "offload.json"
+    run_in_child(functools.partial(_measure, answer), surroundings.work / "offload.log", surroundings.stopping)
+    values = json.loads(answer.read_text(encoding="utf-8"))
+    link = surroundings.machine.gpus[0].host_link
+    datasheet = "" if link is None else f" ({link.describe()} by its datasheet)"
+    facts = (f"to the GPU {values['to'] / 1e9:.1f} GB/s, from it {values['from'] / 1e9:.1f} GB/s{datasheet}",)
+    findings = []
+    if values["wrong"]:
+        why = "offloaded parameters, optimizer states and activations would be wrong"
+        fix = "test the memory of the machine and the slot of the card; do not offload until then"
+        what = f"{values['wrong']} of {_COPIES} copies through pinned memory came back changed"
+        findings.append(Finding(Severity.BROKEN, what, why, fix))
+    slowest = min(values["to"], values["from"])
+    if link is not None and slowest < _LOW * link.bandwidth:
+        findings.append(
+            Finding(
+                Severity.WARNING,
+                f"copies through pinned memory have {slowest / link.bandwidth:.0%} of the slot's rate",
+                "steps with offloading wait for them",
+                "check the lanes and generation of the slot (nvidia-smi -q -d PCIE), and bind the process to the "
+                "cores of the GPU's NUMA node (nvidia-smi topo -m; numactl)",
+            )
+        )
+    return Found(facts, tuple(findings))
+
+
+def _measure(answer: Path) -> None:
+    import torch
+
+    from trainwright.doctor.calibrate_cases import other_cases
+
+    device = torch.device("cuda", 0)
+    found: dict[str, float] = {"wrong": _wrong_copies(device)}
+    for case in other_cases(device):
+        kind, _, direction = case.curve.partition("/")
+        if kind != "host" or case.sizes[0] != _BYTES:
+            continue
+        run = case.build()
+        run()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(_COPIES):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        found[direction] = _COPIES * _BYTES / (begin.elapsed_time(end) / 1e3)
+    answer.write_text(json.dumps(found), encoding="utf-8")
+
+
+def _wrong_copies(device: object) -> int:
+    """Return how many of several copies, to the GPU and back while it computes, differ from what was sent."""
+    import torch
+
+    sent = torch.randint(0, 256, (_BYTES // 8,), dtype=torch.uint8).pin_memory()
+    busy = torch.randn(2048, 2048, device=device)  # type: ignore[call-overload]
+    wrong = 0
+    for _ in range(_COPIES):
+        there = sent.to(device, non_blocking=True)  # type: ignore[call-overload]
+        busy = busy @ busy / 2048
+        back = torch.empty_like(sent, pin_memory=True)
+        back.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        wrong += int(not torch.equal(sent, back))
+    return wrong

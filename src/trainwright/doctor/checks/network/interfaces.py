@@ -1,0 +1,174 @@
+"""Check network interfaces, and that the name of this machine leads to one of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.machine.system_files import read
+
+_NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
+_SELECTING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_UP = 1  # IFF_UP of linux/if.h
+_ERRORS = 1e-4  # share of packets
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface. ``speed``: megabits per second, None if unknown."""
+
+    name: str
+    is_up: bool
+    has_carrier: bool
+    addresses: tuple[str, ...]
+    speed: int | None
+    mtu: int
+    failed: int
+    packets: int
+
+    def describe(self) -> str:
+        """Describe it in one line."""
+        state = "up" if self.is_alive else "dead: no carrier" if self.is_up else "down"
+        rate = "" if self.speed is None else f", {self.speed / 1000:g} Gb/s"
+        return f"{self.name} {state}{rate}, MTU {self.mtu}, {', '.join(self.addresses) or 'no address'}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether packets can leave through it."""
+        return self.is_up and self.has_carrier
+
+
+def check(surroundings: Surroundings) -> Found:
+    """Look at every interface that has an address or that a variable selects."""
+    interfaces = {name: _interface(name, addresses) for name, addresses in _addresses().items()}
+    selected = [name for variable in _SELECTING for name in _names(surroundings.variables.get(variable, ""))]
+    shown = [one for one in interfaces.values() if one.name != "lo" and (one.addresses or one.name in selected)]
+    findings = (
+        *_selections(surroundings.variables, interfaces),
+        *_dead(shown),
+        *_failing(shown),
+        *_name_of_machine(),
+        *_adapters(),
+    )
+    return Found(tuple(one.describe() for one in shown) or ("no interface but loopback",), findings)
+
+
+def _addresses() -> dict[str, tuple[str, ...]]:
+    found = psutil.net_if_addrs()
+    names = sorted({*found, *(os.listdir(_NET) if _NET.is_dir() else ())})
+    return {
+        name: tuple(each.address for each in found.get(name, ()) if each.family == socket.AF_INET) for name in names
+    }
+
+
+def _interface(name: str, addresses: tuple[str, ...]) -> Interface:
+    at = _NET / name
+    flags = read(at / "flags").strip()
+    is_up = bool(int(flags, 16) & _UP) if flags else True
+    speed = _number(at / "speed")
+    return Interface(
+        name=name,
+        is_up=is_up,
+        has_carrier=read(at / "carrier").strip() != "0",  # cannot be read while it is down
+        addresses=addresses,
+        speed=speed if speed > 0 else None,
+        mtu=_number(at / "mtu"),
+        failed=sum(max(0, _number(at / "statistics" / kind)) for kind in ("rx_errors", "tx_errors")),
+        packets=sum(max(0, _number(at / "statistics" / kind)) for kind in ("rx_packets", "tx_packets")),
+    )
+
+
+def _number(file: Path) -> int:
+    text = read(file).strip()
+    return int(text) if text.lstrip("-").isdigit() else 0
+
+
+def _names(selection: str) -> list[str]:
+    """Return the names that a variable selects; prefixes that begin with ^ exclude, = is an exact match."""
+    text = selection.strip()
+    if text.startswith("^"):
+        return []
+    return [name.removeprefix("=").partition(":")[0] for name in text.removeprefix("=").split(",") if name]
+
+
+def _selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface]) -> Iterator[Finding]:
+    for variable in _SELECTING:
+        text = variables.get(variable, "")
+        exact = variable != "NCCL_SOCKET_IFNAME" or text.strip().startswith("=")
+        for name in _names(text):
+            found = [
+                one for one in interfaces.values() if one.name == name or (not exact and one.name.startswith(name))
+            ]
+            alive = [one.name for one in interfaces.values() if one.is_alive and one.addresses and one.name != "lo"]
+            choose = f"set {variable} to one that is up ({', '.join(alive) or 'there is none'}), or unset it"
+            if not found:
+                why = "processes fail to start with `no socket interface found` or `Unable to find address`"
+                yield Finding(Severity.BROKEN, f"{variable}={text}: there is no interface {name}", why, choose)
+            elif not any(one.is_alive for one in found):
+                why = "processes cannot connect through an interface that is down, and wait until they time out"
+                what = f"{variable}={text}: dead interface: {found[0].describe()}"
+                yield Finding(Severity.BROKEN, what, why, f"`ip link set {found[0].name} up` (as root), or {choose}")
+
+
+def _dead(interfaces: list[Interface]) -> Iterator[Finding]:
+    for one in interfaces:
+        if one.addresses and not one.is_alive:
+            yield Finding(
+                Severity.WARNING,
+                f"dead interface: {one.describe()}",
+                "it has an address, so NCCL and Gloo may choose it, and then nothing connects",
+                ("plug in its cable, or see what it is connected to" if one.is_up else f"`ip link set {one.name} up`")
+                + f"; or leave it out: NCCL_SOCKET_IFNAME=^{one.name},lo and GLOO_SOCKET_IFNAME=INTERFACE",
+            )
+
+
+def _failing(interfaces: list[Interface]) -> Iterator[Finding]:
+    for one in interfaces:
+        if one.packets and one.failed > _ERRORS * one.packets:
+            yield Finding(
+                Severity.WARNING,
+                f"{one.name} had errors in {one.failed / one.packets:.2%} of its packets since the machine started",
+                "every lost packet is sent again, and collectives wait for it",
+                f"`ethtool -S {one.name}` says which; replace the cable, compare the MTU with the switch",
+            )
+
+
+def _name_of_machine() -> Iterator[Finding]:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        yield Finding(
+            Severity.WARNING,
+            f"the name of this machine, {name}, cannot be resolved: {error.strerror or error}",
+            "programs that connect to their own machine by its name fail, torchrun among them",
+            f"add a line to /etc/hosts: ADDRESS {name}",
+        )
+        return
+    if address.startswith("127."):
+        yield Finding(
+            Severity.NOTE,
+            f"the name of this machine, {name}, leads to the loopback interface ({address})",
+            "on several nodes a rendezvous at this name is reached from this machine alone",
+            f"name node 0 by its address (--rendezvous ADDRESS:PORT), or give {name} its address in /etc/hosts",
+        )
+
+
+def _adapters(root: Path = _INFINIBAND) -> Iterator[Finding]:
+    for state in sorted(root.glob("*/ports/*/state")):
+        text = read(state).strip()
+        physical = read(state.with_name("phys_state")).strip()
+        if text and "ACTIVE" not in text and "Disabled" not in physical:
+            adapter, port = state.parts[-4], state.parts[-2]
+            yield Finding(
+                Severity.WARNING,
+                f"dead interface: InfiniBand adapter {adapter}, port {port}, is {text.partition(': ')[2] or text}",
+                "NCCL uses the others, or the slower Ethernet, without saying so",
+                f"`ibstat {adapter}`: look at the cable and the switch; leave it out: NCCL_IB_HCA=^{adapter}",
+            )

@@ -1,0 +1,1 @@
+"""Checks that run two processes together, and what they share."""

@@ -1,0 +1,111 @@
+"""Check that a fault on one of two ranks is noticed at once, named, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.launch.process import limit_threads, preload_libraries
+from trainwright.text import span
+
+_SECONDS = 60.0
+_PROCESSES, _FAULTY = 2, 1  # number of processes, and the rank that fails
+_HEADROOM, _ASKED = 2**28, 2**32  # bytes that rank 1 may still allocate, and that it asks for
+
+
+def out_of_memory(surroundings: Surroundings) -> Found:
+    """Let memory run out on one rank: by a limit of its own on a CPU, by asking for more than a GPU has."""
+    return _provoked(surroundings, "memory that runs out on one rank", _run_out)
+
+
+def killed_rank(surroundings: Surroundings) -> Found:
+    """Kill one rank, as the kernel or a scheduler would."""
+    return _provoked(surroundings, "a rank that is killed", _die)
+
+
+def _provoked(surroundings: Surroundings, what: str, fault: Callable[[], None]) -> Found:
+    device = two_devices(surroundings)
+    limit_threads(surroundings.machine.cpu_cores, _PROCESSES)
+    preload_libraries()
+    from trainwright.doctor.checks.processes.watching import StandsStill, watched
+    from trainwright.launch.ending.failure import Failure
+    from trainwright.launch.local import launch_once
+
+    logs = surroundings.work / fault.__name__
+    begun = time.monotonic()
+    try:
+        with watched(_SECONDS, what):
+            entry = functools.partial(_entry, device, fault, logs)
+            ended = launch_once(entry, processes=_PROCESSES, logs=logs, stopping=surroundings.stopping)
+    except StandsStill as still:
+        return Found((), (still.finding,))
+    failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else begun
+    took = time.monotonic() - failed_at
+    message = ended.message if isinstance(ended, Failure) else "the launch ended as if nothing had happened"
+    findings = []
+    if f"rank {_FAULTY}" not in message.splitlines()[0] or not isinstance(ended, Failure):
+        findings.append(_not_named(what, message))
+    if left := [child.pid for child in multiprocessing.active_children()]:
+        findings.append(_left(what, left))
+    return Found((f"named after {span(took)}: {message.splitlines()[0]}",), tuple(findings))
+
+
+def two_devices(surroundings: Surroundings) -> str:
+    """Return the type of the devices that two processes use: "cuda" with two GPUs. Without them, "cpu"."""
+    return "cuda" if len(surroundings.machine.gpus) >= _PROCESSES else "cpu"
+
+
+def _entry(device: str, fault: Callable[[], None], logs: Path) -> int:
+    """Run in each of the two workers; the second one fails while the first waits in a collective."""
+    from trainwright.errors import EXIT_FINISHED
+    from trainwright.parallel.world import join, leave
+
+    world = join(device)
+    world.barrier()
+    if world.rank == _FAULTY:
+        (logs / "failed-at").write_text(repr(time.monotonic()), encoding="ascii")
+        fault()
+    world.barrier()
+    leave()
+    return EXIT_FINISHED
+
+
+def _run_out() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")
+        return
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _HEADROOM, resource.RLIM_INFINITY))
+    torch.empty(_ASKED, dtype=torch.uint8).fill_(1)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _not_named(what: str, message: str) -> Finding:
+    return Finding(
+        Severity.BROKEN,
+        f"{what} is not reported as rank {_FAULTY}: {message.splitlines()[0]}",
+        "the cause of a failed run would have to be found in the logs of all ranks",
+        "in a container, run an init process (docker run --init) and allow signals between processes; report it with "
+        "the output of --json",
+    )
+
+
+def _left(what: str, left: list[int | None]) -> Finding:
+    return Finding(
+        Severity.BROKEN,
+        f"{what}: process {', '.join(map(str, left))} is left over",
+        "it keeps its memory, its GPU and its ports",
+        "kill it; in a container, run an init process (docker run --init)",
+    )

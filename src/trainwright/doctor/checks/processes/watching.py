@@ -1,0 +1,113 @@
+"""Watch two processes of a launch, so that one that stands still is named and ended, and not waited for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from trainwright.doctor.checks.check import Finding, Severity
+
+_LOOKS = 0.25  # seconds between looks
+_STILL_SECONDS = 2.0  # that a process may be stopped
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+class StandsStill(Exception):
+    """A process of a launch does not go on. ``finding``: which one, and what to do."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.what)
+        self.finding = finding
+
+
+@contextmanager
+def watched(seconds: float, what: str) -> Iterator[None]:
+    """Watch the launches of the body, from the main thread's timer signal (setitimer(2)).
+
+    Args:
+        seconds: how long the body may take.
+        what: a name of the launch for messages.
+
+    Raises:
+        StandsStill: a process was stopped, or did not end in time; all of them have been killed.
+    """
+    watch = _Watch(time.monotonic() + seconds, what)
+    before = signal.signal(signal.SIGALRM, watch.look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOKS, _LOOKS)
+    try:
+        yield
+    except Exception:
+        if watch.finding is None:
+            raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    if watch.finding is not None:
+        raise StandsStill(watch.finding)
+
+
+class _Watch:
+    def __init__(self, end: float, what: str) -> None:
+        self.finding: Finding | None = None
+        self._end = end
+        self._what = what
+        self._workers: dict[int, int] = {}  # pid by the number in the name of the process
+        self._still: dict[int, float] = {}  # by rank: since when it is stopped
+
+    def look(self, number: int, frame: FrameType | None) -> None:
+        """Look at every process; end the launch if one stands still."""
+        now = time.monotonic()
+        for rank, pid in self._ranks():
+            if _status(pid) not in _STOPPED:
+                self._still.pop(rank, None)
+            elif now - self._still.setdefault(rank, now) >= _STILL_SECONDS:
+                self._end_with(_stopped(self._what, rank, pid))
+        if now > self._end:
+            self._end_with(self._late())
+
+    def _ranks(self) -> Iterator[tuple[int, int]]:
+        """Yield rank and pid of each worker; they are started in the order of the ranks, and numbered."""
+        for child in multiprocessing.active_children():
+            number = child.name.rpartition("-")[2]
+            if number.isdigit() and child.pid is not None:
+                self._workers[int(number)] = child.pid
+        yield from enumerate(pid for _, pid in sorted(self._workers.items()))
+
+    def _late(self) -> Finding:
+        states = ", ".join(f"rank {rank} is {_status(pid) or 'gone'}" for rank, pid in self._ranks())
+        return Finding(
+            Severity.BROKEN,
+            f"{self._what}: the ranks did not finish in time ({states or 'none is left'})",
+            "they wait for each other, or for the disk or the network",
+            "run it alone on an idle machine, `trainwright doctor strategies`; usual causes are a firewall on the "
+            "loopback interface, a disk that does not answer, and a driver that hangs (dmesg)",
+        )
+
+    def _end_with(self, finding: Finding) -> None:
+        if self.finding is None:
+            self.finding = finding
+            raise SignalException(finding.what, sigval=signal.SIGKILL)
+
+
+def _status(pid: int) -> str | None:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.Error:
+        return None
+
+
+def _stopped(what: str, rank: int, pid: int) -> Finding:
+    return Finding(
+        Severity.BROKEN,
+        f"{what}: rank {rank} (process {pid}) is stopped",
+        "the other ranks wait for it in a collective, until they time out",
+        "find what stops processes here (SIGSTOP, ctrl-Z, a debugger, a scheduler that suspends jobs); a stopped "
+        "process continues with `kill -CONT PID`",
+    )

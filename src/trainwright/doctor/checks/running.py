@@ -1,0 +1,80 @@
+"""Run the checks one after another, in bounded time, so that one that fails does not hide the others."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+
+from trainwright import __version__
+from trainwright.doctor.checks.check import CannotCheck, Check, Finding, Found, Outcome, Severity, Surroundings
+from trainwright.doctor.checks.report import MachineReport
+from trainwright.errors import Stopped
+from trainwright.machine.machine import Machine
+from trainwright.text import draw, is_terminal
+
+# Seconds after which no further check begins, on a CPU and with GPUs.
+_MOST_SECONDS = {"cpu": 90.0, "cuda": 540.0}
+
+
+def examine(checks: Sequence[Check], surroundings: Surroundings) -> MachineReport:
+    """Run the checks.
+
+    Raises:
+        Stopped: a stop was requested.
+    """
+    begun = time.monotonic()
+    end = begun + _MOST_SECONDS[surroundings.machine.device]
+    outcomes: list[Outcome] = []
+    for check in checks:
+        broken = {outcome.name for outcome in outcomes if outcome.is_broken}
+        outcomes.append(_outcome(check, surroundings, broken, is_late=time.monotonic() > end))
+        if surroundings.stopping.requested:
+            raise Stopped("stopped; the checks were not finished, and nothing was kept")
+    return MachineReport(
+        machine=surroundings.machine.describe(),
+        checked=datetime.now().astimezone().isoformat(timespec="seconds"),
+        version=__version__,
+        seconds=time.monotonic() - begun,
+        outcomes=tuple(outcomes),
+    )
+
+
+def _outcome(check: Check, surroundings: Surroundings, broken: set[str], is_late: bool) -> Outcome:
+    if (reason := _reason_to_skip(check, surroundings.machine, broken, is_late)) is not None:
+        return Outcome(check.name, check.title, skipped=reason)
+    begun, shown = time.monotonic(), is_terminal(sys.stderr)
+    if shown:
+        draw(f"checking {check.title} …", sys.stderr)
+    try:
+        found = check.load()(surroundings)
+    except CannotCheck as error:
+        return Outcome(check.name, check.title, time.monotonic() - begun, skipped=str(error))
+    except Stopped:
+        raise
+    except Exception as error:  # a machine may be broken in ways that no check expects
+        found = Found((), (_failed(check, error),))
+    finally:
+        if shown:
+            draw("", sys.stderr)
+    return Outcome(check.name, check.title, time.monotonic() - begun, found.facts, found.findings)
+
+
+def _reason_to_skip(check: Check, machine: Machine, broken: set[str], is_late: bool) -> str | None:
+    if check.needs_gpu and not machine.gpus:
+        return "this machine has no GPU that can be used"
+    if needed := [name for name in check.after if name in broken]:
+        return f"{' and '.join(needed)} must be repaired first"
+    if is_late:
+        return f"the other checks took all the time; `trainwright doctor {check.name}` runs it alone"
+    return None
+
+
+def _failed(check: Check, error: Exception) -> Finding:
+    return Finding(
+        Severity.WARNING,
+        f"the check itself failed: {type(error).__name__}: {error}",
+        "so it is not known whether this part of the machine works",
+        f"run it alone: `trainwright doctor {check.name}`; if it fails again, report it with the output of --json",
+    )

@@ -1,0 +1,1 @@
+"""Checks of installed packages, compilers and kernels."""

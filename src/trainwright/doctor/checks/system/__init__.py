@@ -1,0 +1,1 @@
+"""Checks of the limits, cores and disks of the system."""

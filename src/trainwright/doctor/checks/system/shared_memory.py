@@ -1,0 +1,63 @@
+"""Check ``/dev/shm``, through which processes of one machine exchange data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.launch.limits import shortage
+from trainwright.text import size
+
+_SHARED = Path("/dev/shm")
+# NCCL creates segments of about 10 MB for each pair of GPUs that cannot reach each other directly; PyTorch's data
+# loaders keep several batches for each worker.
+_AMPLE, _AMPLE_A_GPU = 64 * 2**20, 256 * 2**20
+_FIX = "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+
+
+def check(surroundings: Surroundings) -> Found:
+    """Compare its size with what NCCL, data loaders and Trainwright need."""
+    gpus = len(surroundings.machine.gpus)
+    try:
+        found = os.statvfs(_SHARED)
+    except OSError as error:
+        finding = Finding(
+            Severity.BROKEN,
+            f"there is no {_SHARED}: {error.strerror}",
+            "processes of one machine exchange locks and data there",
+            f"mount -t tmpfs tmpfs {_SHARED}",
+        )
+        return Found((), (finding,))
+    whole, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    fact = f"{size(whole)}, {size(free)} free"
+    return Found((fact,), tuple(_findings(whole, free, gpus)))
+
+
+def _findings(whole: int, free: int, gpus: int) -> Iterator[Finding]:
+    wanted = max(_AMPLE, gpus * _AMPLE_A_GPU)
+    if not os.access(_SHARED, os.W_OK | os.X_OK):
+        yield Finding(
+            Severity.BROKEN,
+            f"this user cannot write to {_SHARED}",
+            "processes of one machine exchange locks and data there",
+            f"chmod 1777 {_SHARED} (as root)",
+        )
+    elif (problem := shortage(None, free, 2, 2)) is not None:
+        what, _, fix = problem.partition("; ")
+        yield Finding(Severity.BROKEN, what, "nothing can be started", fix)
+    elif whole < wanted:
+        yield Finding(
+            Severity.BROKEN if gpus > 1 else Severity.WARNING,
+            f"{_SHARED} has only {size(whole)}; {size(wanted)} are ample here",
+            "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
+            _FIX,
+        )
+    elif free < wanted:
+        yield Finding(
+            Severity.WARNING,
+            f"{size(free)} of {size(whole)} are free in {_SHARED}",
+            "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
+            f"remove what ended programs have left there: `ls -lt {_SHARED}`",
+        )
