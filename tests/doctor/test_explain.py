@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import trainwright as tw
 from tests.support.commands import PATIENCE, environment, trainwright
+from tests.support.runs import Runs
 from trainwright.diagnosis.explain import Diagnosis, explain
 from trainwright.diagnosis.known_error import Role
 from trainwright.diagnosis.table import KNOWN_ERRORS
@@ -209,6 +211,35 @@ def test_a_log_on_standard_input_with_any_bytes(tmp_path: Path) -> None:
     )
     assert (result.returncode, result.stderr) == (0, b"")
     assert result.stdout.startswith(b"no known error found\n")
+
+
+def logs_of_run(run: Path) -> None:
+    """Two ranks, of which rank 3 ran out of memory, and what the launcher says."""
+    (run / "logs").mkdir(parents=True)
+    (run / "logs" / "rank-0.log").write_text("step 1\n" + timeout(0))
+    (run / "logs" / "rank-3.log").write_text("step 1\nstep 2\n" + OUT_OF_MEMORY.replace("[rank3]: ", ""))
+    (run / "logs" / "launcher.log").write_text("failed (exitcode: 1) local_rank: 3 (pid: 7) of binary: python\n")
+    (run / "logs" / "prepare.log").write_text("read 400 rows")
+
+
+def test_all_logs_of_a_run_are_read_and_lines_keep_their_files(tmp_path: Path) -> None:
+    logs_of_run(tmp_path / "runs" / "a")
+    result = trainwright("doctor", "--explain", "runs/a", cwd=tmp_path)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "cause: GPU memory ran out [gpu-out-of-memory] (rank 3, line 6 of runs/a/logs/rank-3.log)"
+    followed = lines[lines.index("followed by:") + 1 :]
+    assert followed[0].endswith("[nccl-timeout] (rank 0, line 2 of runs/a/logs/rank-0.log)")
+    assert followed[-1].endswith("line 1 of runs/a/logs/launcher.log)")
+    values = json.loads(trainwright("doctor", "--explain", "runs/a", "--json", cwd=tmp_path).stdout)
+    assert (values["cause"]["file"], values["cause"]["line"]) == ("runs/a/logs/rank-3.log", 6)
+
+
+def test_a_run_that_failed_is_explained_from_its_directory(runs: Runs) -> None:
+    started = runs.train("optimizer.learning_rate=1.0e+30", "optimizer.warmup_steps=0", "parallel.num_processes=2")
+    assert started.wait().code == 4 and started.run is not None
+    diagnosis = tw.explain(Path(started.run))
+    found = diagnosis.cause.line.text if diagnosis.cause else diagnosis.unknown.text if diagnosis.unknown else ""
+    assert "training stopped: loss" in found or "loss is" in found, diagnosis
 
 
 @pytest.mark.parametrize("log", ["nowhere.log", "."])

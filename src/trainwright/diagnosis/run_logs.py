@@ -42,7 +42,7 @@ def read_run(run: Path) -> LogText:
     """Return the logs of a run. Raises OSError if one cannot be read, or if there is none."""
     files = sorted((run / "logs").glob("*.log"), key=_order)
     if not files:
-        raise FileNotFoundError(f"{run / 'logs'} has no logs")
+        raise FileNotFoundError(f"there are no logs in {run / 'logs'}")
     return _joined(files)
 
 

@@ -16,6 +16,7 @@ from trainwright.text import draw, is_terminal
 
 # Seconds after which no further check begins, on a CPU and with GPUs.
 _MOST_SECONDS = {"cpu": 90.0, "cuda": 540.0}
+_STOPPED = "stopped; the checks were not finished, and nothing was kept"
 
 
 def examine(checks: Sequence[Check], surroundings: Surroundings) -> MachineReport:
@@ -29,9 +30,12 @@ def examine(checks: Sequence[Check], surroundings: Surroundings) -> MachineRepor
     outcomes: list[Outcome] = []
     for check in checks:
         broken = {outcome.name for outcome in outcomes if outcome.is_broken}
-        outcomes.append(_outcome(check, surroundings, broken, is_late=time.monotonic() > end))
+        try:
+            outcomes.append(_outcome(check, surroundings, broken, is_late=time.monotonic() > end))
+        except Stopped:
+            raise Stopped(_STOPPED) from None
         if surroundings.stopping.requested:
-            raise Stopped("stopped; the checks were not finished, and nothing was kept")
+            raise Stopped(_STOPPED)
     return MachineReport(
         machine=surroundings.machine.describe(),
         checked=datetime.now().astimezone().isoformat(timespec="seconds"),

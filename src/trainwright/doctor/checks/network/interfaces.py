@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ import psutil
 from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
 from trainwright.machine.system_files import read
 
-_NET, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
+_INFINIBAND = Path("/sys/class/infiniband")
 _SELECTING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-_UP = 1  # IFF_UP of linux/if.h
+_UNKNOWN_SPEED = 2**16 - 1  # Mb/s; what some drivers report instead
 _ERRORS = 1e-4  # share of packets
 
 
@@ -46,7 +45,7 @@ class Interface:
 
 def check(surroundings: Surroundings) -> Found:
     """Look at every interface that has an address or that a variable selects."""
-    interfaces = {name: _interface(name, addresses) for name, addresses in _addresses().items()}
+    interfaces = _interfaces()
     selected = [name for variable in _SELECTING for name in _names(surroundings.variables.get(variable, ""))]
     shown = [one for one in interfaces.values() if one.name != "lo" and (one.addresses or one.name in selected)]
     findings = (
@@ -59,34 +58,23 @@ def check(surroundings: Surroundings) -> Found:
     return Found(tuple(one.describe() for one in shown) or ("no interface but loopback",), findings)
 
 
-def _addresses() -> dict[str, tuple[str, ...]]:
-    found = psutil.net_if_addrs()
-    names = sorted({*found, *(os.listdir(_NET) if _NET.is_dir() else ())})
-    return {
-        name: tuple(each.address for each in found.get(name, ()) if each.family == socket.AF_INET) for name in names
-    }
-
-
-def _interface(name: str, addresses: tuple[str, ...]) -> Interface:
-    at = _NET / name
-    flags = read(at / "flags").strip()
-    is_up = bool(int(flags, 16) & _UP) if flags else True
-    speed = _number(at / "speed")
-    return Interface(
-        name=name,
-        is_up=is_up,
-        has_carrier=read(at / "carrier").strip() != "0",  # cannot be read while it is down
-        addresses=addresses,
-        speed=speed if speed > 0 else None,
-        mtu=_number(at / "mtu"),
-        failed=sum(max(0, _number(at / "statistics" / kind)) for kind in ("rx_errors", "tx_errors")),
-        packets=sum(max(0, _number(at / "statistics" / kind)) for kind in ("rx_packets", "tx_packets")),
-    )
-
-
-def _number(file: Path) -> int:
-    text = read(file).strip()
-    return int(text) if text.lstrip("-").isdigit() else 0
+def _interfaces() -> dict[str, Interface]:
+    """Return the interfaces of this process's network namespace, which /sys may not show."""
+    addresses, counters = psutil.net_if_addrs(), psutil.net_io_counters(pernic=True, nowrap=False)
+    found = {}
+    for name, state in psutil.net_if_stats().items():
+        flags, counts = state.flags.split(","), counters.get(name)
+        found[name] = Interface(
+            name=name,
+            is_up="up" in flags,
+            has_carrier="running" in flags,
+            addresses=tuple(each.address for each in addresses.get(name, ()) if each.family == socket.AF_INET),
+            speed=state.speed if 0 < state.speed < _UNKNOWN_SPEED else None,
+            mtu=state.mtu,
+            failed=0 if counts is None else counts.errin + counts.errout,
+            packets=0 if counts is None else counts.packets_recv + counts.packets_sent,
+        )
+    return found
 
 
 def _names(selection: str) -> list[str]:

@@ -10,10 +10,14 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
 from trainwright.launch.process import limit_threads, preload_libraries
 from trainwright.text import span
+
+if TYPE_CHECKING:
+    from trainwright.launch.ending.failure import Failure
 
 _SECONDS = 60.0
 _PROCESSES, _FAULTY = 2, 1  # number of processes, and the rank that fails
@@ -22,15 +26,17 @@ _HEADROOM, _ASKED = 2**28, 2**32  # bytes that rank 1 may still allocate, and th
 
 def out_of_memory(surroundings: Surroundings) -> Found:
     """Let memory run out on one rank: by a limit of its own on a CPU, by asking for more than a GPU has."""
-    return _provoked(surroundings, "memory that runs out on one rank", _run_out)
+    return _provoked(surroundings, "memory that runs out on one rank", _run_out, _is_out_of_memory)
 
 
 def killed_rank(surroundings: Surroundings) -> Found:
     """Kill one rank, as the kernel or a scheduler would."""
-    return _provoked(surroundings, "a rank that is killed", _die)
+    return _provoked(surroundings, "a rank that is killed", _die, _is_killed)
 
 
-def _provoked(surroundings: Surroundings, what: str, fault: Callable[[], None]) -> Found:
+def _provoked(
+    surroundings: Surroundings, what: str, fault: Callable[[], None], is_named: Callable[[Failure], bool]
+) -> Found:
     device = two_devices(surroundings)
     limit_threads(surroundings.machine.cpu_cores, _PROCESSES)
     preload_libraries()
@@ -50,11 +56,26 @@ def _provoked(surroundings: Surroundings, what: str, fault: Callable[[], None]) 
     took = time.monotonic() - failed_at
     message = ended.message if isinstance(ended, Failure) else "the launch ended as if nothing had happened"
     findings = []
-    if f"rank {_FAULTY}" not in message.splitlines()[0] or not isinstance(ended, Failure):
+    if not isinstance(ended, Failure) or not is_named(ended):
         findings.append(_not_named(what, message))
     if left := [child.pid for child in multiprocessing.active_children()]:
         findings.append(_left(what, left))
-    return Found((f"named after {span(took)}: {message.splitlines()[0]}",), tuple(findings))
+    return Found((f"reported after {span(took)}: {_in_short(message)}",), tuple(findings))
+
+
+def _in_short(message: str) -> str:
+    """Return the rank and its error, without the traceback and the advice."""
+    first, *more = message.splitlines()
+    error = next((line for line in more if "Error" in line.partition(":")[0]), "")
+    return f"{first.partition(':')[0]}{': ' if error else ''}{error[:200]}"
+
+
+def _is_out_of_memory(failure: Failure) -> bool:
+    return failure.ran_out is not None and failure.ran_out.rank == _FAULTY
+
+
+def _is_killed(failure: Failure) -> bool:
+    return failure.message.startswith(f"rank {_FAULTY} was killed")
 
 
 def two_devices(surroundings: Surroundings) -> str:

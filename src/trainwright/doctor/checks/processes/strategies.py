@@ -97,6 +97,7 @@ def _prepare(surroundings: Surroundings, recipe: Recipe) -> None:
     from trainwright.recipe.loading import dump_recipe
 
     directory = surroundings.work / "prepared"
+    directory.mkdir()
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     surroundings.prepare(directory)
 

@@ -65,7 +65,7 @@ def _compile(compiler: str, work: Path) -> Finding | None:
         return _warning(
             f"Python's headers are not in {headers}", "apt-get install python3-dev (of this Python's version)"
         )
-    if "omp" in line:
+    if re.search(r"\bomp\.h|openmp|-lg?omp", line):
         return _warning(f"{compiler} has no OpenMP", "apt-get install g++ (or libomp-dev for clang++)")
     return _warning(f"{compiler} cannot compile: {line}", "reinstall it: apt-get install --reinstall g++")
 

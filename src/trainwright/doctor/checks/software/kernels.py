@@ -198,7 +198,7 @@ def _optimizer_difference(device: torch.device) -> float:
 
     rate, decay, betas, eps = 1e-2, 0.1, (0.9, 0.95), 1e-8
     start, gradients = torch.randn(4096), torch.randn(3, 4096)
-    parameter = torch.nn.Parameter(start.to(device))
+    parameter = torch.nn.Parameter(start.clone().to(device))
     optimizer = torch.optim.AdamW([parameter], lr=rate, betas=betas, eps=eps, weight_decay=decay, fused=True)
     weight, first, second = start.clone(), torch.zeros(4096), torch.zeros(4096)
     for step, gradient in enumerate(gradients, 1):

@@ -1,0 +1,229 @@
+"""`trainwright doctor` names faults that are really there, each with its fix."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.doctor import NEEDS_ROOT, doctor, group, in_shell
+
+PORT = "45123"
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken
+
+
+def test_a_port_that_is_taken_and_who_has_it(listener: socket.socket, tmp_path: Path) -> None:
+    port = listener.getsockname()[1]
+    found = doctor("ports", "--port", str(port), cwd=tmp_path)
+    finding = found.finding("ports", f"port {port} is taken by process {os.getpid()}: ")
+    assert found.code == 3 and finding["severity"] == "broken"
+    assert f"MASTER_PORT={port + 1}" in finding["fix"]
+    named = doctor("ports", cwd=tmp_path, MASTER_PORT=str(port))
+    assert named.code == 3 and named.finding("ports", f"port {port} is taken")
+
+
+@NEEDS_ROOT
+def test_a_dead_loopback_interface(tmp_path: Path) -> None:
+    found = doctor("ports", "--port", PORT, cwd=tmp_path, before=in_shell("true", "--net"))
+    finding = found.finding("ports", "the loopback interface does not work")
+    assert found.code == 3 and "ip link set lo up" in finding["fix"]
+
+
+@NEEDS_ROOT
+def test_16_megabytes_of_dev_shm(tmp_path: Path) -> None:
+    small = in_shell("mount -t tmpfs -o size=16m none /dev/shm", "--mount")
+    finding = doctor("shared-memory", cwd=tmp_path, before=small).finding("shared-memory", "/dev/shm has only 16.0 MiB")
+    assert "--shm-size" in finding["fix"]
+
+
+@NEEDS_ROOT
+def test_a_full_dev_shm(tmp_path: Path) -> None:
+    fill = "mount -t tmpfs -o size=64k none /dev/shm; dd if=/dev/zero of=/dev/shm/full bs=64k count=1 2> /dev/null"
+    found = doctor("shared-memory", cwd=tmp_path, before=in_shell(fill, "--mount"))
+    assert found.code == 3 and "remove files" in found.finding("shared-memory", "/dev/shm has 0 bytes free")["fix"]
+
+
+def test_64_open_files_and_what_cannot_be_checked_then(tmp_path: Path) -> None:
+    found = doctor("limits", "links", cwd=tmp_path, before=in_shell("ulimit -n 64"))
+    finding = found.finding("limits", "the limit of open files is 64 (ulimit -n)")
+    assert found.code == 3 and finding["severity"] == "broken" and "ulimit -n 65536" in finding["fix"]
+    assert found.check("links")["skipped"] == "limits must be repaired first"
+
+
+def test_a_limit_of_memory_and_of_file_sizes(tmp_path: Path) -> None:
+    found = doctor("limits", cwd=tmp_path, before=in_shell("ulimit -f 2048; ulimit -v 16777216"))
+    assert "ulimit -f unlimited" in found.finding("limits", "(ulimit -f)")["fix"]
+    assert "16.0 GiB" in found.finding("limits", "(ulimit -v)")["what"]
+    assert found.code == 0
+
+
+@NEEDS_ROOT
+def test_a_core_that_is_throttled(tmp_path: Path) -> None:
+    quota = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "50000"}
+    with group("cpu", quota, {"cpu.max": "50000 100000"}) as processes:
+        before = in_shell(f"echo $$ > {processes}")
+        found = doctor("control-groups", "cores", cwd=tmp_path, before=before)
+    assert "--cpus" in found.finding("control-groups", "throttled: the control group may use 0.5 of")["fix"]
+    assert "quota" in found.finding("cores", "throttled: the quota of the control group was used up")["fix"]
+
+
+@NEEDS_ROOT
+def test_too_few_processes_are_left(tmp_path: Path) -> None:
+    with group("pids", {"pids.max": "100"}, {"pids.max": "100"}) as processes:
+        found = doctor("control-groups", cwd=tmp_path, before=in_shell(f"echo $$ > {processes}"))
+    assert found.code == 3 and "--pids-limit" in found.finding("control-groups", "of at most 100 processes")["fix"]
+
+
+@contextlib.contextmanager
+def loop_device(image: Path) -> Iterator[str]:
+    """A block device with a file system in a file; skips where none can be made."""
+    if shutil.which("losetup") is None or shutil.which("mkfs.ext4") is None:
+        pytest.skip("there is no losetup or mkfs.ext4")
+    image.write_bytes(b"")
+    os.truncate(image, 2**26)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True)
+    made = subprocess.run(["losetup", "--find", "--show", str(image)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no loop device: {made.stderr.strip()}")
+    device = made.stdout.strip()
+    try:
+        yield device
+    finally:
+        subprocess.run(["losetup", "--detach", device], check=True)
+
+
+@NEEDS_ROOT
+def test_a_slow_disk(tmp_path: Path) -> None:
+    rate, place = 2 * 2**20, tmp_path / "mounted"
+    place.mkdir()
+    with loop_device(tmp_path / "image") as device:
+        number = os.stat(device).st_rdev
+        limit = f"{os.major(number)}:{os.minor(number)} {rate}"
+        old = {f"blkio.throttle.{kind}_bps_device": limit for kind in ("read", "write")}
+        new = {"io.max": f"{limit.partition(' ')[0]} rbps={rate} wbps={rate}"}
+        with group("blkio", old, new) as processes:
+            before = in_shell(f"mount {device} {place}; echo $$ > {processes}", "--mount")
+            found = doctor("disks", "--directory", str(place), cwd=tmp_path, before=before)
+    finding = found.finding("disks", "slow disk", str(place))
+    shown = float(finding["what"].partition("MB/s")[0].rpartition(": ")[2])
+    assert 0.5 < shown < 10 and "logging.run_directory" in finding["fix"]
+    assert "ext4 on loop" in found.check("disks")["facts"][0]
+
+
+@NEEDS_ROOT
+def test_a_full_disk(tmp_path: Path) -> None:
+    place = tmp_path / "full"
+    place.mkdir()
+    fill = f"mount -t tmpfs -o size=64k none {place}; dd if=/dev/zero of={place}/full bs=64k count=1 2> /dev/null"
+    found = doctor("disks", "--directory", str(place), cwd=tmp_path, before=in_shell(fill, "--mount"))
+    finding = found.finding("disks", f"{place}: cannot be written: No space left on device")
+    assert found.code == 3 and "remove old checkpoints" in finding["fix"]
+
+
+DEAD = (
+    "ip link set lo up; ip link add tw0 type veth peer name tw1; ip address add 10.9.9.1/24 dev tw0; ip link set tw0 up"
+)
+
+
+@NEEDS_ROOT
+def test_a_dead_interface(tmp_path: Path) -> None:
+    if shutil.which("ip") is None:
+        pytest.skip("there is no ip")
+    found = doctor("interfaces", cwd=tmp_path, before=in_shell(DEAD, "--net"))
+    finding = found.finding("interfaces", "dead interface: tw0 dead: no carrier", "10.9.9.1")
+    assert "NCCL_SOCKET_IFNAME=^tw0" in finding["fix"]
+    # The one that processes are to use is worse.
+    chosen = doctor("interfaces", cwd=tmp_path, before=in_shell(DEAD, "--net"), GLOO_SOCKET_IFNAME="tw0")
+    assert chosen.code == 3 and chosen.finding("interfaces", "GLOO_SOCKET_IFNAME=tw0: dead interface")
+    alive = doctor("interfaces", cwd=tmp_path, before=in_shell(f"{DEAD}; ip link set tw1 up", "--net"))
+    assert not [each for each in alive.check("interfaces")["findings"] if "dead" in each["what"]]
+
+
+def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
+    found = doctor("interfaces", cwd=tmp_path, GLOO_SOCKET_IFNAME="eth77")
+    finding = found.finding("interfaces", "GLOO_SOCKET_IFNAME=eth77: there is no interface eth77")
+    assert found.code == 3 and "set GLOO_SOCKET_IFNAME to one that is up" in finding["fix"]
+
+
+@NEEDS_ROOT
+def test_a_name_that_leads_to_loopback(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 planted\n")
+    named = in_shell(f"hostname planted; mount --bind {tmp_path}/hosts /etc/hosts", "--uts", "--mount")
+    finding = doctor("interfaces", cwd=tmp_path, before=named).finding("interfaces", "planted, leads to the loopback")
+    assert "127.0.1.1" in finding["what"] and "--rendezvous" in finding["fix"]
+
+
+def other_torch(site: Path, version: str) -> str:
+    """The metadata of another torch before that of the one that is installed; returns the path for Python."""
+    metadata = site / f"torch-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    return os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+
+
+def planted(site: Path, path: str) -> list[str]:
+    """A command that starts Python with another path before its own."""
+    return ["env", f"PYTHONPATH={path}{os.pathsep}{Path(__file__).parents[2] / 'src'}"]
+
+
+def test_metadata_of_another_torch(tmp_path: Path) -> None:
+    before = planted(tmp_path, other_torch(tmp_path / "site", "2.6.0"))
+    found = doctor("packages", "torch", "kernels", cwd=tmp_path, before=before)
+    assert found.code == 3
+    mixed = found.finding("torch", "wrong torch build: its files are of ", "its metadata says 2.6.0")
+    assert "pip uninstall torch" in mixed["fix"]
+    if found.check("packages")["skipped"] is None:
+        assert found.finding("packages", "trainwright needs torch>=", "torch 2.6.0 is installed")["fix"].startswith(
+            "pip "
+        )
+    assert "must be repaired first" in found.check("kernels")["skipped"]
+
+
+def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
+    package = tmp_path / "site" / "torch"
+    package.mkdir(parents=True)
+    (package / "version.py").write_text("__version__ = '2.13.0+cu126'\ncuda: Optional[str] = '12.6'\n")
+    missing = "libcudart.so.12: cannot open shared object file: No such file or directory"
+    (package / "__init__.py").write_text(f"raise ImportError({missing!r})\n")
+    found = doctor("torch", "kernels", cwd=tmp_path, before=planted(tmp_path, str(tmp_path / "site")))
+    finding = found.finding("torch", "wrong torch build: `import torch` fails", missing)
+    assert found.code == 3 and finding["severity"] == "broken" and finding["fix"]
+    assert found.check("kernels")["skipped"] == "torch must be repaired first"
+
+
+def test_a_machine_without_compilers(tmp_path: Path) -> None:
+    found = doctor("compilers", cwd=tmp_path, PATH=str(tmp_path))
+    assert "g++" in found.finding("compilers", "there is no C++ compiler")["fix"]
+    assert "pip install ninja" in found.finding("compilers", "ninja is not in PATH")["fix"]
+
+
+def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken++"
+    compiler.write_text("#!/bin/sh\necho 'fatal error: the disk of the compiler is gone' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    finding = doctor("compilers", cwd=tmp_path, CXX=str(compiler)).finding("compilers", f"{compiler} cannot compile")
+    assert "the disk of the compiler is gone" in finding["what"]
+
+
+def test_variables_of_nccl_are_explained_and_misspelled_ones_found(tmp_path: Path) -> None:
+    (tmp_path / "nccl.conf").write_text("NCCL_ALGO=Ring # for a trial\n")
+    given = {"NCCL_DEBUG": "INFO", "NCCL_P2P_DISABEL": "1", "NCCL_BLOCKING_WAIT": "1", "CUDA_LAUNCH_BLOCKING": "1"}
+    found = doctor("nccl", cwd=tmp_path, NCCL_CONF_FILE="nccl.conf", **given)
+    facts = found.check("nccl")["facts"]
+    assert "NCCL_DEBUG=INFO: what NCCL prints: VERSION, WARN, INFO or TRACE" in facts
+    assert any(fact.startswith("NCCL_ALGO=Ring (in nccl.conf): ") for fact in facts)
+    assert found.finding("nccl", "NCCL_P2P_DISABEL=1")["fix"] == "did you mean NCCL_P2P_DISABLE?"
+    assert "TORCH_NCCL_BLOCKING_WAIT" in found.finding("nccl", "NCCL_BLOCKING_WAIT=1 is an old name")["fix"]
+    assert found.finding("nccl", "CUDA_LAUNCH_BLOCKING=1 slows")["fix"].startswith("unset CUDA_LAUNCH_BLOCKING")
+    assert found.finding("nccl", "NCCL_ALGO=Ring (in nccl.conf)")["fix"].startswith("remove it from nccl.conf")
