@@ -28,6 +28,13 @@ MODULE = """
             return {"skipped_before": self.state.get("skipped", 0.0)}
 
 
+    class Torch(StepPolicy):
+        def metrics(self, step, found):
+            import torch
+
+            return {"deterministic": float(torch.are_deterministic_algorithms_enabled())}
+
+
     class Lines:
         def __init__(self, run):
             self.file = run / "seen.txt"
@@ -96,6 +103,17 @@ def test_a_policy_goes_on_with_its_state(place: Path) -> None:
     ended = started(place, "train", "--resume", str(run), "train.max_steps=4")
     assert ended.returncode == 0, ended.stderr
     assert column(run, "metrics")[2:] == [{"skipped_before": 1.0}] * 2
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_torch_is_told_to_be_deterministic_if_the_recipe_asks(runs: Runs, place: Path, asked: bool) -> None:
+    override = f"train.deterministic={str(asked).lower()}"
+    run, ended = train(place, "train.step_policies=['somebody:Torch']", override)
+    assert ended.returncode == 0, ended.stderr
+    assert column(run, "metrics") == [{"deterministic": float(asked)}] * 4
+    assert column(run, "loss") == column(runs.trained(*SHORT), "loss")  # bit-identical on a CPU in any case
+    assert events(run, "start")[0]["attention"]
+    assert "\nattention " in ended.stdout + ended.stderr
 
 
 def test_an_observer_that_fails_ends_no_run(place: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.models.attention import document_attention
+from trainwright.models.attention.packs import document_attention
 
 LENGTHS = [1, 7, 33, 2, 50]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.request import Request, for_nodes
+from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Gpu, Machine
-from trainwright.planning.plan import constraints_of
+from trainwright.planning.facts import facts_of
+from trainwright.planning.plan import Plan, constraints_of, make_plan
 from trainwright.planning.resolve import Resolved, resolve
 from trainwright.recipe.schema import Recipe
 
@@ -48,6 +52,23 @@ def test_processes_are_chosen_for_the_machine(here: Machine, count: int) -> None
 def test_a_gpu_that_no_catalogue_has_is_planned_all_the_same() -> None:
     here = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Some GPU", 80 * GIB, (9, 0)),) * 2)
     assert resolve(recipe(), here).plan.fits
+
+
+def test_a_machine_without_a_compiler_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    here = replace(cluster_of(machine()), is_here=True)
+
+    def planned(train: dict[str, Any], on: Cluster) -> Plan:
+        asked = recipe({"max_steps": 10_000_000, **train})
+        return make_plan(constraints_of(asked), facts_of(asked).workload, on)
+
+    assert planned({}, replace(here, is_here=False)).chosen.choice.compile
+    found = planned({}, here)
+    assert not found.chosen.choice.compile
+    assert any(line.startswith("train.compile false: torch.compile needs a C++ compiler") for line in found.reasons)
+    with pytest.raises(MachineError, match=r"train\.compile: torch\.compile needs a C\+\+ compiler.* set .* to false"):
+        planned({"compile": True}, here)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +128,22 @@ def test_nodes_share_out_a_number_that_fits() -> None:
         "parallel.num_processes 6: 3 on each of 2 nodes, 4 (one per GPU) would contradict "
         "train.gradient_accumulation_steps",
     )
+
+
+def test_a_plan_names_the_attention_kernel_and_why_no_faster_one() -> None:
+    def lines(here: Machine, train: dict[str, Any], **data: Any) -> tuple[str, ...]:
+        return resolve(recipe(train, **data), here).plan.attention
+
+    (line,) = lines(machine(1), {"mixed_precision": "bf16"}, pack_length=1024)
+    assert line.startswith("torch's varlen flash attention (FlashAttention-3: is not assumed to be installed); ")
+    assert line.endswith("train.deterministic: true makes them bit-identical")
+    (line,) = lines(machine(1), {"mixed_precision": "bf16", "deterministic": True}, pack_length=1024)
+    assert line == "torch's varlen flash attention (FlashAttention-3: is not assumed to be installed)"
+    old = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Tesla T4", 16 * GIB, (7, 5)),) * 2)
+    (line,) = lines(old, {"mixed_precision": "fp16"}, pack_length=1024)
+    assert "torch's varlen flash attention: needs compute capability 8.0 or higher, this GPU has 7.5" in line
+    assert lines(machine(), {}, pack_length=1024) == ("torch's flash attention for CPUs, document by document",)
+    assert lines(machine(), {}, pack_length=None) == ("torch's SDPA, over padded rows",)
 
 
 def test_a_precision_that_the_gpu_does_not_have_is_refused() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from trainwright.doctor.calibrate_cases import DTYPES, Case, Run
-from trainwright.models.attention import BF16_FROM_LENGTH
+from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH
 
 
 class Sizes(NamedTuple):
@@ -85,7 +85,7 @@ def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return attention within each document, as models/attention.py computes it on a CPU."""
+    """Return attention within each document, as models/attention computes it on a CPU."""
     dtype, groups = query.dtype, sizes.heads // sizes.key_value_heads
     work = torch.float32 if sizes.length < BF16_FROM_LENGTH else dtype
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))

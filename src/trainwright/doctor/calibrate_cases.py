@@ -235,7 +235,7 @@ def _attention_tokens(length: int, device: torch.device) -> int:
 
 
 def _attention(precision: str, direction: str, length: int, device: torch.device) -> Run:
-    from trainwright.models.attention import document_attention
+    from trainwright.models.attention.packs import document_attention
 
     _, heads, channels = _ATTENTION_SHAPE[device.type]
     tokens = _attention_tokens(length, device)

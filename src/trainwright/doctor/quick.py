@@ -40,7 +40,7 @@ from trainwright.doctor.calibrate_fits import curve_of
 from trainwright.doctor.undisturbed import Stopwatch, Timed, least
 from trainwright.launch.process import die_with_parent
 from trainwright.machine.measured.calibration import Calibration, Setting, as_json
-from trainwright.models.attention import BF16_FROM_LENGTH
+from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH
 from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
 
 _PATIENCE = 10.0  # seconds that a process waits for another
@@ -140,7 +140,7 @@ def _attention_cases(precision: str, length: int, device: torch.device) -> list[
     def build(direction: str) -> Run:
         dtype = DTYPES[precision]
         some = [torch.randn(count, heads, length, channels, device=device).to(dtype) for _ in range(3)]
-        # As in models/attention.py: on a CPU short documents are computed in fp32.
+        # As in models/attention: on a CPU short documents are computed in fp32.
         work = torch.float32 if device.type == "cpu" and length < BF16_FROM_LENGTH else dtype
         query, key, value = (x.to(work) for x in some)
         if direction == "forward":

@@ -41,6 +41,7 @@ class Start(Event):
     Attributes:
         resumed_from: the step of the checkpoint; None: a fresh run.
         pending: what the previous launch interrupted after that step, `evaluation` or `generation`.
+        attention: the kernels that compute the model's attention, and why not faster ones.
         details: fields specific to the task.
     """
 
@@ -68,12 +69,15 @@ class Start(Event):
     reasons: Sequence[str]
     predicted: Mapping[str, float]
     layout: str
+    attention: Sequence[str] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> Record:
         """Return the fields by name, including those of the task."""
         found = super().record()
         predicted, layout, details = (found.pop(name) for name in ("predicted", "layout", "details"))
+        if not self.attention:
+            del found["attention"]
         return {**found, **details, "predicted": dict(predicted), "layout": layout}
 
 

@@ -32,6 +32,7 @@ _FREE = (
     ("train", "activation_checkpointing"),
     ("train", "activation_offload"),
     ("train", "compile"),
+    ("train", "deterministic"),
     ("train", "replan"),
 )
 _MAY_GROW = (("train", "max_steps"), ("train", "epochs"), ("train", "max_tokens"))

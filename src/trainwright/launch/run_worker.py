@@ -30,7 +30,9 @@ from trainwright.launch.process import console, keep_freed_memory, set_fresh, th
 from trainwright.launch.relaunch import is_replan_asked
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.files import check_libraries
-from trainwright.models.causal_lm import compile_blocks
+from trainwright.models.attention.described import describe_attention
+from trainwright.models.attention.packs import platform_of
+from trainwright.models.causal_lm import CausalLM, compile_blocks
 from trainwright.models.quantisation import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.plan_watch import PlanWatch, Watched
@@ -81,6 +83,8 @@ def run_worker(
     recipe = load_recipe(run / run_directory.RECIPE)
     if recipe.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
+    if recipe.train.deterministic:
+        _use_deterministic_kernels()
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
     check_library(recipe.parallel.strategy)
@@ -136,6 +140,14 @@ def run_worker(
         return EXIT_FINISHED if finished else EXIT_STOPPED
     finally:
         leave()
+
+
+def _use_deterministic_kernels() -> None:
+    """Make torch use deterministic kernels only, and raise an error at operations without one."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when the first product is computed
+    torch.use_deterministic_algorithms(True)
+    # Filling new memory shows errors in programs, and takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layout]:
@@ -214,8 +226,18 @@ def _start(
         reasons=list(reasons),
         predicted=predicted,
         layout=layout.line(),
+        attention=_attention(recipe, task, world),
         details=task.describe(),
     )
+
+
+def _attention(recipe: Recipe, task: Task, world: World) -> list[str]:
+    """Return a line for each attention kernel of the model, with the reasons for its choice."""
+    model = next((module for module in task.module.modules() if isinstance(module, CausalLM)), None)
+    if model is None:
+        return []
+    platform = platform_of(world.device.type, world.device.index or 0)
+    return describe_attention(model, _DTYPES[recipe.train.mixed_precision], recipe.data.max_length, platform)
 
 
 def _device_name(world: World) -> str:

@@ -36,7 +36,7 @@ class Cluster:
     between the devices of a node. ``network``: a device's share of the network between nodes, None for a single node.
     ``host_memory_bytes`` and ``cpu_cores``: of one node. ``device_free_bytes``: free memory of the fullest device; None
     for a described machine, where all is assumed to be free. ``assumptions``: values that were neither given nor
-    measured.
+    measured. ``is_here``: it was detected, so its software is the installed one.
     """
 
     __pydantic_config__ = STRICT
@@ -53,6 +53,7 @@ class Cluster:
     host_free_bytes: int | None = None
     disk_free_bytes: int | None = None
     assumptions: tuple[str, ...] = ()
+    is_here: bool = False
 
     @property
     def devices(self) -> int:
@@ -140,6 +141,7 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
         network=network(network_bits, devices) if nodes > 1 and network_bits else None,
         host_memory_bytes=machine.memory_bytes,
         cpu_cores=machine.cpu_cores,
+        is_here=machine.is_here,
         device_free_bytes=_least_free(machine),
         host_free_bytes=machine.memory_free_bytes,
         disk_free_bytes=machine.disk_free_bytes,

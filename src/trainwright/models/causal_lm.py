@@ -17,8 +17,9 @@ from torch import nn
 
 from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
-from trainwright.models import attention
-from trainwright.models.attention import DOCUMENTS, UnpackableError, register
+from trainwright.models.attention import packs, plain
+from trainwright.models.attention.documents import Documents
+from trainwright.models.attention.packs import DOCUMENTS, UnpackableError, register
 from trainwright.models.losses.linear_cross_entropy import (
     Head,
     linear_cross_entropy,
@@ -105,10 +106,12 @@ class CausalLM(nn.Module):
         """Return the last hidden states [B, L, H] after the final norm."""
         extra: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.boundaries is not None:
-            # The names under which transformers passes document boundaries to every attention layer.
+            documents = Documents(batch.boundaries, batch.longest, batch.input_ids.device)
+            # All are passed to every attention layer, most under the names of transformers.
             extra = {
-                "cu_seq_lens_q": batch.boundaries,
-                "cu_seq_lens_k": batch.boundaries,
+                "documents": documents,
+                "cu_seq_lens_q": documents.boundaries,
+                "cu_seq_lens_k": documents.boundaries,
                 "max_length_q": batch.longest,
                 "max_length_k": batch.longest,
             }
@@ -261,7 +264,10 @@ def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile each block in place. The first passes are slow; packs of any length then use the same code."""
-    # A loop over documents differs for every batch, so it runs uncompiled between compiled parts.
-    attention._each_document = torch.compiler.disable(attention._each_document)
+    # What depends on the lengths of documents differs for every batch, so it runs uncompiled between compiled parts.
+    plain.each_document = torch.compiler.disable(plain.each_document)
+    Documents.in_chunks = torch.compiler.disable(Documents.in_chunks)  # type: ignore[method-assign]
+    Documents.block_mask = torch.compiler.disable(Documents.block_mask)  # type: ignore[method-assign]
+    packs.kernel_name = torch.compiler.assume_constant_result(packs.kernel_name)
     for block in blocks:
         block.compile(dynamic=True)

@@ -31,6 +31,8 @@ _PLAIN = {
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
     "trainwright::document_flash_cpu",
+    "flash_attn::_flash_attn_varlen_forward",
+    "flash_attn_3::_flash_attn_forward",
     "flex_attention",
 }
 _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}  # mixtures of experts

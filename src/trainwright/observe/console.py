@@ -183,6 +183,7 @@ def _banner(event: Event) -> list[tuple[str, str]]:
     rows.append(("parameters", _parameters(event)))
     rows.append(("processes", _processes(event)))
     rows.append(("precision", str(event["mixed_precision"]).replace("no", "fp32")))
+    rows += [("attention" if i == 0 else "", line) for i, line in enumerate(event.get("attention", []))]
     rows.append(("batch", _batch(event)))
     rows += [("data" if i == 0 else "", line) for i, line in enumerate(event.get("data", []))]
     if event.get("epoch_tokens"):

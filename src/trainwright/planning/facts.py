@@ -89,6 +89,7 @@ def facts_of(recipe: Recipe) -> Facts:
             trained=trained(needs, architecture, assumptions) if adapter is None else None,
             first_blocks=None if needs.last_block is None else needs.last_block + 1,
             max_length=data.max_length,
+            deterministic=train.deterministic,
             # A model that is initialized at random has no trained weights to adapt.
             takes_adapters=recipe.model.config is None
             and architecture.family != MODEL_TYPE
@@ -114,6 +115,7 @@ def _of_own_model(recipe: Recipe, model: OwnModel) -> Facts:
             batch_tokens=train.global_batch_size * model.tokens,
             texts=False,
             takes_adapters=False,
+            deterministic=train.deterministic,
         ),
         (model.assumption,),
     )
@@ -222,6 +224,7 @@ def full_rows(recipe: Recipe) -> Facts:
         adapter=adapter_of(recipe.model),
         quantisation=quantisation_of(recipe.model),
         optimizer=recipe.optimizer.name,
+        deterministic=train.deterministic,
     )
     steps = train.max_steps
     if train.max_tokens is not None:

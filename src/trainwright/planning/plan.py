@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.machine.compilers import why_not_compiled
 from trainwright.machine.describe import Cluster
 from trainwright.machine.measured.own_runs import Correction
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import with_processes
-from trainwright.planning.reasons import reasons_of, shortage
+from trainwright.planning.reasons import attention_of, reasons_of, shortage
 from trainwright.planning.search import Found, Judge, Judged, search
 from trainwright.planning.step_time.basis import Basis
 from trainwright.planning.step_time.corrections import corrections_of, model_of, way_of
@@ -62,6 +63,11 @@ class Plan:
     def correction(self) -> Correction:
         """The correction of the step time from this machine's own runs; it is already applied."""
         return corrections_of(self.basis.runs, self.workload, self.basis.kind).of(self.chosen.choice)
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """The kernels that compute the attention of a text model in training, each with the reasons."""
+        return tuple(attention_of(self.workload, self.chosen.choice, self.cluster))
 
     @property
     def fits(self) -> bool:
@@ -128,6 +134,7 @@ class Plan:
             "predicted": self.predicted(),
             "errors": _errors_json(self.chosen),
             "reasons": list(self.reasons),
+            "attention": list(self.attention),
             "assumptions": list(self.assumptions),
             "workload": _workload_json(self.workload),
             "candidates": [_judged_json(one) for one in self.found.judged],
@@ -157,7 +164,10 @@ def make_plan(
 
     Raises:
         RequestError: no number of processes satisfies ``constraints``.
+        MachineError: the blocks are to be compiled, but this machine has no compiler.
     """
+    if constraints.fixed.get("compile") and (why := _why_not_compiled(cluster)) is not None:
+        raise MachineError(f"train.compile: torch.compile {why}; install it, or set train.compile to false")
     corrections = corrections_of(basis.runs, workload, basis.kind)
     rates = rates_of(cluster, basis.calibration, basis.measurement)
     judge = Judge(workload, cluster, rates, available, own or corrections.errors(), corrections=corrections)
@@ -175,7 +185,7 @@ def make_plan(
         chosen=chosen,
         found=found,
         suggestions=out,
-        reasons=tuple(reasons_of(chosen, found, constraints, workload, cluster, precision)),
+        reasons=tuple(reasons_of(chosen, found, constraints, workload, cluster, precision, _why_not_compiled(cluster))),
         assumptions=(*_rates(basis), *cluster.assumptions, *assumptions),
         basis=basis,
         rivals=rivals,
@@ -272,7 +282,7 @@ def _layout_constraints(parallel: ParallelSection) -> Mapping[str, Any]:
 def _perhaps_compiled(judge: Judge, constraints: Constraints, chosen: Judged) -> Judged:
     """Return the compiled candidate if the run is long enough for that to pay off and the recipe leaves it open."""
     steps = judge.workload.steps
-    if "compile" in constraints.fixed or steps is None or not _can_compile(judge.cluster):
+    if "compile" in constraints.fixed or steps is None or _why_not_compiled(judge.cluster) is not None:
         return chosen
     compiled = judge.fit(replace(chosen.choice, compile=True))
     if not compiled.runs:
@@ -281,12 +291,9 @@ def _perhaps_compiled(judge: Judge, constraints: Constraints, chosen: Judged) ->
     return judge.timed(compiled) if saved > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
 
 
-def _can_compile(cluster: Cluster) -> bool:
-    from shutil import which
-
-    if cluster.device == "cuda":
-        return True  # PyTorch for CUDA includes Triton
-    return any(which(name) for name in ("g++", "clang++"))
+def _why_not_compiled(cluster: Cluster) -> str | None:
+    """Return why blocks cannot be compiled; a described machine is assumed to have compilers."""
+    return why_not_compiled(cluster.device, cluster.card.capability) if cluster.is_here else None
 
 
 def installed(strategy: str) -> str | None:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainwright.machine.describe import Cluster
+from trainwright.models.attention.kernels import in_words
+from trainwright.models.gpt.variants import MODEL_TYPE
+from trainwright.planning.architectures.families import FAMILIES
 from trainwright.planning.candidates import Constraints, layout_of
 from trainwright.planning.errors import SHARE
+from trainwright.planning.memory.peak import micro_batch
+from trainwright.planning.operations import block_kinds
+from trainwright.planning.operations.devices import device_of
+from trainwright.planning.operations.shapes import Heads
 from trainwright.planning.search import Found, Judged
 from trainwright.planning.suggestions import Suggestion
 from trainwright.planning.workload import Choice, Workload
@@ -20,8 +27,12 @@ def reasons_of(
     workload: Workload,
     cluster: Cluster,
     precision: tuple[str, str] | None,
+    uncompiled: str | None,
 ) -> Iterator[str]:
-    """Yield a line for every choice that the recipe left open: ``key value: reason``."""
+    """Yield a line for every choice that the recipe left open: ``key value: reason``.
+
+    ``precision``: the chosen one and why; None if the recipe sets it. ``uncompiled``: why blocks cannot be compiled.
+    """
     choice = chosen.choice
     searched = found.best or chosen  # not compiled, like all candidates it is compared with
     if "num_processes" not in constraints.fixed:
@@ -35,7 +46,21 @@ def reasons_of(
     if "micro_batch_size" not in constraints.fixed:
         yield f"train.micro_batch_size {choice.micro_batch_size}: {_why_micro_batch(chosen, constraints, workload)}"
     if "compile" not in constraints.fixed:
-        yield f"train.compile {str(choice.compile).lower()}: {_why_compile(choice, workload)}"
+        yield f"train.compile {str(choice.compile).lower()}: {_why_compile(choice, workload, uncompiled)}"
+
+
+def attention_of(workload: Workload, choice: Choice, cluster: Cluster) -> Iterator[str]:
+    """Yield a line for each kernel that computes the attention of a text model, with the reasons.
+
+    Nothing is said of models whose layers are not known, and of ALiBi, which transformers computes in its own way.
+    """
+    a = workload.architecture
+    if not workload.texts or a.alibi or a.family not in (*FAMILIES, MODEL_TYPE):
+        return
+    device, batch = device_of(workload, choice, cluster), micro_batch(workload, choice)
+    windowed = sorted({kind.windowed for kind in block_kinds(a) if not kind.linear})
+    layers = (Heads.of(a, windowed=each).needs(device, choice.width, batch) for each in windowed)
+    yield from in_words(layers, device.limits)
 
 
 def verdict(judged: Judged, best: Judged | None) -> str:
@@ -175,7 +200,9 @@ def _why_micro_batch(chosen: Judged, constraints: Constraints, workload: Workloa
     )
 
 
-def _why_compile(choice: Choice, workload: Workload) -> str:
+def _why_compile(choice: Choice, workload: Workload, uncompiled: str | None) -> str:
+    if uncompiled is not None:
+        return f"torch.compile {uncompiled}"
     if choice.compile:
         return "saves much more than the minute of compilation at the start"
     return (

@@ -81,6 +81,7 @@ def words(plan: Plan) -> Iterator[str]:
     chosen, time = plan.chosen, plan.chosen.time
     assert time is not None
     yield from _labelled("chosen", plan.reasons or ["as the recipe says"])
+    yield from _labelled("attention", plan.attention)
     yield from _labelled("memory", [*_memory_lines(chosen), *_phases(chosen)])
     yield from _labelled("step", [_time_line(time.parts, time.seconds)])
     speed = f"{time.tokens_per_second:,.0f} tokens/s"

@@ -86,7 +86,7 @@ class Workload:
     ``adapter``. ``trained``: the trained parameters, by unit and name of an inventory; None if all are.
     ``first_blocks``: number of blocks that run, if the loss is computed from a block's output. ``texts``: the recipe's
     data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
-    the model can be trained with an adapter.
+    the model can be trained with an adapter. ``deterministic``: only deterministic kernels are used.
     """
 
     architecture: Architecture
@@ -113,6 +113,7 @@ class Workload:
     texts: bool = True
     max_length: int | None = None
     takes_adapters: bool = True
+    deterministic: bool = False
 
     @property
     def tokens(self) -> float:

@@ -120,6 +120,12 @@ class TrainSection(Section):
         False, description="Offload the activations kept for the backward pass to the host's memory."
     )
     compile: bool | Auto = Field("auto", description="Compile the model's blocks with torch.compile.")
+    deterministic: bool = Field(
+        False,
+        description="Use only deterministic kernels, so that a repeated or resumed run on the same GPUs is "
+        "bit-identical. Otherwise the backward pass of attention, among others, adds in no fixed order on a GPU, and "
+        "such runs are equal up to rounding. Slower on GPUs. On a CPU runs are bit-identical in any case.",
+    )
     replan: Literal["offer", "auto"] = Field(
         "offer",
         description="What to do if the first steps differ from the plan and another strategy or number of processes "

@@ -56,6 +56,7 @@ _KEYS: dict[OwnKey, str] = {
     "enable_gradient_checkpointing enable_activation_checkpointing activation_checkpoint recompute grad_checkpoint",
     OwnKey("train.activation_offload"): "enable_activation_offloading activation_offloading",
     OwnKey("train.compile"): "torch_compile use_compile compile_model",
+    OwnKey("train.deterministic"): "full_determinism use_deterministic_algorithms",
     OwnKey("train.seed"): "random_seed data_seed manual_seed",
     OwnKey("data.train"): "dataset datasets dataset_name dataset_path dataset_id train_file train_dataset train_data "
     "data_path data_files training_data train_path",

@@ -30,7 +30,7 @@ class Batch:
 
     input_ids: torch.Tensor  # int64 [1, T] or [B, L]
     position_ids: torch.Tensor  # int64, as input_ids; from 0 in every document
-    boundaries: torch.Tensor | None  # int32 [D + 1], flat batches only
+    boundaries: torch.Tensor | None  # int32 [D + 1], flat batches only; always on the host, which never waits for it
     attention_mask: torch.Tensor | None  # bool [B, L], padded batches only
     target_index: torch.Tensor  # int64 [N], flattened positions that predict the targets
     targets: torch.Tensor  # int64 [N]
@@ -47,13 +47,13 @@ class Batch:
         return torch.stack([part.sum() for part in values.double().split(self.target_counts)])
 
     def to(self, device: torch.device) -> Batch:
-        """Return the same batch on ``device``."""
+        """Return the same batch on ``device``, except for its boundaries."""
         if device.type == "cpu":
             return self
         moved: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and field.name != "boundaries":
                 moved[field.name] = value.pin_memory().to(device, non_blocking=True)
         return replace(self, **moved)
 
@@ -174,7 +174,7 @@ def _stretches(part: Batch, kept: list[int]) -> Batch:
         part,
         input_ids=part.input_ids.index_select(1, cut),
         position_ids=part.position_ids.index_select(1, cut),
-        boundaries=torch.from_numpy(begins.astype(np.int32)).to(device),
+        boundaries=torch.from_numpy(begins.astype(np.int32)),
         target_index=_moved(part, [int(new) - edges[old][0] for new, old in zip(begins, kept, strict=False)]),
         longest=max(lengths),
         tokens=int(begins[-1]),

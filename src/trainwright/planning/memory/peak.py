@@ -95,7 +95,7 @@ def _filled(workload: Workload, first: int, rows: int) -> int:
 
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack = OWN) -> Memory:
     """Return the memory that ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: the program."""
-    setting = Setting.of(workload, choice, micro_batch(workload, choice), cluster.device == "cuda", stack)
+    setting = Setting.of(workload, choice, micro_batch(workload, choice), cluster, stack)
     held = partly_trained(
         inventory(
             workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation, stack

@@ -1,6 +1,6 @@
 """Attention by the kernel that runs: within the documents of a pack, or with a mask over padded rows.
 
-The paths are those of models/attention.py and of transformers' sdpa and eager attention; the choice of torch's kernels
+The paths are those of models/attention and of transformers' sdpa and eager attention; the choice of torch's kernels
 and their working memory follow aten/src/ATen/native/transformers.
 """
 
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trainwright.models.attention.kernels import Kernel as Kind
 from trainwright.planning.operations.elementary import (
+    as_tensor,
+    broadcast,
     cat,
     contiguous,
     dropout,
+    from_result,
+    mul,
     scale,
     slices,
     to,
@@ -23,24 +28,36 @@ from trainwright.planning.operations.shapes import Device
 from trainwright.planning.operations.tape import Kernel, Tape, Tensor
 
 _FP32 = 4
-# models/attention.py: packs of shorter documents are converted to fp32 for the CPU's flash kernel.
+# models/attention/cpu_flash.py: packs of shorter documents are converted to fp32 for the CPU's flash kernel.
 _BF16_FROM_LENGTH = 512
 # Maximum number of documents that are simulated one by one; more are grouped.
 _MOST_DOCUMENTS = 12
 
 
 class Attention(ScoresAttention):
-    """Attention that chooses among torch's kernels as models/attention.py and transformers do."""
+    """Attention by the kernel that models/attention/kernels.py and transformers choose."""
 
     def documents(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Apply models/attention.py within each document of a pack. Returns [1, T, H, D]."""
-        tape, heads, on_gpu = self.tape, self.heads, self.device.is_gpu
-        windowed = heads.window is not None and heads.window < self.batch.longest
-        plain = not heads.dropout and not heads.softcap and not heads.sinks
-        if on_gpu and plain and q.width < _FP32:
-            return view(tape, self._varlen(q, k, v))
-        if plain and not windowed and not on_gpu and heads.value_size == heads.size:
-            return view(tape, self._document_flash(q, k, v))
+        """Apply models/attention/packs.py within each document of a pack. Returns [1, T, H, D]."""
+        tape, heads = self.tape, self.heads
+        kernel = heads.kernel(self.device, q.width, self.batch)
+        size, value = kernel.widths(heads.size, heads.value_size)
+        if (size, value) == (heads.size, heads.value_size):
+            return self._by(kernel, q, k, v)
+        # Padded with zeros, which are cut off again.
+        q, k = (_widened(tape, x, heads.size, size) for x in (q, k))
+        v = _widened(tape, v, heads.value_size, value)
+        whole = replace(self, heads=replace(heads, size=size, value=value))._by(kernel, q, k, v)
+        return contiguous(tape, slices(tape, whole, [self.batch.tokens * heads.queries * heads.value_size])[0])
+
+    def _by(self, kernel: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run a kernel for the documents of a pack."""
+        if kernel.name == "flex":
+            return view(self.tape, self._flex(q, k, v))
+        if kernel.memory == "flash":
+            return view(self.tape, self._varlen(kernel, q, k, v))
+        if kernel.name == "cpu_flash":
+            return view(self.tape, self._document_flash(q, k, v))
         return self._each_document(q, k, v)
 
     def sdpa(self, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> Tensor:
@@ -76,24 +93,32 @@ class Attention(ScoresAttention):
         pairs = heads.queries * batch.pairs
         return _flash(self.tape, q, k, v, pairs, heads.size, workspace, backward_workspace + _FP32 * sums, sums)
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run FlashAttention-2 over all documents of a pack.
+    def _varlen(self, kernel: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run flash attention over all documents of a pack.
 
         The backward pass accumulates gradients of queries in fp32, and those of keys and values for every query head.
         """
-        tape, heads, batch = self.tape, self.heads, self.batch
-        if heads.value_size != heads.size:  # the kernel requires equal widths: values are padded, and the zeros cut off
-            v = cat(tape, [v, tape.new(k.numel - v.numel, v.width)])
-            whole = replace(self, heads=replace(heads, value=0))._varlen(q, k, v)
-            return contiguous(tape, slices(tape, whole, [batch.tokens * heads.queries * heads.value_size])[0])
+        heads, batch = self.heads, self.batch
         count = sum(number for _, number in batch.documents)
         padded = batch.tokens + 128 * count
         rounded = -(-heads.size // 32) * 32
         sums = heads.queries * padded * _FP32
         expanded = 2 * batch.tokens * heads.queries * heads.size * q.width if heads.group > 1 else 0
         backward_workspace = sums * (rounded + 1) + expanded
-        pairs = heads.queries * batch.pairs
-        return _flash(tape, q, k, v, pairs, heads.size, 0, backward_workspace, heads.queries * batch.tokens)
+        pairs, sums = heads.queries * batch.pairs, heads.queries * batch.tokens
+        generation = kernel.generation
+        return _flash(self.tape, q, k, v, pairs, heads.size, 0, backward_workspace, sums, generation=generation)
+
+    def _flex(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run flex_attention over all documents of a pack; sinks scale its result."""
+        tape, heads, batch = self.tape, self.heads, self.batch
+        pairs, sums = heads.queries * batch.pairs, heads.queries * batch.tokens
+        size, numel = (heads.size + heads.value_size) // 2, sums * heads.value_size
+        out = _flash(tape, q, k, v, pairs, size, 0, 2 * _FP32 * sums, sums, numel=numel)
+        if self.sinks is None:
+            return out
+        share = from_result(tape, broadcast(tape, as_tensor(tape, self.sinks, _FP32), sums))
+        return mul(tape, out, to(tape, share, q.width))
 
     def _each_document(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run the general case: windows, dropout, soft caps, sinks, values of another width than keys."""
@@ -122,7 +147,8 @@ class Attention(ScoresAttention):
         """
         tape, heads, device = self.tape, self.heads, self.device
         # The CPU's kernels support neither dropout nor values of another width than the keys.
-        if not device.is_gpu and (heads.dropout or heads.value_size != heads.size):
+        on_cpu = not device.is_gpu and (heads.dropout or heads.value_size != heads.size)
+        if on_cpu or (q.width < _FP32 and not device.fuses):
             return self._math(q, k, v, rows, length, mask)
         numbers = tape.new(mask, q.width) if mask else None
         pairs = rows * heads.queries * (length**2 if mask else length * (length + 1) // 2)
@@ -153,9 +179,10 @@ class Attention(ScoresAttention):
         return to(tape, product(tape, weights, v, length, heads.value_size, length, count, rows), width)
 
 
-def _attend(tape: Tape, inputs: int, out: int, pairs: int, size: int, products: int) -> None:
+def _attend(tape: Tape, inputs: int, out: int, pairs: int, size: int, products: int, generation: int) -> None:
     """Record an attention kernel: ``products`` matrix products over the pairs of all heads."""
-    tape.kernels.append(Kernel(tape.operation, "attention", inputs, out, 2 * products * pairs * size))
+    flops = 2 * products * pairs * size
+    tape.kernels.append(Kernel(tape.operation, "attention", inputs, out, flops, generation=generation))
 
 
 def _flash(
@@ -171,6 +198,7 @@ def _flash(
     mask: Tensor | None = None,
     heads_first: bool = False,
     numel: int | None = None,
+    generation: int = 2,
 ) -> Tensor:
     """Run a kernel with ``workspace`` bytes that saves its inputs, output and ``sums`` log-sum-exp values.
 
@@ -183,7 +211,7 @@ def _flash(
     def run() -> list[Tensor]:
         made = [tape.new(given, width, heads_first), tape.new(sums, _FP32)]
         tape.new(workspace, 1)
-        _attend(tape, q.bytes + k.bytes + v.bytes + masked, made[0].bytes, pairs, size, 2)
+        _attend(tape, q.bytes + k.bytes + v.bytes + masked, made[0].bytes, pairs, size, 2, generation)
         return made
 
     out, logarithms = tape.result("attention", run)
@@ -197,7 +225,7 @@ def _flash(
             read = sum(one.get().bytes for one in kept) + sum(one.get().bytes for one in kept_out)
             made: list[Tensor | None] = [tape.new(size, width) for size in sizes]
             tape.new(backward_workspace, 1)
-            _attend(tape, read + grad.bytes, sum(sizes) * width, pairs, size, 5)
+            _attend(tape, read + grad.bytes, sum(sizes) * width, pairs, size, 5, generation)
             return made
 
         tape.record([out, logarithms], [q, k, v], apply)
@@ -218,3 +246,7 @@ def _flash_backward_room(length: int, width: int, device: Device) -> int:
 
 def _flash_tile(length: int) -> tuple[int, int]:
     return min(256 if length >= 768 else 64 if length >= 192 else 32, length), min(512, length)
+
+
+def _widened(tape: Tape, x: Tensor, size: int, width: int) -> Tensor:
+    return x if size == width else cat(tape, [x, tape.new(x.numel // size * (width - size), x.width)])

@@ -141,24 +141,13 @@ class Block:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         tape, a, batch = self.tape, self.architecture, self.batch
-        window = a.window if self.kind.windowed else None
-        heads = Heads(
-            a.heads,
-            a.key_value_heads,
-            a.head_dim,
-            window,
-            a.attention_softcap is not None,
-            a.attention_dropout,
-            a.latent.value if a.latent is not None else 0,
-            a.sinks,
-            a.family == "falcon" and a.key_value_heads == 1,
-        )
+        heads = Heads.of(a, windowed=self.kind.windowed)
         tape.operation = "attention"
-        masked = batch.masked or (window is not None and window < batch.length)
+        masked = batch.masked or (heads.window is not None and heads.window < batch.length)
         attention = Attention(tape, heads, batch, self.device, self.weights["sinks"] if a.sinks else None)
         if batch.packed:
             return attention.documents(q, k, v)
-        if a.attention_softcap is not None or a.sinks:
+        if heads.kernel(self.device, q.width, batch).name == "eager":
             return attention.eager(q, k, v)
         if a.alibi and a.family != "falcon":
             return attention.alibi(q, k, v)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
+from trainwright.machine.describe import Cluster
 from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.block import Block
+from trainwright.planning.operations.devices import device_of
 from trainwright.planning.operations.ends import begin, finish
 from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
 from trainwright.planning.operations.tape import ALTERNATE, Kernel, Parameter, Tape, Tensor
@@ -95,12 +97,12 @@ class Setting:
     hooked: bool = False
 
     @classmethod
-    def of(cls, workload: Workload, choice: Choice, batch: MicroBatch, on_gpu: bool, stack: Stack = OWN) -> Setting:
-        """Return the settings of the passes of ``workload`` with ``choice`` over ``batch``."""
+    def of(cls, workload: Workload, choice: Choice, batch: MicroBatch, cluster: Cluster, stack: Stack = OWN) -> Setting:
+        """Return the settings of the passes of ``workload`` with ``choice`` over ``batch`` on ``cluster``."""
         return cls(
             architecture=workload.architecture,
             batch=batch,
-            device=Device("cuda") if on_gpu else Device("cpu", choice.threads or 1),
+            device=device_of(workload, choice, cluster),
             width=choice.width,
             trainable=workload.adapter is None,
             adapter=workload.adapter,

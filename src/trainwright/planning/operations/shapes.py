@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from trainwright.models.attention.installed import ASSUMED
+from trainwright.models.attention.kernels import CPU, Dtype, Kernel, Needs, Platform, choose
+from trainwright.planning.architectures.architecture import Architecture
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -72,6 +76,21 @@ class Heads:
     sinks: bool = False
     broadcast: bool = False
 
+    @classmethod
+    def of(cls, a: Architecture, *, windowed: bool) -> Heads:
+        """Return the attention of a block of ``a``."""
+        return cls(
+            a.heads,
+            a.key_value_heads,
+            a.head_dim,
+            a.window if windowed else None,
+            a.attention_softcap is not None,
+            a.attention_dropout,
+            a.latent.value if a.latent is not None else 0,
+            a.sinks,
+            a.family == "falcon" and a.key_value_heads == 1,
+        )
+
     @property
     def value_size(self) -> int:
         """The width of a head's values."""
@@ -82,13 +101,53 @@ class Heads:
         """The number of query heads per key head."""
         return self.queries // self.keys
 
+    def kernel(self, device: Device, width: int, batch: MicroBatch) -> Kernel:
+        """Return the kernel that computes this attention in a dtype of ``width`` bytes."""
+        return choose(self.needs(device, width, batch), device.limits).kernel
+
+    def needs(self, device: Device, width: int, batch: MicroBatch) -> Needs:
+        """Return what a kernel has to compute for this attention in a dtype of ``width`` bytes."""
+        return Needs(
+            self.size,
+            self.value_size,
+            device.dtype(width),
+            packed=batch.packed,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=self.dropout > 0,
+            window=self.window is not None and self.window < batch.longest,
+            deterministic=device.deterministic,
+        )
+
 
 @dataclass(frozen=True)
 class Device:
-    """The device that runs the kernels. ``threads``: threads per process on a CPU."""
+    """The device that runs the kernels.
+
+    ``threads``: threads per process on a CPU. ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes
+    that it computes in. ``deterministic``: it uses deterministic kernels only.
+    """
 
     kind: Literal["cpu", "cuda"]
     threads: int = 1
+    platform: Platform = ASSUMED
+    half: Literal["bf16", "fp16"] = "bf16"
+    deterministic: bool = False
+
+    def dtype(self, width: int) -> Dtype:
+        """Return the dtype of ``width`` bytes."""
+        return "fp32" if width == 4 else self.half
+
+    @property
+    def fuses(self) -> bool:
+        """Whether torch's SDPA has a fused kernel here for the dtype of two bytes."""
+        has_bf16 = self.platform.vendor != "NVIDIA" or self.platform.capability >= (8, 0)
+        return not self.is_gpu or self.half == "fp16" or has_bf16
+
+    @property
+    def limits(self) -> Platform:
+        """What limits the choice of attention kernels."""
+        return self.platform if self.is_gpu else CPU
 
     @property
     def is_gpu(self) -> bool:

@@ -29,7 +29,8 @@ class Kernel(NamedTuple):
     """One kernel launch on the device.
 
     ``operation``: the operation it is part of. ``read``, ``written``: bytes of the tensors it reads and writes.
-    ``flops``: of products and attention. A product is ``times`` products of [m, k] with [k, n].
+    ``flops``: of products and attention. A product is ``times`` products of [m, k] with [k, n]. ``generation``: of
+    FlashAttention.
     """
 
     operation: str
@@ -41,6 +42,7 @@ class Kernel(NamedTuple):
     n: int = 0
     k: int = 0
     times: int = 0
+    generation: int = 2
 
 
 ALTERNATE = "every second product"

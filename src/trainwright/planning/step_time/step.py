@@ -110,7 +110,7 @@ class _Step:
         self.speeds = rates.setting(self.per_node, choice.threads)
         self.batch = typical_batch(workload, choice, stack.sorted_rows)
         self.width = choice.width
-        self.shapes = Shapes.of(workload, choice, self.batch, self.on_gpu, stack)
+        self.shapes = Shapes.of(workload, choice, self.batch, cluster, stack)
         self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack)
 
     def time(self) -> StepTime:

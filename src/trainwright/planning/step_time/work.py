@@ -83,7 +83,7 @@ class Pricing:
         self.precision = _PRECISION[precision]
         self.in_step = speeds.in_step.get(self.precision) or speeds.in_step.get("fp32", InStep())
         self._names = {4: "fp32", 2: self.precision if self.precision != "fp32" else "bf16", 1: self.precision}
-        self._attention = {direction: self._seconds_per_operation(direction) for direction in ("forward", "backward")}
+        self._attention: dict[tuple[bool, int], float] = {}
         self._traffic: dict[tuple[str, int], float] = {}
 
     def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> Work:
@@ -95,7 +95,7 @@ class Pricing:
                 products += self._product(kernel, backward)
                 many += 1
             elif kernel.kind == "attention":
-                attention += kernel.flops * self._attention["backward" if backward else "forward"]
+                attention += kernel.flops * self._seconds_per_operation(backward, kernel.generation)
                 many += 1
             elif kernel.operation == "loss":
                 few += 1  # counted as a whole, by the number of logits
@@ -165,14 +165,21 @@ class Pricing:
             return "forward" if kernel.n > kernel.k else "input"
         return "input" if backward else "forward"
 
-    def _seconds_per_operation(self, direction: str) -> float:
-        """Return the seconds per operation of attention.
+    def _seconds_per_operation(self, backward: bool, generation: int) -> float:
+        """Return the seconds per operation of attention by a generation of FlashAttention."""
+        key = backward, generation
+        if key not in self._attention:
+            self._attention[key] = self._of_attention(backward, generation)
+        return self._attention[key]
 
-        It has 2 products of the pairs forward and 5 backward, of 2 operations per pair and channel each.
-        """
-        name = direction if self.stack.attention == 2 else f"{direction}{self.stack.attention}"
-        curve = self.curve("attention", self.precision, name)
-        products = 2 if direction == "forward" else 5
+    def _of_attention(self, backward: bool, generation: int) -> float:
+        """Compute the seconds: 2 products of the pairs forward and 5 backward, 2 operations per pair and channel."""
+        direction, products = ("backward", 5) if backward else ("forward", 2)
+        which = generation if self.stack.attention == 2 else self.stack.attention
+        named = f"{direction}{'' if which == 2 else which}"
+        if not any(name.endswith(f"/{named}") for name in self.speeds.curves):  # measured with the kernel that runs
+            named = direction
+        curve = self.curve("attention", self.precision, named)
         seconds = sum(count * length * curve.seconds(length) for length, count in self.batch.documents)
         operations = sum(count * length * products * (length + 1) for length, count in self.batch.documents)
         return seconds / max(1, operations)

@@ -169,7 +169,7 @@ def _attention(
 
     import torch
 
-    from trainwright.models.attention import document_attention
+    from trainwright.models.attention.packs import document_attention
 
     edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     output, _ = document_attention(

@@ -1,0 +1,65 @@
+"""The attention kernels of a model in words, for the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainwright.models.attention.kernels import KERNELS, Chosen, Needs, Platform, in_words
+from trainwright.models.attention.packs import DTYPES
+from trainwright.models.gpt.variants import MODEL_TYPE as GPT
+
+if TYPE_CHECKING:
+    from trainwright.models.causal_lm import CausalLM
+
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
+
+
+def describe_attention(model: CausalLM, dtype: torch.dtype, longest: int, platform: Platform) -> list[str]:
+    """Return a line for each kernel that computes the attention of ``model`` in training, with the reasons.
+
+    ``longest``: the most tokens of a document.
+    """
+    if model.packed:
+        return in_words(needs_of(model, dtype, longest), platform)
+    name = model.config._attn_implementation  # chosen by transformers, whatever the heads are
+    kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
+    needs = Needs(0, 0, DTYPES[dtype], packed=False, deterministic=torch.are_deterministic_algorithms_enabled())
+    return [f"{name}, over padded rows" if kernel is None else Chosen(kernel, ()).line(needs, platform)]
+
+
+def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[Needs]:
+    """Yield what the layers of ``model`` need on packs of documents: one for each kind of layer."""
+    config: Any = model.config.get_text_config()
+    dropouts = (*_DROPOUTS, "dropout") if config.model_type == GPT else _DROPOUTS
+    for windowed in _windows(config):
+        size, value_size = _widths(config, windowed=windowed)
+        yield Needs(
+            size,
+            value_size,
+            DTYPES[dtype],
+            softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+            sinks=any(name.endswith(".sinks") for name, _ in model.named_parameters()),
+            dropout=any(getattr(config, name, None) for name in dropouts),
+            window=windowed and config.sliding_window < longest,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+
+def _widths(config: Any, *, windowed: bool) -> tuple[int, int]:
+    """Return the widths of a head's keys and values."""
+    if getattr(config, "qk_nope_head_dim", None) is not None:  # multi-head latent attention
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    wider = None if windowed else getattr(config, "global_head_dim", None)  # Gemma 4, in layers without windows
+    size = wider or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size, size
+
+
+def _windows(config: Any) -> list[bool]:
+    """Return whether layers have windows: one value for each kind of layer."""
+    if getattr(config, "sliding_window", None) is None or getattr(config, "use_sliding_window", None) is False:
+        return [False]
+    kinds = getattr(config, "layer_types", None)
+    return [True] if kinds is None else sorted({kind == "sliding_attention" for kind in kinds})

@@ -1,0 +1,336 @@
+"""The attention kernels, their limits, and the choice among them. Imports no torch, so that plans use it too.
+
+``choose`` returns the first kernel of ``KERNELS`` that can compute a layer's attention on a device, with the reasons
+why the faster ones before it cannot. The limits are those that the kernels check themselves:
+
+- flash attention of torch 2.13, through ``torch.nn.attention.varlen.varlen_attn``: mha_varlen_fwd and mha_varlen_bwd in
+  aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, and can_use_flash_attention in ../sdp_utils.cpp.
+  ``varlen_attn`` has neither dropout nor soft caps, and its backward pass ignores the gradient of the log-sum-exp, from
+  which sinks could be computed;
+- flash-attn 2.8: csrc/flash_attn/flash_api.cpp of github.com/Dao-AILab/flash-attention;
+- FlashAttention-3: hopper/flash_api.cpp of the same repository;
+- the fused kernels of scaled_dot_product_attention: can_use_mem_efficient_attention in sdp_utils.cpp;
+- flex_attention (arXiv 2412.05496): Triton code without dropout, for heads of at least 16 channels
+  (torch/_inductor/kernel/flex/flex_attention.py), ten times slower than other kernels on capability 7.0
+  (github.com/meta-pytorch/attention-gym/issues/21).
+
+Flash attention adds gradients of queries in no fixed order, unless it is asked for a deterministic backward pass
+(github.com/Dao-AILab/flash-attention/issues/414 and 988).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Vendor = Literal["CPU", "NVIDIA", "AMD"]
+Capability = tuple[int, int]
+
+_HALVES: frozenset[Dtype] = frozenset({"bf16", "fp16"})
+_ALL: frozenset[Dtype] = frozenset({"fp32", "bf16", "fp16"})
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A device that attention runs on.
+
+    ``missing``: kernels that its software lacks, each with the reason.
+    """
+
+    vendor: Vendor = "NVIDIA"
+    capability: Capability = (8, 0)
+    missing: tuple[tuple[str, str], ...] = ()
+
+
+CPU = Platform("CPU", (0, 0))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a layer's attention has to compute.
+
+    ``packed``: within the documents of a pack; otherwise over padded rows. ``size``, ``value_size``: widths of a head's
+    queries and keys, and of its values. ``sinks``: each head has a score that belongs to no value. ``window``: some
+    documents are longer than the layer's window. ``bias``: numbers are added to the scores, as by ALiBi.
+    ``deterministic``: the backward pass has to give the same bits every time.
+    """
+
+    size: int
+    value_size: int
+    dtype: Dtype
+    packed: bool = True
+    softcap: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    window: bool = False
+    bias: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Widths of heads, first and last, that a kernel cannot train on NVIDIA's GPUs from one capability to another.
+
+    ``dropout``: only with dropout.
+    """
+
+    sizes: tuple[int, int]
+    capabilities: tuple[Capability, Capability]
+    dropout: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An attention kernel and its limits.
+
+    ``memory``: how much memory it takes. "flash": a number for each query; "documents": the same, document by document;
+    "scores": all scores of a document. ``vendors``: of the devices it runs on. ``least``, ``most``: compute
+    capabilities of NVIDIA. ``least_bf16``: the one from which it computes in bf16. ``multiple``: heads are padded with
+    zeros to a multiple of it, which changes no result. ``values``: their width: "any"; "padded": made as wide as keys
+    with zeros; "equal": only as wide as keys. ``largest``: width of a padded head. ``gaps``: widths that fail.
+    ``features``: fields of ``Needs`` that it can compute. ``apart``: pairs of them that it cannot compute together.
+    ``always_deterministic``: also without asking. ``largest_deterministic``: width of a padded head. ``generation``: of
+    FlashAttention, for the time.
+    """
+
+    name: str
+    title: str
+    packed: bool
+    memory: Literal["flash", "documents", "scores"]
+    vendors: frozenset[Vendor]
+    dtypes: frozenset[Dtype] = _ALL
+    least: Capability = (0, 0)
+    most: Capability | None = None
+    least_bf16: Capability = (0, 0)
+    multiple: int = 1
+    values: Literal["any", "padded", "equal"] = "any"
+    largest: int | None = None
+    gaps: tuple[Gap, ...] = ()
+    features: frozenset[str] = frozenset()
+    apart: tuple[tuple[str, str], ...] = ()
+    always_deterministic: bool = False
+    largest_deterministic: int | None = None
+    generation: Literal[2, 3] = 2
+
+    def widths(self, size: int, value_size: int) -> tuple[int, int]:
+        """Return the widths of a head's keys and of its values after padding with zeros."""
+        if self.values == "padded":
+            size = value_size = max(size, value_size)
+        return -(-size // self.multiple) * self.multiple, -(-value_size // self.multiple) * self.multiple
+
+
+_GPU: frozenset[Vendor] = frozenset({"NVIDIA", "AMD"})
+_NVIDIA: frozenset[Vendor] = frozenset({"NVIDIA"})
+_ONLY_CPU: frozenset[Vendor] = frozenset({"CPU"})
+_EVERYWHERE: frozenset[Vendor] = frozenset({"CPU", "NVIDIA", "AMD"})
+_EVERYTHING = frozenset({"softcap", "sinks", "dropout", "window"})
+# check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in sdp_utils.cpp.
+_CONSUMER_GAPS = (Gap((193, 224), ((8, 6), (8, 9))), Gap((193, 224), ((12, 0), (12, 1))))
+# run_mha_bwd_hdim256 in csrc/flash_attn/src/flash_bwd_launch_template.h: dropout does not fit into shared memory.
+_DROPOUT_GAPS = (Gap((225, 256), ((8, 6), (8, 9)), dropout=True), Gap((225, 256), ((12, 0), (12, 1)), dropout=True))
+
+# For each kind of rows and device, the fastest first.
+KERNELS = (
+    Kernel(
+        name="flash_attn_3",
+        title="FlashAttention-3",
+        packed=True,
+        memory="flash",
+        vendors=_NVIDIA,
+        dtypes=_HALVES,
+        least=(9, 0),
+        most=(9, 0),
+        multiple=8,
+        values="padded",
+        largest=256,
+        features=frozenset({"softcap", "window"}),
+        largest_deterministic=192,
+        generation=3,
+    ),
+    Kernel(
+        name="varlen",
+        title="torch's varlen flash attention",
+        packed=True,
+        memory="flash",
+        vendors=_GPU,
+        dtypes=_HALVES,
+        least=(8, 0),
+        multiple=8,
+        values="padded",
+        largest=256,
+        gaps=_CONSUMER_GAPS,
+        features=frozenset({"window"}),
+    ),
+    Kernel(
+        name="flash_attn",
+        title="flash-attn 2",
+        packed=True,
+        memory="flash",
+        vendors=_NVIDIA,
+        dtypes=_HALVES,
+        least=(8, 0),
+        multiple=8,
+        values="padded",
+        largest=256,
+        gaps=(*_CONSUMER_GAPS, *_DROPOUT_GAPS),
+        features=frozenset({"softcap", "dropout", "window"}),
+        apart=(("softcap", "dropout"),),
+    ),
+    Kernel(
+        name="sdpa_documents",
+        title="torch's SDPA, document by document",
+        packed=True,
+        memory="documents",
+        vendors=_GPU,
+        least=(5, 0),
+        least_bf16=(8, 0),
+        multiple=8,
+        features=frozenset({"dropout"}),
+    ),
+    Kernel(
+        name="flex",
+        title="torch's flex_attention",
+        packed=True,
+        memory="flash",
+        vendors=_NVIDIA,
+        least=(8, 0),
+        multiple=16,
+        largest=256,
+        features=frozenset({"softcap", "sinks", "window"}),
+        always_deterministic=True,
+    ),
+    Kernel(
+        name="cpu_flash",
+        title="torch's flash attention for CPUs, document by document",
+        packed=True,
+        memory="documents",
+        vendors=_ONLY_CPU,
+        values="equal",
+        always_deterministic=True,
+    ),
+    Kernel(
+        name="scores",
+        title="plain operations, document by document",
+        packed=True,
+        memory="scores",
+        vendors=_EVERYWHERE,
+        features=_EVERYTHING,
+    ),
+    Kernel(
+        name="sdpa",
+        title="torch's SDPA",
+        packed=False,
+        memory="flash",
+        vendors=_EVERYWHERE,
+        features=frozenset({"dropout", "window", "bias"}),
+    ),
+    Kernel(
+        name="eager",
+        title="plain operations",
+        packed=False,
+        memory="scores",
+        vendors=_EVERYWHERE,
+        features=_EVERYTHING | {"bias"},
+        always_deterministic=True,
+    ),
+)
+
+_UNORDERED = (
+    "its backward pass adds in no fixed order, so repeated runs are equal up to rounding; "
+    "train.deterministic: true makes them bit-identical"
+)
+_WORDS: Mapping[str, str] = MappingProxyType(
+    {"softcap": "soft caps", "sinks": "sinks", "dropout": "dropout", "window": "sliding windows", "bias": "biases"}
+)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The chosen kernel. ``refused``: the title of each faster one, and why it was not taken."""
+
+    kernel: Kernel
+    refused: tuple[tuple[str, str], ...]
+
+    def words(self) -> str:
+        """Return the kernel and the reasons against the faster ones in one line."""
+        others = "; ".join(f"{title}: {why}" for title, why in self.refused)
+        return self.kernel.title + (f" ({others})" if others else "")
+
+    def line(self, needs: Needs, platform: Platform) -> str:
+        """Return the kernel in words, for which rows it is, and whether repeated runs are bit-identical."""
+        rows = "" if needs.packed else ", over padded rows"
+        longer = ", for documents longer than the window" if needs.window and needs.packed else ""
+        ordered = platform.vendor == "CPU" or self.kernel.always_deterministic or needs.deterministic
+        return self.words() + rows + longer + ("" if ordered else f"; {_UNORDERED}")
+
+
+def choose(needs: Needs, platform: Platform) -> Chosen:
+    """Return the fastest kernel that computes ``needs`` on ``platform``, and why not a faster one.
+
+    Raises:
+        ValueError: there is none: biases within the documents of a pack.
+    """
+    refused: list[tuple[str, str]] = []
+    for kernel in KERNELS:
+        if kernel.packed != needs.packed or platform.vendor not in kernel.vendors:
+            continue
+        why = next(_reasons_against(kernel, needs, platform), None)
+        if why is None:
+            return Chosen(kernel, tuple(refused))
+        refused.append((kernel.title, why))
+    raise ValueError(f"no attention kernel can compute {needs} on {platform}")
+
+
+def in_words(layers: Iterable[Needs], platform: Platform) -> list[str]:
+    """Return a line for each kernel that computes one of ``layers`` on ``platform``, with the reasons."""
+    lines: dict[str, str] = {}
+    for needs in layers:
+        chosen = choose(needs, platform)
+        lines.setdefault(chosen.kernel.name, chosen.line(needs, platform))
+    return list(lines.values())
+
+
+def _reasons_against(kernel: Kernel, needs: Needs, platform: Platform) -> Iterator[str]:
+    """Yield the reasons why a kernel cannot compute ``needs`` on ``platform``; last, that it is not installed."""
+    yield from _reasons_of_the_device(kernel, needs, platform)
+    for feature, words in _WORDS.items():
+        if getattr(needs, feature) and feature not in kernel.features:
+            yield f"has no {words}"
+    for one, other in kernel.apart:
+        if getattr(needs, one) and getattr(needs, other):
+            yield f"has no {_WORDS[one]} together with {_WORDS[other]}"
+    yield from _reasons_of_the_size(kernel, needs, platform)
+    if (missing := dict(platform.missing).get(kernel.name)) is not None:
+        yield missing
+
+
+def _reasons_of_the_device(kernel: Kernel, needs: Needs, platform: Platform) -> Iterator[str]:
+    own = f"this GPU has {_dotted(platform.capability)}"
+    if platform.vendor == "NVIDIA" and not kernel.least <= platform.capability <= (kernel.most or platform.capability):
+        yield f"needs compute capability {_dotted(kernel.least)}{'' if kernel.most else ' or higher'}, {own}"
+    if needs.dtype not in kernel.dtypes:
+        yield f"does not compute in {needs.dtype}"
+    if needs.dtype == "bf16" and platform.vendor == "NVIDIA" and platform.capability < kernel.least_bf16:
+        yield f"needs compute capability {_dotted(kernel.least_bf16)} or higher for bf16, {own}"
+
+
+def _reasons_of_the_size(kernel: Kernel, needs: Needs, platform: Platform) -> Iterator[str]:
+    width = max(kernel.widths(needs.size, needs.value_size))
+    if kernel.values == "equal" and needs.size != needs.value_size:
+        yield f"needs values as wide as keys, these have {needs.value_size} and {needs.size} channels"
+    if kernel.largest is not None and width > kernel.largest:
+        yield f"needs heads of at most {kernel.largest} channels, these have {width}"
+    if needs.deterministic and kernel.largest_deterministic is not None and width > kernel.largest_deterministic:
+        yield f"is deterministic for heads of at most {kernel.largest_deterministic} channels, these have {width}"
+    for gap in kernel.gaps if platform.vendor == "NVIDIA" else ():
+        here = gap.capabilities[0] <= platform.capability <= gap.capabilities[1]
+        if here and gap.sizes[0] <= width <= gap.sizes[1] and (needs.dropout or not gap.dropout):
+            how = " with dropout" if gap.dropout else ""
+            yield f"cannot train heads of {width} channels{how} on compute capability {_dotted(platform.capability)}"
+
+
+def _dotted(capability: Capability) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,183 @@
+"""Attention within each document of a flat pack, as an attention implementation for ``transformers``.
+
+With the implementation ``DOCUMENTS``, a model passes queries, keys and values of a whole pack with the document
+boundaries (``cu_seq_lens_q``) and the host's copy of them (``documents``). Tokens do not attend to other documents, and
+no mask over the pack is created. ``kernels.choose`` decides which kernel computes a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from trainwright.models.attention import flash, flex, plain
+from trainwright.models.attention.call import Call
+from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH, flash_cpu
+from trainwright.models.attention.documents import Documents
+from trainwright.models.attention.installed import missing_kernels
+from trainwright.models.attention.kernels import CPU, KERNELS, Dtype, Kernel, Needs, Platform, Vendor, choose
+
+DOCUMENTS = "trainwright_documents"
+DTYPES: Mapping[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class UnpackableError(ValueError):
+    """The architecture cannot be trained on packs."""
+
+
+def register() -> None:
+    """Register ``DOCUMENTS`` with transformers. Can be called more than once.
+
+    It gets no mask function: without one transformers makes no mask (``_preprocess_mask_arguments`` in
+    masking_utils.py); with one, it first looks for packs in the positions, for which the host waits for the GPU.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(DOCUMENTS, document_attention)
+
+
+def document_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    documents: Documents | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute causal attention of ``query`` [1, H, T, D] with ``key``, ``value`` [1, Hkv, T, D] within each document.
+
+    Args:
+        cu_seq_lens_q: boundaries of the documents on the device.
+        documents: the same on the host; without it, a GPU's kernels that need it read the boundaries.
+
+    Returns:
+        ``(output [1, T, H, D], None)``, as required by transformers.
+    """
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise UnpackableError(f"{type(module).__name__} does not know where packed documents begin")
+    if kwargs.get("position_bias") is not None or is_causal is False:
+        raise UnpackableError(f"{type(module).__name__} needs an attention that packed training does not have")
+    chunk = _chunk_of(module)
+    if chunk is not None and chunk < max_length_q:
+        documents = _on_host(documents, cu_seq_lens_q, max_length_q).in_chunks(chunk)
+        cu_seq_lens_q, max_length_q = documents.boundaries, chunk
+    call = Call(
+        query,
+        key,
+        value,
+        cu_seq_lens_q,
+        max_length_q,
+        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        sliding_window if sliding_window is not None and sliding_window < max_length_q else None,
+        dropout,
+        softcap,
+        s_aux,
+    )
+    name = _kernel(call)
+    padded = call.padded(*_KERNELS[name].widths(query.shape[-1], value.shape[-1]))
+    return call.cut(_RUNS[name](padded, documents)), None
+
+
+def _kernel(call: Call) -> str:
+    query = call.query
+    flags = call.softcap is not None, call.sinks is not None, bool(call.dropout), call.window is not None
+    return kernel_name(query.device.type, query.device.index, query.dtype, query.shape[-1], call.value.shape[-1], flags)
+
+
+def kernel_name(
+    device: str,
+    index: int | None,
+    dtype: torch.dtype,
+    size: int,
+    value_size: int,
+    flags: tuple[bool, bool, bool, bool],
+) -> str:
+    """Return the name of the kernel that computes a layer. Arguments are constants, so compiled code has it as one.
+
+    Args:
+        flags: whether there are soft caps, sinks, dropout and a window.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = device, index, dtype, size, value_size, flags, deterministic
+    if key not in _chosen:
+        softcap, sinks, dropout, window = flags
+        needs = Needs(
+            size,
+            value_size,
+            DTYPES.get(dtype, "fp32"),
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout,
+            window=window,
+            deterministic=deterministic,
+        )
+        _chosen[key] = choose(needs, platform_of(device, index or 0)).kernel.name
+    return _chosen[key]
+
+
+_chosen: dict[Any, str] = {}
+
+
+def platform_of(device: str, index: int = 0) -> Platform:
+    """Return a device as attention kernels see it, with the installed software."""
+    if device == "cpu":
+        return CPU
+    vendor: Vendor = "NVIDIA" if torch.version.hip is None else "AMD"
+    return Platform(vendor, torch.cuda.get_device_capability(index), missing_kernels())
+
+
+def _chunk_of(module: torch.nn.Module) -> int | None:
+    """Return the chunk size of a layer of Llama 4, whose chunks of a document do not attend to each other, or None."""
+    config: Any = getattr(module, "config", None)
+    size: int | None = getattr(config, "attention_chunk_size", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    return size if kinds is not None and layer is not None and kinds[layer] == "chunked_attention" else None
+
+
+def _on_host(documents: Documents | None, boundaries: torch.Tensor, longest: int) -> Documents:
+    """Return the documents; if only the device knows them, the host waits for a GPU here."""
+    return Documents(boundaries.cpu(), longest, boundaries.device) if documents is None else documents
+
+
+def _cpu_flash(call: Call, documents: Documents | None) -> torch.Tensor:
+    # Converted inputs differ from those saved for the backward pass, which needs a custom operator.
+    converted = call.query.dtype != torch.float32 and call.longest < BF16_FROM_LENGTH
+    if not converted and plain.are_equal(call):
+        return plain.equal_documents(call)
+    inputs = call.query, call.key, call.value
+    return flash_cpu(*inputs, call.boundaries, call.scale, call.longest)[0].transpose(1, 2)
+
+
+def _documents(call: Call, documents: Documents | None) -> torch.Tensor:
+    if call.is_plain and plain.are_equal(call):
+        return plain.equal_documents(call)
+    return plain.each_document(call, documents)
+
+
+def _flex(call: Call, documents: Documents | None) -> torch.Tensor:
+    return flex.attend(call, _on_host(documents, call.boundaries, call.longest).block_mask(call.window))
+
+
+_KERNELS: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
+# Maps a kernel's name to its function, which takes padded heads and returns [1, T, H, V].
+_RUNS: Mapping[str, Callable[[Call, Documents | None], torch.Tensor]] = {
+    "flash_attn_3": lambda call, documents: flash.third(call),
+    "varlen": lambda call, documents: flash.of_torch(call),
+    "flash_attn": lambda call, documents: flash.second(call),
+    "sdpa_documents": _documents,
+    "flex": _flex,
+    "cpu_flash": _cpu_flash,
+    "scores": _documents,
+}

@@ -1,0 +1,181 @@
+"""The choice of the attention kernel: each limit from both of its sides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainwright.models.attention.kernels import CPU, KERNELS, Needs, Platform, choose, in_words
+
+NO_PACKAGES = (("flash_attn_3", "is not installed"), ("flash_attn", "is not installed"))
+PLAIN = Needs(128, 128, "bf16")
+
+
+def gpu(capability: tuple[int, int] = (9, 0), missing: tuple[tuple[str, str], ...] = NO_PACKAGES) -> Platform:
+    return Platform("NVIDIA", capability, missing)
+
+
+def taken(platform: Platform, needs: Needs = PLAIN, **other: object) -> str:
+    return choose(replace(needs, **other), platform).kernel.name  # type: ignore[arg-type]
+
+
+# Without packages of others: needs, capability, and the kernel.
+CASES = [
+    ({}, (9, 0), "varlen"),
+    ({}, (8, 0), "varlen"),
+    ({}, (7, 5), "scores"),  # no kernel there computes in bf16
+    ({"dtype": "fp16"}, (7, 5), "sdpa_documents"),
+    ({"dtype": "fp32"}, (7, 5), "sdpa_documents"),
+    ({"dtype": "fp32"}, (9, 0), "sdpa_documents"),
+    ({"dtype": "fp16"}, (12, 0), "varlen"),
+    ({"size": 256, "value_size": 256}, (9, 0), "varlen"),
+    ({"size": 257, "value_size": 257}, (9, 0), "sdpa_documents"),
+    ({"size": 512, "value_size": 512}, (9, 0), "sdpa_documents"),
+    ({"size": 20, "value_size": 20}, (9, 0), "varlen"),  # padded to 24
+    ({"size": 192, "value_size": 128}, (9, 0), "varlen"),  # values padded
+    ({"size": 64, "value_size": 96}, (9, 0), "varlen"),  # queries and keys padded
+    ({"size": 64, "value_size": 264}, (9, 0), "sdpa_documents"),
+    ({"size": 192, "value_size": 192}, (8, 6), "varlen"),
+    ({"size": 193, "value_size": 193}, (8, 6), "sdpa_documents"),
+    ({"size": 224, "value_size": 224}, (8, 9), "sdpa_documents"),
+    ({"size": 225, "value_size": 225}, (8, 9), "varlen"),
+    ({"size": 224, "value_size": 224}, (8, 0), "varlen"),
+    ({"size": 200, "value_size": 200}, (12, 0), "sdpa_documents"),
+    ({"window": True}, (9, 0), "varlen"),
+    ({"window": True, "dtype": "fp32"}, (9, 0), "flex"),
+    ({"window": True, "dtype": "fp32"}, (7, 5), "scores"),
+    ({"softcap": True}, (9, 0), "flex"),
+    ({"softcap": True}, (7, 5), "scores"),
+    ({"softcap": True, "size": 256, "value_size": 256}, (8, 0), "flex"),
+    ({"softcap": True, "size": 512, "value_size": 512}, (8, 0), "scores"),
+    ({"sinks": True, "window": True}, (9, 0), "flex"),
+    ({"sinks": True, "dropout": True}, (9, 0), "scores"),
+    ({"dropout": True}, (9, 0), "sdpa_documents"),
+    ({"dropout": True, "window": True}, (9, 0), "scores"),
+    ({"deterministic": True}, (9, 0), "varlen"),
+]
+
+
+@pytest.mark.parametrize(("needs", "capability", "kernel"), CASES)
+def test_with_torch_alone(needs: dict[str, object], capability: tuple[int, int], kernel: str) -> None:
+    assert taken(gpu(capability), **needs) == kernel
+
+
+@pytest.mark.parametrize(
+    ("needs", "capability", "kernel"),
+    [
+        ({}, (9, 0), "flash_attn_3"),
+        ({}, (8, 9), "varlen"),
+        ({}, (10, 0), "varlen"),
+        ({"dtype": "fp32"}, (9, 0), "sdpa_documents"),
+        ({"softcap": True}, (9, 0), "flash_attn_3"),
+        ({"softcap": True}, (8, 0), "flash_attn"),
+        ({"softcap": True, "dropout": True}, (8, 0), "scores"),
+        ({"dropout": True}, (9, 0), "flash_attn"),
+        ({"dropout": True, "window": True}, (9, 0), "flash_attn"),
+        ({"sinks": True}, (9, 0), "flex"),
+        ({"size": 192, "value_size": 128, "deterministic": True}, (9, 0), "flash_attn_3"),
+        ({"size": 256, "value_size": 256}, (9, 0), "flash_attn_3"),
+        ({"size": 256, "value_size": 256, "deterministic": True}, (9, 0), "varlen"),
+    ],
+)
+def test_with_all_packages(needs: dict[str, object], capability: tuple[int, int], kernel: str) -> None:
+    assert taken(gpu(capability, ()), **needs) == kernel
+
+
+def test_without_a_compiler_there_is_no_flex_attention() -> None:
+    chosen = choose(replace(PLAIN, softcap=True), gpu(missing=(*NO_PACKAGES, ("flex", "needs a C compiler"))))
+    assert chosen.kernel.name == "scores"
+    assert dict(chosen.refused)["torch's flex_attention"] == "needs a C compiler"
+
+
+def test_the_capability_of_an_amd_gpu_is_not_one_of_nvidia() -> None:
+    assert taken(Platform("AMD", (9, 0))) == "varlen"
+    assert taken(Platform("AMD", (9, 0)), softcap=True) == "scores"
+    assert taken(Platform("AMD", (12, 0)), size=200, value_size=200) == "varlen"
+
+
+@pytest.mark.parametrize(
+    ("size", "capability", "kernel"),
+    [
+        (192, (8, 6), "flash_attn"),
+        (256, (8, 6), "sdpa_documents"),
+        (256, (12, 0), "sdpa_documents"),
+        (256, (8, 0), "flash_attn"),
+    ],
+)
+def test_dropout_in_wide_heads_does_not_fit_into_small_shared_memory(
+    size: int, capability: tuple[int, int], kernel: str
+) -> None:
+    assert taken(gpu(capability, ()), size=size, value_size=size, dropout=True) == kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "widths", "padded"),
+    [
+        ("varlen", (20, 20), (24, 24)),
+        ("varlen", (192, 128), (192, 192)),
+        ("sdpa_documents", (20, 36), (24, 40)),
+        ("flex", (8, 24), (16, 32)),
+        ("scores", (20, 36), (20, 36)),
+    ],
+)
+def test_heads_are_padded_to_what_a_kernel_takes(kernel: str, widths: tuple[int, int], padded: tuple[int, int]) -> None:
+    assert next(one for one in KERNELS if one.name == kernel).widths(*widths) == padded
+
+
+@pytest.mark.parametrize(
+    ("needs", "kernel"),
+    [
+        ({}, "cpu_flash"),
+        ({"value_size": 64}, "scores"),
+        ({"window": True}, "scores"),
+        ({"dropout": True}, "scores"),
+        ({"softcap": True}, "scores"),
+        ({"sinks": True}, "scores"),
+    ],
+)
+def test_on_a_cpu(needs: dict[str, object], kernel: str) -> None:
+    assert taken(CPU, **needs) == kernel
+
+
+@pytest.mark.parametrize(("needs", "kernel"), [({}, "sdpa"), ({"bias": True}, "sdpa"), ({"softcap": True}, "eager")])
+def test_over_padded_rows(needs: dict[str, object], kernel: str) -> None:
+    for platform in (CPU, gpu(), gpu((7, 5))):
+        assert taken(platform, packed=False, **needs) == kernel
+
+
+def test_packs_have_no_biases() -> None:
+    with pytest.raises(ValueError, match="no attention kernel"):
+        choose(replace(PLAIN, bias=True), gpu())
+
+
+def test_the_reasons_name_every_faster_kernel() -> None:
+    words = choose(replace(PLAIN, softcap=True), gpu((8, 0))).words()
+    assert words == (
+        "torch's flex_attention (FlashAttention-3: needs compute capability 9.0, this GPU has 8.0; "
+        "torch's varlen flash attention: has no soft caps; flash-attn 2: is not installed; "
+        "torch's SDPA, document by document: has no soft caps)"
+    )
+    old = choose(PLAIN, gpu((7, 5))).words()
+    assert "torch's varlen flash attention: needs compute capability 8.0 or higher, this GPU has 7.5" in old
+    wide = choose(replace(PLAIN, size=512, value_size=512), gpu()).words()
+    assert "torch's varlen flash attention: needs heads of at most 256 channels, these have 512" in wide
+
+
+def test_layers_with_one_kernel_share_a_line() -> None:
+    both = [replace(PLAIN, window=window) for window in (False, True)]
+    (line,) = in_words(both, gpu())
+    assert line.startswith("torch's varlen flash attention (") and "window" not in line
+    plain, windowed = in_words([replace(needs, dtype="fp32") for needs in both], gpu())
+    assert plain.startswith("torch's SDPA, document by document (")
+    assert windowed.startswith("torch's flex_attention (")
+    assert windowed.endswith("), for documents longer than the window")
+
+
+def test_a_kernel_and_its_limits_are_data() -> None:
+    assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
+    for packed in (True, False):
+        last = [kernel for kernel in KERNELS if kernel.packed is packed][-1]
+        assert last.vendors == {"CPU", "NVIDIA", "AMD"} and last.largest is None  # computes what no other does
