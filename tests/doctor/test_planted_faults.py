@@ -7,12 +7,15 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import ROOT
 from tests.support.doctor import NEEDS_ROOT, doctor, group, in_shell
+from trainwright.machine.accelerators import installed_build
 
 PORT = "45123"
 
@@ -227,3 +230,47 @@ def test_variables_of_nccl_are_explained_and_misspelled_ones_found(tmp_path: Pat
     assert "TORCH_NCCL_BLOCKING_WAIT" in found.finding("nccl", "NCCL_BLOCKING_WAIT=1 is an old name")["fix"]
     assert found.finding("nccl", "CUDA_LAUNCH_BLOCKING=1 slows")["fix"].startswith("unset CUDA_LAUNCH_BLOCKING")
     assert found.finding("nccl", "NCCL_ALGO=Ring (in nccl.conf)")["fix"].startswith("remove it from nccl.conf")
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command that shows a GPU with faults to what follows it, on this machine."""
+    directory = tmp_path_factory.mktemp("driver")
+    if shutil.which("cc") is None or sys.platform != "linux":
+        pytest.skip("there is no C compiler to build a management library with")
+    library = directory / "libnvidia-ml.so.1"
+    command = ["cc", "-shared", "-fPIC", "-w", str(ROOT / "tests/support/nvml.c"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ["env", "-u", "TRAINWRIGHT_MACHINE", f"LD_LIBRARY_PATH={directory}"]
+
+
+def test_a_gpu_that_is_not_healthy(gpu: list[str], tmp_path: Path) -> None:
+    found = doctor("gpus", cwd=tmp_path, before=gpu)
+    assert found.code == 3
+    facts = found.check("gpus")["facts"]
+    assert facts[:2] == ["driver 580.65.06", "GPU 0: NVIDIA H100 80GB HBM3, 91 °C, 350 W, 300 of 1980 MHz"]
+    errors = found.finding("gpus", "GPU 0: 2 uncorrectable memory errors (ECC) since the driver was loaded")
+    assert errors["severity"] == "broken" and "--gpu-reset" in errors["fix"]
+    expected = {
+        "a row of its memory is to be remapped": "reset the GPU",
+        "throttled by heat (hardware)": "cooling",
+        "91 °C": "cooling",
+        "NVLinks 3 are down, 3 are up": "Fabric Manager",
+        "NVLink errors, replays: 17 on link 1": "--errorcounters",
+        "its slot uses 8 of 16 PCIe lanes": "reseat the card",
+        "process 4242 uses 3.0 GiB": "ps -fp 4242",
+    }
+    for what, fix in expected.items():
+        assert fix in found.finding("gpus", f"GPU 0: {what}")["fix"]
+    of_gpu = [each for each in found.check("gpus")["findings"] if each["what"].startswith("GPU 0")]
+    assert len(of_gpu) == len(expected) + 1
+
+
+@pytest.mark.skipif(installed_build().cuda is not None, reason="torch is built for GPUs here")
+def test_a_torch_for_cpus_on_a_machine_with_a_gpu(gpu: list[str], tmp_path: Path) -> None:
+    found = doctor("torch", "kernels", "offload", cwd=tmp_path, before=gpu)
+    finding = found.finding("torch", "1 NVIDIA GPU, and torch ", " is a build for CPUs")
+    assert found.code == 3 and finding["fix"].startswith("install one for CUDA (https://pytorch.org")
+    assert [found.check(name)["skipped"] for name in ("kernels", "offload")] == ["torch must be repaired first"] * 2
+    hidden = doctor("gpus", cwd=tmp_path, before=[*gpu, "CUDA_VISIBLE_DEVICES="])
+    assert hidden.code == 0 and hidden.check("gpus")["skipped"] == "this machine has no GPU that can be used"

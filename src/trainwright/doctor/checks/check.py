@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -58,6 +59,7 @@ class Surroundings:
         prepare: prepares a run directory for workers, in a separate process.
         stopping: the stop requests of the command.
         variables: the environment.
+        end: time.monotonic() at which all checks must be over.
     """
 
     machine: Machine
@@ -67,6 +69,7 @@ class Surroundings:
     prepare: Callable[[Path], None]
     stopping: Stopping
     variables: Mapping[str, str]
+    end: float = math.inf
 
 
 @dataclass(frozen=True)

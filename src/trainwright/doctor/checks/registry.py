@@ -7,6 +7,7 @@ from trainwright.errors import RequestError
 
 _TORCH = ("packages", "torch")
 _START = (*_TORCH, "limits", "shared-memory")  # without these no process can be started
+_TOGETHER = (*_START, "links")
 
 CHECKS: tuple[Check, ...] = (
     Check("packages", "versions that fit each other", "software.packages:check"),
@@ -24,9 +25,11 @@ CHECKS: tuple[Check, ...] = (
     Check("kernels", "kernels against fp32 on the CPU", "software.kernels:check", _TORCH, has_processes=True),
     Check("offload", "pinned memory", "gpus.offload:check", _TORCH, needs_gpu=True, has_processes=True),
     Check("links", "link between two processes", "processes.links:check", _START, has_processes=True),
-    Check("out-of-memory", "memory runs out on one rank", "processes.faults:out_of_memory", _START, has_processes=True),
-    Check("killed-rank", "a rank is killed", "processes.faults:killed_rank", _START, has_processes=True),
-    Check("strategies", "two ranks of every strategy", "processes.strategies:check", _START, has_processes=True),
+    Check(
+        "out-of-memory", "memory runs out on one rank", "processes.faults:out_of_memory", _TOGETHER, has_processes=True
+    ),
+    Check("killed-rank", "a rank is killed", "processes.faults:killed_rank", _TOGETHER, has_processes=True),
+    Check("strategies", "two ranks of every strategy", "processes.strategies:check", _TOGETHER, has_processes=True),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from trainwright import __version__
@@ -14,8 +15,9 @@ from trainwright.errors import Stopped
 from trainwright.machine.machine import Machine
 from trainwright.text import draw, is_terminal
 
-# Seconds after which no further check begins, on a CPU and with GPUs.
-_MOST_SECONDS = {"cpu": 90.0, "cuda": 540.0}
+# Seconds after which no further check begins, and after which the last one is ended; on a CPU and with GPUs.
+_BEGIN_SECONDS = {"cpu": 90.0, "cuda": 540.0}
+_MOST_SECONDS = {"cpu": 115.0, "cuda": 590.0}
 _STOPPED = "stopped; the checks were not finished, and nothing was kept"
 
 
@@ -25,13 +27,14 @@ def examine(checks: Sequence[Check], surroundings: Surroundings) -> MachineRepor
     Raises:
         Stopped: a stop was requested.
     """
-    begun = time.monotonic()
-    end = begun + _MOST_SECONDS[surroundings.machine.device]
+    begun, device = time.monotonic(), surroundings.machine.device
+    surroundings = replace(surroundings, end=begun + _MOST_SECONDS[device])
+    last = begun + _BEGIN_SECONDS[device]
     outcomes: list[Outcome] = []
     for check in checks:
         broken = {outcome.name for outcome in outcomes if outcome.is_broken}
         try:
-            outcomes.append(_outcome(check, surroundings, broken, is_late=time.monotonic() > end))
+            outcomes.append(_outcome(check, surroundings, broken, is_late=time.monotonic() > last))
         except Stopped:
             raise Stopped(_STOPPED) from None
         if surroundings.stopping.requested:

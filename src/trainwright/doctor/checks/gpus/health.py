@@ -132,8 +132,9 @@ def _memory_errors(handle: Any, name: str) -> Iterator[Finding]:
 def _clocks(handle: Any, name: str) -> Iterator[Finding]:
     import pynvml
 
-    ask = getattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-    reasons = _asked(ask, handle) or 0
+    reasons = _asked(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    if reasons is None:  # an older driver has the older name
+        reasons = _asked(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     for bit, reason, fix in _REASONS:
         if reasons & bit:
             yield Finding(Severity.WARNING, f"{name}: throttled by {reason}", "all ranks wait for the slowest GPU", fix)

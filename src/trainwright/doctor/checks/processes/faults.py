@@ -19,7 +19,7 @@ from trainwright.text import span
 if TYPE_CHECKING:
     from trainwright.launch.ending.failure import Failure
 
-_SECONDS = 60.0
+_SECONDS = 30.0
 _PROCESSES, _FAULTY = 2, 1  # number of processes, and the rank that fails
 _HEADROOM, _ASKED = 2**28, 2**32  # bytes that rank 1 may still allocate, and that it asks for
 
@@ -47,7 +47,7 @@ def _provoked(
     logs = surroundings.work / fault.__name__
     begun = time.monotonic()
     try:
-        with watched(_SECONDS, what):
+        with watched(what, _SECONDS, surroundings.end):
             entry = functools.partial(_entry, device, fault, logs)
             ended = launch_once(entry, processes=_PROCESSES, logs=logs, stopping=surroundings.stopping)
     except StandsStill as still:
@@ -67,7 +67,7 @@ def _in_short(message: str) -> str:
     """Return the rank and its error, without the traceback and the advice."""
     first, *more = message.splitlines()
     error = next((line for line in more if "Error" in line.partition(":")[0]), "")
-    return f"{first.partition(':')[0]}{': ' if error else ''}{error[:200]}"
+    return f"{first.partition(':')[0]}{': ' if error else ''}{error[:120]}"
 
 
 def _is_out_of_memory(failure: Failure) -> bool:

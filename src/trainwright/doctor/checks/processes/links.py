@@ -11,7 +11,7 @@ from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundin
 from trainwright.doctor.checks.processes.faults import two_devices
 from trainwright.launch.process import limit_threads, preload_libraries
 
-_SECONDS = 60.0
+_SECONDS = 30.0
 _BYTES = {"cpu": 2**24, "cuda": 2**28}
 _ROUNDS = 5
 _LOW = 0.3  # of the link's rate
@@ -28,7 +28,7 @@ def check(surroundings: Surroundings) -> Found:
 
     logs, answer = surroundings.work / "links", surroundings.work / "links.json"
     try:
-        with watched(_SECONDS, "two processes that add up tensors"):
+        with watched("two processes that add up tensors", _SECONDS, surroundings.end):
             entry = functools.partial(_entry, device, answer)
             launch(entry, processes=2, logs=logs, stopping=surroundings.stopping)
     except StandsStill as still:

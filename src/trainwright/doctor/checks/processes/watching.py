@@ -12,7 +12,7 @@ from types import FrameType
 import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from trainwright.doctor.checks.check import Finding, Severity
+from trainwright.doctor.checks.check import CannotCheck, Finding, Severity
 
 _LOOKS = 0.25  # seconds between looks
 _STILL_SECONDS = 2.0  # that a process may be stopped
@@ -28,17 +28,20 @@ class StandsStill(Exception):
 
 
 @contextmanager
-def watched(seconds: float, what: str) -> Iterator[None]:
+def watched(what: str, seconds: float, end: float) -> Iterator[None]:
     """Watch the launches of the body, from the main thread's timer signal (setitimer(2)).
 
     Args:
-        seconds: how long the body may take.
         what: a name of the launch for messages.
+        seconds: how long the body may take.
+        end: time.monotonic() at which all checks must be over.
 
     Raises:
-        StandsStill: a process was stopped, or did not end in time; all of them have been killed.
+        StandsStill: a process was stopped, or did not end within ``seconds``; all of them have been killed.
+        CannotCheck: time was up for all checks.
     """
-    watch = _Watch(time.monotonic() + seconds, what)
+    limit = time.monotonic() + seconds
+    watch = _Watch(min(limit, end), what)
     before = signal.signal(signal.SIGALRM, watch.look)
     signal.setitimer(signal.ITIMER_REAL, _LOOKS, _LOOKS)
     try:
@@ -50,12 +53,15 @@ def watched(seconds: float, what: str) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
     if watch.finding is not None:
+        if watch.is_late and end < limit:
+            raise CannotCheck("time was up before it had finished; run it alone")
         raise StandsStill(watch.finding)
 
 
 class _Watch:
     def __init__(self, end: float, what: str) -> None:
         self.finding: Finding | None = None
+        self.is_late = False
         self._end = end
         self._what = what
         self._workers: dict[int, int] = {}  # pid by the number in the name of the process
@@ -70,6 +76,7 @@ class _Watch:
             elif now - self._still.setdefault(rank, now) >= _STILL_SECONDS:
                 self._end_with(_stopped(self._what, rank, pid))
         if now > self._end:
+            self.is_late = self.finding is None
             self._end_with(self._late())
 
     def _ranks(self) -> Iterator[tuple[int, int]]:

@@ -74,7 +74,9 @@ def _mixed() -> Iterator[Finding]:
 
 def _unusable(reasons: tuple[str, ...]) -> Iterator[Finding]:
     for reason in reasons:
-        what, _, fix = reason.partition(": ")
+        what, separator, fix = reason.rpartition(": ")
+        if not separator:
+            what, _, fix = reason.partition("; ")
         yield Finding(
             Severity.BROKEN,
             what,
