@@ -14,6 +14,13 @@ from tests.support.doctor import checked
 from tests.support.runs import Runs
 
 
+def test_a_rank_that_is_killed_is_named(runs: Runs) -> None:
+    ended = runs.command("doctor", "killed-rank", "--json").wait()
+    found = checked(ended.stdout, ended.code).check("killed-rank")
+    assert (ended.code, found["findings"]) == (0, [])
+    assert found["facts"][0].endswith(": rank 1 was killed by an external SIGKILL")
+
+
 @pytest.mark.slow
 def test_ranks_that_fail_on_purpose_are_named_and_sums_are_right(runs: Runs) -> None:
     ended = runs.command("doctor", "links", "out-of-memory", "killed-rank", "--json").wait()
@@ -43,6 +50,7 @@ def test_a_peer_that_is_stopped_is_named(runs: Runs, tmp_path: Path, rank: int) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_checks_and_nothing_is_left(runs: Runs, tmp_path: Path) -> None:
     started = runs.command("doctor", "strategies", TMPDIR=str(tmp_path))
     wait_for(lambda: len(descendants(started.pid)) >= 2)

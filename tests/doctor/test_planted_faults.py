@@ -8,16 +8,19 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import ROOT
+from tests.support.conditions import NotHere, as_user
 from tests.support.doctor import NEEDS_ROOT, doctor, group, in_shell
 from trainwright.machine.accelerators import installed_build
 
 PORT = "45123"
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -34,6 +37,23 @@ def test_a_port_that_is_taken_and_who_has_it(listener: socket.socket, tmp_path: 
     assert f"MASTER_PORT={port + 1}" in finding["fix"]
     named = doctor("ports", cwd=tmp_path, MASTER_PORT=str(port))
     assert named.code == 3 and named.finding("ports", f"port {port} is taken")
+
+
+@NEEDS_ROOT
+def test_what_another_user_may_not_see_or_write_is_said(listener: socket.socket) -> None:
+    try:
+        nobody = as_user(NOBODY)
+    except NotHere as error:
+        pytest.skip(str(error))
+    port, place = listener.getsockname()[1], Path(tempfile.mkdtemp(dir="/tmp"))
+    place.chmod(0o755)
+    arguments = ("ports", "disks", "--port", str(port), "--directory", str(place))
+    try:
+        found = doctor(*arguments, cwd=Path("/"), before=nobody, TRAINWRIGHT_MACHINE="")
+    finally:
+        place.rmdir()
+    assert "a program of another user, whose name only root sees" in found.finding("ports", f"port {port}")["what"]
+    assert found.finding("disks", f"{place}: cannot be written: Permission denied")["severity"] == "broken"
 
 
 @NEEDS_ROOT
@@ -180,6 +200,7 @@ def planted(site: Path, path: str) -> list[str]:
     return ["env", f"PYTHONPATH={path}{os.pathsep}{Path(__file__).parents[2] / 'src'}"]
 
 
+@pytest.mark.slow
 def test_metadata_of_another_torch(tmp_path: Path) -> None:
     before = planted(tmp_path, other_torch(tmp_path / "site", "2.6.0"))
     found = doctor("packages", "torch", "kernels", cwd=tmp_path, before=before)

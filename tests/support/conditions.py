@@ -90,7 +90,7 @@ def run(name: str, arguments: Sequence[str], **more: Any) -> subprocess.Complete
         command = [sys.executable, "-m", "pytest", *_FIXED, *arguments]
         settings: dict[str, Any] = {"cwd": directory / "clone", "env": _environment(condition, directory), "text": True}
         if condition.user is not None and os.geteuid() == 0:
-            command = [*_as_user(condition.user), *command]
+            command = [*as_user(condition.user), *command]
         return subprocess.run(command, preexec_fn=lambda: _enter(condition), **settings, **more)
 
 
@@ -191,7 +191,7 @@ exec "$@"
 """
 
 
-def _as_user(user: int) -> list[str]:
+def as_user(user: int) -> list[str]:
     """What goes before a command to run it as ``user``, who can start this interpreter there."""
     drop = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--"]
     if shutil.which("setpriv") is None:

@@ -87,8 +87,8 @@ def _prepare(run: Path) -> None:
 
 def _directory(name: str) -> Path:
     path = user_path(name)
-    if not path.is_dir():
-        raise RequestError(f"--directory: {name} is not a directory")
+    if not os.path.isdir(path):
+        raise RequestError(f"--directory: {name} is not a directory, or this user cannot enter it")
     return path.resolve()
 
 

@@ -40,9 +40,8 @@ def check(surroundings: Surroundings) -> Found:
     """Write and read a temporary file in every directory, past the page cache where the file system can."""
     facts: list[str] = []
     findings: list[Finding] = []
-    for place, directories in _by_file_system(surroundings.directories).items():
-        directory = directories[0]
-        named = " and ".join(map(str, directories))
+    for place, (directory, asked) in _by_file_system(surroundings.directories).items():
+        named = " and ".join(map(str, asked))
         try:
             speed = measure(directory)
         except OSError as error:
@@ -108,13 +107,13 @@ def _opened(file: Path, flags: int) -> int:
     return os.open(file, flags, 0o600)
 
 
-def _by_file_system(directories: tuple[Path, ...]) -> dict[int, list[Path]]:
-    """Return the existing directories by their device: each file system is measured once."""
-    found: dict[int, list[Path]] = {}
-    for directory in directories:
-        existing = next(path for path in (directory, *directory.parents) if path.is_dir())
-        found.setdefault(existing.stat().st_dev, []).append(existing)
-    return {place: list(dict.fromkeys(paths)) for place, paths in found.items()}
+def _by_file_system(directories: tuple[Path, ...]) -> dict[int, tuple[Path, list[Path]]]:
+    """Return for each file system, by its device, a directory that exists and the directories that are asked for."""
+    found: dict[int, tuple[Path, list[Path]]] = {}
+    for directory in dict.fromkeys(directories):
+        existing = next(path for path in (directory, *directory.parents) if os.path.isdir(path))
+        found.setdefault(existing.stat().st_dev, (existing, []))[1].append(directory)
+    return found
 
 
 def _not_written(named: str, error: OSError) -> Finding:
