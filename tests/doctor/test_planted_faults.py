@@ -40,7 +40,7 @@ def test_a_port_that_is_taken_and_who_has_it(listener: socket.socket, tmp_path: 
 
 
 @NEEDS_ROOT
-def test_what_another_user_may_not_see_or_write_is_said(listener: socket.socket) -> None:
+def test_what_another_user_may_not_see_or_write_is_said(listener: socket.socket, this_machine: None) -> None:
     try:
         nobody = as_user(NOBODY)
     except NotHere as error:
@@ -49,7 +49,7 @@ def test_what_another_user_may_not_see_or_write_is_said(listener: socket.socket)
     place.chmod(0o755)
     arguments = ("ports", "disks", "--port", str(port), "--directory", str(place))
     try:
-        found = doctor(*arguments, cwd=Path("/"), before=nobody, TRAINWRIGHT_MACHINE="")
+        found = doctor(*arguments, cwd=Path("/"), before=nobody)
     finally:
         place.rmdir()
     assert "a program of another user, whose name only root sees" in found.finding("ports", f"port {port}")["what"]
@@ -262,10 +262,10 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     library = directory / "libnvidia-ml.so.1"
     command = ["cc", "-shared", "-fPIC", "-w", str(ROOT / "tests/support/nvml.c"), "-o", str(library)]
     subprocess.run(command, check=True)
-    return ["env", "-u", "TRAINWRIGHT_MACHINE", f"LD_LIBRARY_PATH={directory}"]
+    return ["env", f"LD_LIBRARY_PATH={directory}"]
 
 
-def test_a_gpu_that_is_not_healthy(gpu: list[str], tmp_path: Path) -> None:
+def test_a_gpu_that_is_not_healthy(gpu: list[str], this_machine: None, tmp_path: Path) -> None:
     found = doctor("gpus", cwd=tmp_path, before=gpu)
     assert found.code == 3
     facts = found.check("gpus")["facts"]
@@ -288,7 +288,7 @@ def test_a_gpu_that_is_not_healthy(gpu: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(installed_build().cuda is not None, reason="torch is built for GPUs here")
-def test_a_torch_for_cpus_on_a_machine_with_a_gpu(gpu: list[str], tmp_path: Path) -> None:
+def test_a_torch_for_cpus_on_a_machine_with_a_gpu(gpu: list[str], this_machine: None, tmp_path: Path) -> None:
     found = doctor("torch", "kernels", "offload", cwd=tmp_path, before=gpu)
     finding = found.finding("torch", "1 NVIDIA GPU, and torch ", " is a build for CPUs")
     assert found.code == 3 and finding["fix"].startswith("install one for CUDA (https://pytorch.org")
