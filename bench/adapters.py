@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--only", action="append", choices=list(WAYS), help="of the ways of tuning")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=4, help="examples a step (4)")
+    parser.add_argument("--batch", type=int, default=4, help="examples per step (4)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a pack, and at most of an example (512)")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()

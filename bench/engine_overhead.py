@@ -4,7 +4,7 @@
     python bench/engine_overhead.py --strategy ddp       two processes, fp32, against torch's DistributedDataParallel
     python bench/engine_overhead.py --strategy fsdp      two processes, fp32, against torch's fully_shard
 
-The engine trains as `trainwright train` has it train, checks, collectives and all. Beside it stands a loop of a page
+The engine trains as `trainwright train` has it train, checks, collectives and all. It is compared with a loop of a page
 with batches made beforehand and no way to resume. Both run in the same processes, step by step. Whichever of the two
 comes second in a step is faster (by 3% here), so a pair is two steps, with each of them first in one. Pairs in which
 other programs took more than a few hundredths of the cores are left out, and more are taken until there are enough.
@@ -33,7 +33,7 @@ from support.trainwright_side import RECIPE
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.optimizer import optimizer_factory
-from trainwright.engine.policies.base import Gradients, Training
+from trainwright.engine.policies.base import StepGradients, Training
 from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
@@ -144,7 +144,7 @@ class Paired(Trainer):
         self.times[side].append(time.perf_counter() - begun)
         return result
 
-    def _metrics(self, step: int, found: Gradients) -> dict[str, float]:
+    def _metrics(self, step: int, found: StepGradients) -> dict[str, float]:
         self.loss = found.loss
         return super()._metrics(step, found)
 
@@ -178,7 +178,7 @@ def measure(work: Path, pairs: int) -> int:
             stop_requested=lambda: False,
         )
         trainer.follow(bare, pairs)
-        trainer.rehearse(steps)
+        trainer.run_steps(steps)
         if world.is_main:
             (work / "times.json").write_text(json.dumps(trainer.times))
     finally:

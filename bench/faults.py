@@ -16,7 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from support.faults import campaign, catalogue  # noqa: F401
+from support.faults import campaign, catalog  # noqa: F401
 from support.faults.kinds import KINDS, schedule
 
 

@@ -28,7 +28,7 @@ from trainwright.models.history.context import Context
 from trainwright.models.history.model import HistoryModel, Steps
 from trainwright.recipe.loading import load_recipe
 from trainwright.reinforcement.environments import Environment
-from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, find_agent, load_agent
+from trainwright.tasks.algorithm_distillation.evaluation import AgentRequest, find_agent, load_agent
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
 from trainwright.tasks.algorithm_distillation.in_context import context_stride, play
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
@@ -79,7 +79,7 @@ def main() -> None:
 
 def _model(run: str | None, recipe: str) -> tuple[HistoryModel, AlgorithmDistillationSection]:
     if run is not None:
-        found, section = find_agent(AgentAsked(run))
+        found, section = find_agent(AgentRequest(run))
         return load_agent(found, section).model, section
     section = load_recipe(RECIPES / f"{recipe}.yaml").own(AlgorithmDistillationSection)
     return HistoryModel(shape_of(section, environment_of(section)), seed=0).eval(), section

@@ -3,7 +3,7 @@
     python bench/in_context_learning.py [RECIPE] [SECTION.KEY=VALUE]... [--seeds 0,1,2] [--work DIRECTORY]
 
 Histories are collected once, with the recipe's own source, unless they are in the directory already; then the recipe
-is trained and tried with each seed (`train.seed`; the tasks held back stay the same). A line is one seed: mean return
+is trained and tried with each seed (`train.seed`; the tasks held out stay the same). A line is one seed: mean return
 of the first episode and the last ones, with 95 % intervals, beside the source, random actions and the optimum. All of
 it goes into a file of results by the name of the recipe.
 """

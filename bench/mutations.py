@@ -51,7 +51,7 @@ def main() -> int:
             print(f"{mutation.area}: {mutation.name}: {mutation.bug}\n    {mutation.file}; {mutation.source}")
         return 0
     results = Results(arguments.output)
-    results.forget_all_but(everything)
+    results.keep_only(everything)
     left = [m for m in chosen if arguments.again or not results.has(m)]
     print(f"{len(chosen)} planted bugs, {len(chosen) - len(left)} of them tried before", flush=True)
     tried = _try_all(left, results, arguments.jobs)
@@ -79,7 +79,7 @@ class Results:
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         self._known: dict[str, dict[str, Any]] = found.get("mutations", {})
 
-    def forget_all_but(self, mutations: Sequence[Mutation]) -> None:
+    def keep_only(self, mutations: Sequence[Mutation]) -> None:
         names = {mutation.name for mutation in mutations}
         self._known = {name: each for name, each in self._known.items() if name in names}
 

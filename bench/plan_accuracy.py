@@ -9,8 +9,8 @@
 Every case is a run of the product's own workers, three steps long. On a CPU the peak is counted from every allocation
 that torch makes, by rank; on a GPU it is torch's own count (max_memory_allocated), with what its allocator reserved
 beside it. Cases cover model families, sizes, lengths, micro-batches, accumulation, packing, strategies, recomputation,
-precision and adapters; each draws its factors from a seeded generator, the strategies and families in turn. Beside
-each are the figures of `accelerate estimate-memory` and of DeepSpeed's estimators for the same model.
+precision and adapters; each draws its factors from a seeded generator, the strategies and families in turn. For
+each, there are the figures of `accelerate estimate-memory` and of DeepSpeed's estimators for the same model.
 
 The file of results has every measurement with the machine's description. A case that is in it is not run again.
 """

@@ -36,7 +36,7 @@ from trainwright.machine.measured.calibration import Calibration, current_calibr
 from trainwright.planning.candidates import choice_of, layout_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import constraints_of, installed, make_plan
-from trainwright.planning.search import Judge
+from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Choice
@@ -49,7 +49,7 @@ NEAR = 1.2  # times the fastest, in the first round, of what is run again
 ROUNDS = 2  # that follow the first
 FIRST_ROUND = 0.7  # of a recipe's time
 
-# Name: model, mean length of documents, pack length (None: padded rows), examples a step, overrides.
+# Name: model, mean length of documents, pack length (None: padded rows), examples per step, overrides.
 RECIPES: dict[str, tuple[str, int, int | None, int, tuple[str, ...]]] = {
     "narrow packed": ("narrow", 128, 512, 16, ()),
     "narrow padded": ("narrow", 128, None, 16, ()),
@@ -103,7 +103,7 @@ def main() -> None:
             bench = Bench(recipe, machine, calibration, Path(temporary) / name.replace(" ", "-"), arguments.steps)
             results.append({"recipe": name, **bench.result(each)})
             print(in_words(results[-1]), flush=True)
-    summary = summarise(results)
+    summary = summarize(results)
     write_results(arguments.output, {"machine": description, "summary": summary, "recipes": results})
 
 
@@ -182,14 +182,14 @@ class Bench:
     def candidates(self) -> list[Measured]:
         """All that fit and can run here, the one predicted fastest first; before all others the best of each layout."""
         workload = facts_of(self.recipe).workload
-        judges = {
-            key: Judge(workload, self.cluster, rates_of(self.cluster, calibration), installed)
+        evaluators = {
+            key: Evaluator(workload, self.cluster, rates_of(self.cluster, calibration), installed)
             for key, calibration in self.calibrations.items()
         }
         found = [
-            Measured(choice, {key: judge.seconds(choice) for key, judge in judges.items()})
+            Measured(choice, {key: evaluator.seconds(choice) for key, evaluator in evaluators.items()})
             for choice in self.choices()
-            if judges["datasheet"].fit(choice).runs
+            if evaluators["datasheet"].fit(choice).runs
         ]
         found.sort(key=lambda one: min(one.predicted.values()))
         first = {(layout_of(one.choice), one.choice.num_processes): one for one in reversed(found)}
@@ -260,7 +260,7 @@ def in_words(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
     rows = []
     for result in results:
         shares = [f"{result['regret'][key]:.1%}" for key in ("datasheet", "calibrated")]

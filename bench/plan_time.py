@@ -39,7 +39,7 @@ from trainwright.recipe.schema import Recipe
 RESULTS = Path(__file__).parent / "results" / "plan_time.json"
 WARM_UP = 2
 
-# Name: model, mean length of documents, pack length (None: padded rows), examples a step, overrides.
+# Name: model, mean length of documents, pack length (None: padded rows), examples per step, overrides.
 CASES: dict[str, tuple[str, int, int | None, int, tuple[str, ...]]] = {
     "narrow": ("narrow", 128, 1024, 16, ()),
     "narrow fp32": ("narrow", 128, 1024, 16, ("train.mixed_precision=no",)),
@@ -84,7 +84,7 @@ def main() -> None:
             timed = run_steps(recipe, machine, arguments.steps, WARM_UP, work / str(number), cache_directory())
             rows.append(judged(name, recipe, machine, calibration, timed))
             print(in_words(rows[-1]), flush=True)
-    summary = summarise(rows)
+    summary = summarize(rows)
     write_results(arguments.output, {"machine": description, "summary": summary, "cases": rows})
 
 
@@ -137,7 +137,7 @@ def judged(name: str, recipe: Recipe, machine: Machine, calibration: Calibration
 
 
 def choice_of(recipe: Recipe, machine: Machine, passes: int) -> Choice:
-    """What a recipe with nothing left open stands for, with the micro-batches a process that it came to."""
+    """What a recipe with nothing left open stands for, with the micro-batches per process that it came to."""
     train, parallel = recipe.train, recipe.parallel
     processes: Any = parallel.num_processes
     options: dict[str, Any] = {"strategy": parallel.strategy, "mixed_precision": train.mixed_precision}
@@ -163,7 +163,7 @@ def in_words(row: dict[str, Any]) -> str:
     )
 
 
-def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
+def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
     measured = [row["measured"] for row in rows]
     summary: dict[str, float] = {}
     for key in ("datasheet", "calibrated"):

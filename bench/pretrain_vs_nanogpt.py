@@ -174,7 +174,7 @@ def measure(work: Path) -> int:
         sizes = (*texts(task), task.module.config.vocab_size, steps)
         plain = {name: PlainLoop(*sizes, bf16=name == "bf16") for name in names}
         trainer.follow(plain)
-        trainer.rehearse(steps)
+        trainer.run_steps(steps)
         loss = evaluate(task, strategy, lambda shortage: False, print)["loss"]
         if world.is_main:
             losses = {"engine": loss, **{name: loop.validation_loss() for name, loop in plain.items()}}

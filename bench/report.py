@@ -117,7 +117,7 @@ def pretraining() -> str:
     faster = statistics.median(b / a for a, b in zip(warm["engine"], warm["plain"], strict=True))
     rows = [
         (
-            f"A small GPT on Tiny Shakespeare in nanoGPT's CPU setting, {results['steps']:,} steps "
+            f"A small GPT on Tiny Shakespeare with nanoGPT's CPU settings, {results['steps']:,} steps "
             f"({results['mixed_precision']}), against nanoGPT's loop in fp32: speed, median of pairs of steps",
             "1.2 times",
             f"{faster:.2f} times (median steps of {1e3 * steps['engine']:.1f} and {1e3 * steps['plain']:.1f} ms)",
@@ -166,8 +166,8 @@ def plan_memory() -> str:
     both = [_read(f"plan_accuracy_cpu_{seed}") for seed in (0, 1)]
     for seed, results in enumerate(both):
         cases, command = results["cases"], f"python bench/plan_accuracy.py --seed {seed}"
-        half = "which the model was adjusted on" if seed == 0 else "which it was not adjusted on"
-        target = "median 3%, 95th percentile 5%, low by over 3% in at most 1%"
+        half = "that the model was fitted to" if seed == 0 else "that the model was not fitted to"
+        target = "median 3%, 95th percentile 5%, more than 3% too low in at most 1%"
         title = f"Peak of live tensors per rank, predicted against measured, {len(cases)} small runs {half}"
         rows.append((title, target, _errors([case["error"] for case in cases]), command))
         for tool, name in (("accelerate", "`accelerate estimate-memory`"), ("deepspeed", "DeepSpeed's estimators")):
@@ -181,7 +181,7 @@ def plan_time() -> str:
     summary, cases = results["summary"], results["cases"]
     rows = [
         (
-            f"Step time of {len(cases)} small recipes by datasheet, all predictions times one factor: median error",
+            f"Step time of {len(cases)} small recipes by datasheet, all predictions scaled by one factor: median error",
             "15%",
             f"{summary['datasheet_median_error_scaled']:.1%} "
             f"({summary['datasheet_pairs_in_order']:.0%} of the pairs in the right order)",
@@ -204,7 +204,8 @@ def plan_regret() -> str:
         lost = sorted(recipe["regret"][key] for recipe in results["recipes"])
         rows.append(
             (
-                f"Throughput that the plan's choice {name} loses to the best candidate, {len(lost)} recipes, 2 cores",
+                f"Throughput lost by the plan's choice {name}, relative to the best candidate, {len(lost)} recipes, "
+                "2 cores",
                 "5%",
                 f"median {statistics.median(lost):.1%}, largest {lost[-1]:.1%}; at most 5% in "
                 f"{sum(each <= 0.05 for each in lost)} of {len(lost)}",
@@ -225,9 +226,9 @@ def plan_regret() -> str:
 
 
 def published() -> str:
-    """The tables of the runs that others published, for the half that the model was adjusted on and the other one."""
+    """The tables of the runs that others published, for the half that the model was fitted to and the other one."""
     results, parts = _read("plan_published"), []
-    halves = {"mend": "The model was adjusted on these runs", "check": "The model was only checked on these runs"}
+    halves = {"mend": "Runs that the model was fitted to", "check": "Runs used only to check the model"}
     for half, title in halves.items():
         rows = [
             (
@@ -297,14 +298,15 @@ def agents() -> str:
                 f"{overrides}{chosen}{cores}",
             )
         )
-    for name, title in (("full", "the whole context of 80 steps"), ("region", "the compressed context")):
+    for name, title in (("full", "the full context of 80 steps"), ("region", "the compressed context")):
         cache = _read(f"in_context_cache_{name}")
         read.append(cache)
         quarters, options = cache["by_quarter"], ["--copies 1", f"--episodes {cache['episodes']}"]
         times = _numbers([quarter["milliseconds_a_step"] for quarter in quarters], ".1f")
         rows.append(
             (
-                f"Acting with a key-value cache against computing {title} in every step, {cache['agents']} agents",
+                f"Acting with a key-value cache, compared with recomputing {title} in every step, {cache['agents']} "
+                "agents",
                 "10 times, same greedy actions",
                 f"{cache['times_faster']:.1f} times, {'the same' if cache['same_actions'] else 'OTHER'} actions; by "
                 f"quarter of {cache['episodes']} episodes {times} ms per step; at most "
@@ -330,7 +332,7 @@ def planted_bugs() -> str:
     areas = Counter(bug["area"] for bug in results["mutations"].values())
     rows = [
         (
-            "Training bugs that raise no error, planted one at a time: caught by the fast tests of their area",
+            "Training bugs that raise no error, inserted one at a time: caught by the fast tests of their area",
             "95%",
             f"{caught} of {outcomes.total()} ({len(areas)} areas)",
             "python bench/mutations.py",
@@ -346,8 +348,8 @@ def faults() -> str:
     kinds = {name.rpartition("/")[0] for name in latest}
     rows = [
         (
-            f"Faults put into real runs ({len(kinds)} kinds: kills, signals, disks, damaged and hostile files, ports, "
-            "memory): handled as documented",
+            f"Faults injected into real runs ({len(kinds)} kinds: kills, signals, disks, damaged and hostile files, "
+            "ports, memory): handled as documented",
             "all",
             f"{verdicts['held']} of {verdicts.total()}",
             "python bench/faults.py",
@@ -365,12 +367,12 @@ def recorded(section: str) -> str:
 
 
 SECTIONS = {
-    "Speed and memory against other programs": (sft, preferences, pretraining, unlearning, overhead),
-    "Quickstart, recipes and waiting times": (lambda: recorded("recipes"),),
+    "Speed and memory compared with other tools": (sft, preferences, pretraining, unlearning, overhead),
+    "Quickstart, recipes and start-up": (lambda: recorded("recipes"),),
     "Correctness": (planted_bugs, faults, lambda: recorded("correctness")),
-    "Plans: memory": (plan_memory,),
-    "Plans: time": (plan_time, plan_regret, lambda: recorded("plans")),
-    "Plans: runs that others published": (published,),
+    "Memory predictions": (plan_memory,),
+    "Step-time predictions": (plan_time, plan_regret, lambda: recorded("plans")),
+    "Predictions of published runs": (published,),
     "Adapters": (adapters,),
     "Unlearning": (lambda: recorded("unlearning"),),
     "Algorithm Distillation": (agents, lambda: recorded("algorithm distillation"), lambda: recorded("ablations")),
@@ -412,7 +414,7 @@ def _errors(errors: Sequence[float]) -> str:
     low = sum(error < -0.03 for error in errors) / len(errors)
     return (
         f"median {statistics.median(sizes):.2%}, 95th percentile {sizes[rank]:.1%}, largest {sizes[-1]:.1%}, "
-        f"low by over 3% in {low:.0%}"
+        f"more than 3% too low in {low:.0%}"
     )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.comparison import OURS, fastest_best, report, summarise
+from support.comparison import OURS, fastest_best, report, summarize
 from support.inputs import example_lengths, find_model, write_rows
 from support.machine import describe, matrix_peak, use_cores
 from support.peers import peer_python
@@ -51,7 +51,7 @@ def main() -> None:
         contenders = make_contenders(arguments, model, rows, work)
         runs = run_all(contenders, arguments.pairs, arguments.warm_up)
         lengths = example_lengths(rows, model, max_length=1024)
-    summary = summarise(runs, arguments.warm_up, model, lengths, machine)
+    summary = summarize(runs, arguments.warm_up, model, lengths, machine)
     report(summary)
     results = {
         "machine": machine,

@@ -161,7 +161,7 @@ def report(found: dict[str, list[dict[str, Any]]]) -> tuple[Spread, Spread]:
     counted = Spread.of([rate_with_reference(a) / rate(b) for a, b in zip(ours, theirs, strict=True)])
     smaller = Spread.of([a["peak_memory"] / b["peak_memory"] for a, b in zip(ours, theirs, strict=True)])
     rows = [
-        ["steps a second", faster, f"at least {FASTER}", faster.median >= FASTER],
+        ["steps per second", faster, f"at least {FASTER}", faster.median >= FASTER],
         ["with the pass over the reference", counted, "", None],
         ["peak memory", smaller, f"at most {SMALLER}", smaller.median <= SMALLER],
     ]

@@ -158,7 +158,7 @@ def extension_reference() -> str:
     lines = [
         "# Extensions",
         "",
-        "Generated from the registries of this version and of the packages installed beside it. In a recipe, a place",
+        "Generated from the registries of this version and of the installed packages. In a recipe, a place",
         "`module:Name` can stand for a name. [Contributing](../contributing.md#add-an-extension): how to add one.",
     ]
     for registry in all_registries():

@@ -87,4 +87,4 @@ def test_reading_data_and_loading_models_say_what_they_do(tmp_path: Path) -> Non
         prepare_task(recipe, tmp_path / "cache")
         load_model(recipe.model)
         prepare_task(recipe, tmp_path / "cache")  # in the cache now
-    assert heard.what == ["reading and tokenizing the rows", "initialising the model"]
+    assert heard.what == ["reading and tokenizing the rows", "initializing the model"]

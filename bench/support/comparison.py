@@ -17,7 +17,7 @@ BEST = ("trl-best-bf16", "trl-best-fp32")
 COLUMNS = ("", "tokens/s", "peak GB", "tokens/step", "CPU s", "of its peak", "our speed", "our memory")
 
 
-def summarise(
+def summarize(
     runs: Sequence[Run], warm_up: int, model: Path, lengths: Sequence[int], machine: dict[str, Any]
 ) -> dict[str, Any]:
     """By contender, over its runs; where Trainwright ran too, also their ratios pair by pair."""

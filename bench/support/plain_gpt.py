@@ -1,6 +1,6 @@
 """A GPT and its training loop as a newcomer writes them in plain torch, after nanoGPT's (karpathy/nanoGPT, MIT).
 
-The same model, initialisation, optimizer groups, schedule and way of drawing batches as its train.py with
+The same model, initialization, optimizer groups, schedule and way of drawing batches as its train.py with
 ``--device=cpu --compile=False``: fp32 (or, as it does on a GPU, bf16 by autocast), random windows, AdamW without
 fusion, one loss read a step.
 """

@@ -20,7 +20,7 @@ from trainwright.machine.measured.quick import for_block, measured
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import constraints_of, installed, make_plan
-from trainwright.planning.search import Judge, search
+from trainwright.planning.search import Evaluator, search
 from trainwright.planning.step_time.basis import Basis, shapes_of
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Choice, Workload
@@ -116,15 +116,15 @@ def _measured_now(machine: Machine, workload: Workload) -> Basis:
 def _ways(recipe: Recipe, machine: Machine, calibration: Calibration | None) -> list[Way]:
     workload, cluster = facts_of(recipe).workload, cluster_of(machine)
     basis = _measured_now(machine, workload)
-    judges = {"measured": Judge(workload, cluster, rates_of(cluster, None, basis.measurement), installed)}
+    evaluators = {"measured": Evaluator(workload, cluster, rates_of(cluster, None, basis.measurement), installed)}
     if calibration is not None:
-        judges["calibrated"] = Judge(workload, cluster, rates_of(cluster, calibration), installed)
+        evaluators["calibrated"] = Evaluator(workload, cluster, rates_of(cluster, calibration), installed)
     found = []
     for constraints, threads in _constraints(constraints_of(recipe), workload, machine):
-        best = search(judges["measured"], constraints).best
+        best = search(evaluators["measured"], constraints).best
         if best is not None:
             choice = replace(best.choice, threads=threads)
-            found.append(Way(choice, {key: judge.seconds(choice) for key, judge in judges.items()}))
+            found.append(Way(choice, {key: evaluator.seconds(choice) for key, evaluator in evaluators.items()}))
     return found
 
 

@@ -127,7 +127,7 @@ def _work(directory: Path, cache: Path, steps: int) -> int:
         reasons=(),
         observers=nothing,
         stop_requested=lambda: False,
-        rehearse=steps,
+        trial_steps=steps,
     )
 
 

@@ -24,8 +24,8 @@ from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import interruptible
-from trainwright.launch.group.joined import JoinAsked, run_joined
-from trainwright.launch.group.told import is_mine_to_tell, rank_by_name
+from trainwright.launch.group.joined import JoinRequest, run_joined
+from trainwright.launch.group.report_once import rank_from_variables, should_report
 from trainwright.launch.process import console, stop_requested
 from trainwright.launch.request import is_bare_resume, split_words
 from trainwright.launch.run_directory import RECIPE
@@ -94,16 +94,16 @@ def main() -> None:
         with interruptible():
             recipe, overrides = split_words(arguments.recipe)
             seconds, force = arguments.rendezvous_timeout, arguments.force
-            asked = JoinAsked(recipe, tuple(overrides), arguments.resume, seconds, force)
+            asked = JoinRequest(recipe, tuple(overrides), arguments.resume, seconds, force)
             code = run_joined(asked, prepare, work)
     except TrainwrightError as error:
-        if is_mine_to_tell(rank_by_name(os.environ), str(error)):
+        if should_report(rank_from_variables(os.environ), str(error)):
             say(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except Interrupted:
         code = EXIT_STOPPED
-        stopped = "stopped before the first step; nothing was changed; run the same again"
-        if is_mine_to_tell(rank_by_name(os.environ), stopped):
+        stopped = "stopped before the first step; nothing was changed; run the same command again"
+        if should_report(rank_from_variables(os.environ), stopped):
             say(stopped, file=sys.stderr)
     sys.exit(code)
 

@@ -16,7 +16,7 @@ from tests.evaluation.unlearning.benchmark import write_model
 from tests.inference.models import TOKENIZER
 from tests.support.commands import ROOT, trainwright
 from tests.support.runs import Runs
-from trainwright.inference.chat import Speaker, chat
+from trainwright.inference.chat import ChatSession, chat
 from trainwright.inference.finding import find_model
 from trainwright.inference.loading import Loaded, load
 from trainwright.inference.sampling import Sampling
@@ -102,7 +102,7 @@ def test_one_prompt_is_answered_and_nothing_else_is_said(runs: Runs, model: str,
 
 def test_a_conversation_holds_what_was_said_until_it_is_reset(loaded: Loaded) -> None:
     heard: list[str] = []
-    speaker = Speaker(loaded, Sampling(max_new_tokens=9), heard.append, plain=False)
+    speaker = ChatSession(loaded, Sampling(max_new_tokens=9), heard.append, plain=False)
     lines = iter(["Why?\n", "\n", "And then?\n", "/reset\n", "Why?\n", "/exit\n", "never read\n"])
     chat(speaker, lines, heard.append)
     first = greedy(loaded, [user("Why?")], 9)

@@ -107,7 +107,7 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(tmp_path: Path) -> None
         ((), None, "rows.jsonl"),
         ((), "", "rows.jsonl"),
         ((), GOOD_ROW + '{"question": \n', "2"),
-        ((), '{"colour": "red", "size": 3}\n' * 8, "colour, size"),
+        ((), '{"color": "red", "size": 3}\n' * 8, "color, size"),
         ((), GOOD_ROW + '{"question": 1, "answer": "a"}\n', "rows.jsonl:2: the field question should be text"),
         (("data.format=text",), GOOD_ROW, "data.format text"),
         (("model.chat_template={{ messages }}",), '{"text": "t"}\n', "model.chat_template"),

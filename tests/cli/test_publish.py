@@ -120,7 +120,7 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(runs: Runs, bas
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (stored / "config.json").write_text(json.dumps(config))
     said = refused(stored, "--adapter", run / "final")
-    assert "quantised weights, which cannot be trained or merged into" in said
+    assert "quantized weights, which cannot be trained or merged into" in said
 
 
 def change(directory: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_real_model_trained_on_4_bits_and_merged_is_better_than_its_base(runs:
     run = runs.trained(*few, "parallel.num_processes=1", recipe=recipe)
     done = ended(runs, "merge", run, "--out", tmp_path / "merged")
     assert done.code == 0 and "sample output: " in done.stdout, done.stderr
-    # On the rows that the run held back, which are those of the merged model too.
+    # On the rows that the run held out, which are those of the merged model too.
     rows = ("--metrics", "loss", "--against", "HuggingFaceTB/SmolLM2-135M-Instruct")
     done = ended(runs, "eval", run, *rows, "--out", tmp_path / "run")
     assert done.code == 0, done.stderr
@@ -161,7 +161,7 @@ CARDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pretrained GPT": ("pretrain/stdlib-tiny.yaml", (ON_ROWS, "data.validation=8", "model.tokenizer=bytes")),
     "adapter on 4 bits of a GGUF file": ("sft/qlora.yaml", FEW_ROWS),
     "adapter on a GGUF file": ("sft/lora.yaml", FEW_ROWS),
-    "unlearnt": ("", ()),
+    "unlearned": ("", ()),
 }
 
 

@@ -84,7 +84,7 @@ def test_an_adapter_is_said_to_be_one(run: Path) -> None:
 
 
 def test_a_model_made_from_a_packages_gguf_file_does_not_name_the_hubs_weights_as_its_base(run: Path) -> None:
-    weights = "some/base from the package a-package 1.0 (base.Q4_1.gguf), dequantised to fp32"
+    weights = "some/base from the package a-package 1.0 (base.Q4_1.gguf), dequantized to fp32"
     start = {**EVENTS[0], "weights": weights}
     lines = [json.dumps({"time": 0.0, **event}) + "\n" for event in (start, *EVENTS[1:])]
     (run / "events.jsonl").write_text("".join(lines))

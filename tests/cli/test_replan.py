@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.commands import MACHINE
 from tests.support.measured import measurement
-from tests.support.runs import ON_ROWS, TINY, Event, Runs, read_events
+from tests.support.runs import ON_ROWS, TINY, EventRecord, Runs, read_events
 from trainwright.doctor.calibrate_fits import curve_of
-from trainwright.machine.measured.calibration import Calibration, Exchanged, Setting, as_json
+from trainwright.machine.measured.calibration import Calibration, Exchanged, ProcessRates, as_json
 
 STEPS, SAVED = 18, 14
 COMMON = (
@@ -34,7 +34,7 @@ def _wrong() -> Calibration:
     return replace(found, settings=tuple(_without_all_else(setting) for setting in found.settings))
 
 
-def _without_all_else(setting: Setting) -> Setting:
+def _without_all_else(setting: ProcessRates) -> ProcessRates:
     """Nothing but products takes time."""
     curves = dict(setting.curves)
     for name in ("traffic/fp32/copy", "traffic/fp32/elementwise", "traffic/fp32/reduction", "optimizer", "loss/fp32"):
@@ -47,7 +47,7 @@ def _without_all_else(setting: Setting) -> Setting:
     return replace(setting, curves=curves, launch=1e-10, exchange=Exchanged(waited=1e-9, factor=1e-6))
 
 
-def train(runs: Runs, tmp_path: Path, *overrides: str) -> tuple[list[Event], str]:
+def train(runs: Runs, tmp_path: Path, *overrides: str) -> tuple[list[EventRecord], str]:
     machine, run = tmp_path / "machine.json", tmp_path / "run"
     machine.write_text(json.dumps({**json.loads(MACHINE.read_text()), "measurement": as_json(_wrong())}))
     arguments = ("train", str(TINY), *COMMON, f"logging.run_directory={run}", *overrides)
@@ -56,11 +56,11 @@ def train(runs: Runs, tmp_path: Path, *overrides: str) -> tuple[list[Event], str
     return list(read_events(run / "events.jsonl")), ended.stdout
 
 
-def of_kind(events: list[Event], kind: str) -> list[dict[str, Any]]:
+def of_kind(events: list[EventRecord], kind: str) -> list[dict[str, Any]]:
     return [dict(event) for event in events if event["event"] == kind]
 
 
-def losses(events: list[Event]) -> list[float]:
+def losses(events: list[EventRecord]) -> list[float]:
     return [event["loss"] for event in of_kind(events, "step")]
 
 

@@ -105,7 +105,7 @@ def test_show_says_what_cannot_run_here_and_ends_with_0(tmp_path: Path) -> None:
     (tmp_path / "gpus.yaml").write_text(WANTS_GPUS)
     result = setup(tmp_path, "--show", "--config-file", "gpus.yaml")
     assert result.returncode == 0, result.stderr
-    assert "cannot run: MULTI_GPU asks for 64 GPUs" in result.stdout and "possible here" in result.stdout
+    assert "cannot run: MULTI_GPU requires 64 GPUs" in result.stdout and "possible here" in result.stdout
     (tmp_path / "wrong.yaml").write_text("distributed_type: MULTI_GPU\nnum_procesess: 2\n")
     result = setup(tmp_path, "--show", "--config-file", "wrong.yaml")
     assert result.returncode == 0 and "did you mean num_processes" in " ".join(result.stdout.split())

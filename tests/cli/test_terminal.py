@@ -125,7 +125,7 @@ def test_commands_break_no_word(tmp_path: Path, columns: int) -> None:
         whole(shown, columns)
 
 
-def test_no_colours_and_no_drawing_where_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_colors_and_no_drawing_where_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     terminal = Terminal(80)
     with stream(terminal) as opened:

@@ -14,7 +14,7 @@ from tests.support.commands import machine_file
 from tests.support.runs import ON_ROWS, TINY, Finished, Runs, events
 
 ROW = '{"question": "What is it?", "answer": "It is this."}\n'
-OTHER = '{"colour": "red", "size": 3}\n'
+OTHER = '{"color": "red", "size": 3}\n'
 
 
 @pytest.fixture
@@ -67,11 +67,11 @@ REFUSALS = {
     "file without rows": (("data.train=empty.json",), ("data.train", "empty.json")),
     "broken line": (("data.train=broken.jsonl",), ("broken.jsonl:3",)),
     "broken JSON": (("data.train=broken.json",), ("broken.json:3",)),
-    "other fields": (("data.train=other.jsonl",), ("other.jsonl", "colour", "size", "question")),
+    "other fields": (("data.train=other.jsonl",), ("other.jsonl", "color", "size", "question")),
     "fields of another format": (("data.format=messages",), ("rows.jsonl", "messages", "question, answer")),
     "longer than the model": (("data.max_length=600", "data.pack_length=null"), ("data.max_length", "600", "512")),
     "pack shorter than an example": (("data.pack_length=64",), ("data.pack_length", "data.max_length")),
-    "all rows held back": (("data.validation=30",), ("data.validation", "30")),
+    "all rows held out": (("data.validation=30",), ("data.validation", "30")),
     "directory that exists": (("logging.run_directory=taken",), ("logging.run_directory", "--resume taken")),
     "no such model": (
         ("model.name=nowhere/at-all", "model.config=null", "model.tokenizer=null"),

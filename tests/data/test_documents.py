@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import environment
 from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
-from trainwright.data.stream.dataset_cache import Prepared, prepare
+from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
@@ -28,7 +28,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def run(tmp_path: Path, **data: Any) -> Prepared:
+def run(tmp_path: Path, **data: Any) -> PreparedData:
     section = DataSection.model_validate({"validation": None, **data})
     return prepare(section, bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
 
@@ -61,7 +61,7 @@ def test_a_text_is_paragraphs_or_where_that_is_asked_a_document(tmp_path: Path) 
     file.write_text("One\n\nTwo\n")
     assert len(run(tmp_path, train=str(file)).train) == 2
     found = run(tmp_path, train=str(file), format="documents")
-    assert found.train.document(0)[0].tolist() == tokens("One\n\nTwo\n")
+    assert found.train.sequence(0)[0].tolist() == tokens("One\n\nTwo\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "row"}\n')
     assert len(run(tmp_path, train=str(tmp_path), format="documents").train) == 1
 
@@ -70,12 +70,12 @@ def test_a_long_document_is_split_and_every_token_learnt_once(tmp_path: Path) ->
     text = "".join(chr(97 + n % 26) for n in range(333))
     (tmp_path / "a.py").write_text(text)
     found = run(tmp_path, train=str(tmp_path / "a.py"), max_length=50)
-    learnt: list[int] = []
+    learned: list[int] = []
     for index in range(len(found.train)):
-        ids, targets = found.train.document(index)
+        ids, targets = found.train.sequence(index)
         assert len(ids) <= 50 and targets.all()
-        learnt += ids[1:].tolist()
-    assert learnt == tokens(text)[1:]
+        learned += ids[1:].tolist()
+    assert learned == tokens(text)[1:]
     assert found.train.report["divided"] == 1 and found.train.report["cut_tokens"] == 0
     assert any("1 of 1 row split at data.max_length 50" in line for line in found.summary)
     cut = run(tmp_path, train=str(tmp_path / "a.py"), max_length=50, long_documents="cut")
@@ -96,7 +96,7 @@ def test_windows_of_a_document_are_on_one_side_of_the_split(tmp_path: Path) -> N
         (tmp_path / "docs" / f"{n}.py").write_text(f"{n}" * 200)
     found = run(tmp_path, train=str(tmp_path / "docs"), max_length=64, validation=3)
     assert found.validation is not None
-    letters = [{chr(d.document(i)[0][0]) for i in range(len(d))} for d in (found.train, found.validation)]
+    letters = [{chr(d.sequence(i)[0][0]) for i in range(len(d))} for d in (found.train, found.validation)]
     assert [len(side) for side in letters] == [7, 3] and not letters[0] & letters[1]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainwright.data.rows.formats import NoTarget, to_example
-from trainwright.data.rows.layouts import Layout, check_format, detect_format, layout_of
+from trainwright.data.rows.layouts import RowLayout, check_format, detect_format, layout_of
 from trainwright.data.sources.arrow_rows import with_text_content
 from trainwright.errors import RequestError
 
@@ -74,8 +74,8 @@ def test_no_layout_lists_the_fields_there_are() -> None:
 
 def test_a_layout_asked_for_needs_its_fields() -> None:
     check_format(["question", "answer", "more"], "question_answer")
-    with pytest.raises(RequestError, match="instruction needs the field output; the rows have instruction, colour"):
-        check_format(["instruction", "colour"], "instruction")
+    with pytest.raises(RequestError, match="instruction needs the field output; the rows have instruction, color"):
+        check_format(["instruction", "color"], "instruction")
 
 
 def test_the_layout_asked_for_is_taken_and_auto_is_found() -> None:
@@ -87,8 +87,8 @@ def test_the_layout_asked_for_is_taken_and_auto_is_found() -> None:
 
 
 def test_columns_that_are_not_used() -> None:
-    assert Layout("question_answer").unused(["question", "answer", "system", "id"]) == ["id"]
-    assert Layout("text").unused(["text", "system"]) == ["system"]
+    assert RowLayout("question_answer").unused(["question", "answer", "system", "id"]) == ["id"]
+    assert RowLayout("text").unused(["text", "system"]) == ["system"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def dataset(lengths: list[int]) -> TokenDataset:
     return TokenDataset.from_examples([([1] * n, [False] * (n // 2) + [True] * (n - n // 2)) for n in lengths], "x")
 
 
-def test_lengths_of_a_tokenised_source_are_counted() -> None:
+def test_lengths_of_a_tokenized_source_are_counted() -> None:
     lengths = lengths_of(dataset([4, 10, 2, 8]))
     assert lengths == Lengths((2, 4, 8, 10), examples=4, target_fraction=0.5)
     assert (lengths.mean, lengths.longest) == (6.0, 10)

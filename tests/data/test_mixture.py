@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.stream.dataset_cache import Prepared, prepare
+from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import Stream
 from trainwright.data.tokens.lengths import lengths_of
-from trainwright.data.tokens.mixture import Part, drawn, parts_of, shares
+from trainwright.data.tokens.mixture import MixturePart, drawn, parts_of, shares
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
@@ -22,17 +22,17 @@ def source(path: Path, count: int, text: str = "") -> str:
     return str(path)
 
 
-def run(tmp_path: Path, *sources: dict[str, Any], seed: int = 0, **data: Any) -> Prepared:
+def run(tmp_path: Path, *sources: dict[str, Any], seed: int = 0, **data: Any) -> PreparedData:
     section = DataSection.model_validate({"train": list(sources), "validation": None, **data})
     return prepare(section, bytes_tokenizer(), seed=seed, cache=tmp_path / "cache")
 
 
-def names(found: Prepared, examples: list[int]) -> list[str]:
-    texts = [bytes_tokenizer().decode(found.train.document(i)[0]) for i in examples]
+def names(found: PreparedData, examples: list[int]) -> list[str]:
+    texts = [bytes_tokenizer().decode(found.train.sequence(i)[0]) for i in examples]
     return [text.split("user\n")[1].split("?")[0] for text in texts]
 
 
-def stream(found: Prepared, size: int = 8, **options: Any) -> Stream:
+def stream(found: PreparedData, size: int = 8, **options: Any) -> Stream:
     given: dict[str, Any] = {"seed": 0, "rows": 2, "total_examples": 10**6, **options}
     return Stream(found.train, global_batch_size=size, **given)
 
@@ -65,7 +65,8 @@ def test_every_epoch_has_the_shares_and_no_example_is_seen_twice_more_than_anoth
             assert max(counts) - min(counts) <= 1
     assert drawn(parts, 4, "key").tolist() == drawn(parts, 4, "key").tolist()
     assert drawn(parts, 4, "key").tolist() != drawn(parts, 4, "other").tolist()
-    assert drawn((Part(3, 3),), 0, "k").tolist() != [] and sorted(drawn((Part(3, 3),), 5, "k")) == [0, 1, 2]
+    three = (MixturePart(3, 3),)
+    assert drawn(three, 0, "k").tolist() != [] and sorted(drawn(three, 5, "k").tolist()) == [0, 1, 2]
 
 
 def test_a_run_sees_the_sources_by_their_weights_whatever_divides_it(tmp_path: Path) -> None:
@@ -114,9 +115,9 @@ def test_each_source_gives_rows_to_validate_on(tmp_path: Path, validation: float
     parts = ({"source": source(tmp_path / "a.jsonl", 60)}, {"source": source(tmp_path / "b.jsonl", 20), "weight": 3})
     found = run(tmp_path, *parts, validation=validation)
     assert found.validation is not None and found.validation.mixture is None
-    texts = [bytes_tokenizer().decode(found.validation.document(i)[0]) for i in range(len(found.validation))]
+    texts = [bytes_tokenizer().decode(found.validation.sequence(i)[0]) for i in range(len(found.validation))]
     assert (sum("a " in text for text in texts), sum("b " in text for text in texts)) == of_each
-    named = [f"{'ab'[part]} {number}?" for part, number in found.held_back().tolist()]
+    named = [f"{'ab'[part]} {number}?" for part, number in found.held_out().tolist()]
     assert [text.split("user\n")[1].split("<")[0] for text in texts] == named
     assert len(found.train) == 80 - sum(of_each)
 
@@ -135,7 +136,7 @@ def test_texts_and_conversations_in_one_mixture(tmp_path: Path) -> None:
     found = run(tmp_path, *parts, max_length=64)
     assert found.train.report["format"] == "question_answer"
     assert [part["format"] for part in found.train.report["parts"]] == ["text", "question_answer"]
-    assert found.train.mixture == (Part(8, 7), Part(5, 6))
+    assert found.train.mixture == (MixturePart(8, 7), MixturePart(5, 6))
 
 
 def test_lengths_are_those_of_what_is_drawn(tmp_path: Path) -> None:

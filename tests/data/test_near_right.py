@@ -96,7 +96,7 @@ def test_columns_and_turns_of_published_data_sets(
 ) -> None:
     found = EXAMPLES.layout(list(row), [row], "auto")
     assert found == layout
-    assert EXAMPLES.documents(row, found) == [(0, messages)]
+    assert EXAMPLES.sequences(row, found) == [(0, messages)]
     assert found.unused(list(row)) == unused
 
 
@@ -134,13 +134,13 @@ HUMAN = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Hi"
 )
 def test_preferences_of_published_data_sets(row: dict[str, Any], prompt: Any) -> None:
     found = PAIRS.layout(list(row), [row], "auto")
-    assert PAIRS.documents(row, found) == [(0, [*prompt, YES]), (1, [*prompt, NO])]
+    assert PAIRS.sequences(row, found) == [(0, [*prompt, YES]), (1, [*prompt, NO])]
 
 
 def test_turns_of_one_role_are_joined_and_counted() -> None:
     remarks = Counter[str]()
     row = {"messages": [USER, {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}, BOT]}
-    found = EXAMPLES.documents(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
+    found = EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
     said = [{"role": "user", "content": "Hi\n\nWho?"}, {"role": "assistant", "content": "Me.\n\nHello"}]
     assert found == [(0, said)]
     assert remarks == {"have turns of one role one after another, which are joined with an empty line between them": 1}
@@ -149,7 +149,7 @@ def test_turns_of_one_role_are_joined_and_counted() -> None:
 def test_a_system_column_that_is_not_used_is_counted() -> None:
     remarks = Counter[str]()
     row = {"system": "Be long.", "messages": [{"role": "system", "content": "Be brief."}, *PAIR]}
-    EXAMPLES.documents(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
+    EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
     assert remarks == {"have a separate system turn, so the column system is not used": 1}
 
 
@@ -178,7 +178,7 @@ def test_a_system_column_that_is_not_used_is_counted() -> None:
 )
 def test_what_is_not_read_is_told(row: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        EXAMPLES.documents(row, EXAMPLES.layout(list(row), [{**row, "output": "x"}], "auto"))
+        EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [{**row, "output": "x"}], "auto"))
 
 
 @pytest.mark.parametrize("row", [{"instruction": "Hi", "code": "x"}, {"article": "Long.", "highlights": "Short."}])
@@ -190,7 +190,7 @@ def test_half_of_a_question_and_answer_is_no_text(row: dict[str, str]) -> None:
 def test_fields_of_turns_that_are_not_used_are_counted() -> None:
     remarks = Counter[str]()
     row = {"messages": [{**USER, "language": "en", "toxic": None}, BOT], "prompt": [{**USER, "more": 1}]}
-    EXAMPLES.documents(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
+    EXAMPLES.sequences(row, EXAMPLES.layout(list(row), [row], "auto"), remarks)
     assert remarks == {"have fields in their turns that are not used: language": 1}
 
 

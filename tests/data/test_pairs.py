@@ -11,7 +11,7 @@ import pytest
 from trainwright.data.rows.kinds import ANSWERS, EXAMPLES, PAIRS
 from trainwright.data.rows.pairs import CHOSEN, REJECTED, to_labelled, to_pair
 from trainwright.data.stream.batch import collate
-from trainwright.data.stream.dataset_cache import Prepared, prepare
+from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
@@ -119,28 +119,28 @@ def pair(n: int, chosen: str = "yes", rejected: str = "no") -> dict[str, str]:
     return {"prompt": f"Is {n} a number?", "chosen": f"{chosen} {n}", "rejected": f"{rejected} {n}"}
 
 
-def prepared(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> Prepared:
+def prepared(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> PreparedData:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataSection(train=str(file), **{"max_length": 64, "validation": None, **settings})
     return prepare(data, bytes_tokenizer(), ANSWERS, seed=0, cache=tmp_path / "cache")
 
 
-def targets(dataset: TokenDataset, document: int) -> str:
-    tokens, flags = dataset.document(document)
+def targets(dataset: TokenDataset, sequence: int) -> str:
+    tokens, flags = dataset.sequence(sequence)
     return str(bytes_tokenizer().decode(tokens[flags]))
 
 
 def test_a_pair_is_one_example_of_two_documents(tmp_path: Path) -> None:
     data = prepared(tmp_path, [pair(n) for n in range(5)]).train
-    assert (len(data), data.document_count, data.documents_per_example) == (5, 10, 2)
+    assert (len(data), data.sequence_count, data.sequences_per_example) == (5, 10, 2)
     for example in range(5):
-        documents = data.documents(example)
-        assert [data.role(d) for d in documents] == [CHOSEN, REJECTED]
+        sequences = data.sequences(example)
+        assert [data.role(d) for d in sequences] == [CHOSEN, REJECTED]
         # The answer and its stop token, and nothing of what comes before.
         end = bytes_tokenizer().eos_token
-        assert [targets(data, d) for d in documents] == [f"yes {example}{end}", f"no {example}{end}"]
-        assert data.length(example) == sum(data.document_length(d) for d in documents)
+        assert [targets(data, d) for d in sequences] == [f"yes {example}{end}", f"no {example}{end}"]
+        assert data.length(example) == sum(data.sequence_length(d) for d in sequences)
     assert data.report["format"] == "preference" and data.report["rows"] == 5
 
 
@@ -167,7 +167,7 @@ def test_the_split_keeps_pairs_together(tmp_path: Path) -> None:
     numbers: list[str] = []
     for data in (found.train, found.validation):
         for example in range(len(data)):
-            chosen, rejected = (targets(data, d).split()[1] for d in data.documents(example))
+            chosen, rejected = (targets(data, d).split()[1] for d in data.sequences(example))
             assert chosen == rejected
             numbers.append(chosen)
     assert len(set(numbers)) == 40
@@ -179,8 +179,8 @@ def test_what_is_cut_is_counted_and_a_pair_loses_no_partner(tmp_path: Path) -> N
     found = prepared(tmp_path, [*rows, {"prompt": "Why?", "chosen": "So.", "rejected": "So."}])
     data = found.train
     # The third has no room for an answer, the fifth has one answer, the last one answer twice.
-    assert (len(data), data.document_count) == (3, 6)
-    assert max(data.document_length(d) for d in range(6)) == 64
+    assert (len(data), data.sequence_count) == (3, 6)
+    assert max(data.sequence_length(d) for d in range(6)) == 64
     report = data.report
     assert (report["rows"], report["truncated"], report["without_target"]) == (6, 2, 1)
     assert report["left_out"] == {"the answer is empty": 1, "chosen and rejected are the same": 1}
@@ -210,7 +210,7 @@ def test_both_sides_of_a_pair_are_in_one_micro_batch(tmp_path: Path, pack: int |
         assert batch.targets == sum(data.target_count(e) for e in stream.examples(step))
         for micro in batch.micro_batches:
             tensors = collate(data, micro, packed=pack is not None, pad_token_id=0)
-            assert tensors.documents == tuple(d for e in micro.examples for d in data.documents(e))
+            assert tensors.sequences == tuple(d for e in micro.examples for d in data.sequences(e))
             assert tensors.roles == (CHOSEN, REJECTED) * len(micro.examples)
             assert sum(tensors.target_counts) == len(tensors.targets)
             assert tensors.tokens == micro.tokens
@@ -218,7 +218,7 @@ def test_both_sides_of_a_pair_are_in_one_micro_batch(tmp_path: Path, pack: int |
                 assert len(tensors.input_ids) == 2 * len(micro.examples)
             ids = tensors.targets.split(tensors.target_counts)
             assert [str(bytes_tokenizer().decode(part)) for part in ids] == [
-                targets(data, d) for d in tensors.documents
+                targets(data, d) for d in tensors.sequences
             ]
             seen += micro.examples
     assert sorted(seen) == list(range(23))
@@ -228,8 +228,8 @@ def test_sums_by_document_are_those_of_each(tmp_path: Path) -> None:
     data = prepared(tmp_path, [pair(n, chosen="y" * n) for n in range(4)]).train
     everything = Stream(data, global_batch_size=4, seed=0, rows=4, pack_length=512).global_batch(0)
     batch = collate(data, everything.micro_batches[0], packed=True, pad_token_id=0)
-    sums = batch.by_document(batch.targets.float())
-    assert sums.tolist() == [float(data.document(d)[0][data.document(d)[1]].sum()) for d in batch.documents]
+    sums = batch.by_sequence(batch.targets.float())
+    assert sums.tolist() == [float(data.sequence(d)[0][data.sequence(d)[1]].sum()) for d in batch.sequences]
 
 
 def test_rows_are_known_by_what_the_task_takes() -> None:

@@ -48,7 +48,7 @@ def test_sound_data_passes() -> None:
 @pytest.mark.parametrize(
     ("data", "rows", "message"),
     [
-        ({}, [{"colour": "red", "size": 3}], r"data\.train: a\.jsonl: the rows have the fields colour, size"),
+        ({}, [{"color": "red", "size": 3}], r"data\.train: a\.jsonl: the rows have the fields color, size"),
         ({"format": "messages"}, [ROW], r"data\.train: a\.jsonl: data\.format messages needs the field messages"),
         ({"train": "pydoc", "format": "text"}, [], r"data\.train: pydoc: data\.format text needs the field text"),
         ({}, [ROW, {"question": "Q", "id": 1}], r"data\.train: a\.jsonl:2: the field answer is missing"),

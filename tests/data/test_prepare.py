@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainwright.data.stream.dataset_cache import Prepared, prepare
+from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.schema import DataSection
@@ -25,21 +25,21 @@ def source(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def run(tmp_path: Path, *, seed: int = 0, model_max_length: int | None = None, **data: Any) -> Prepared:
+def run(tmp_path: Path, *, seed: int = 0, model_max_length: int | None = None, **data: Any) -> PreparedData:
     section = DataSection(**data)
     cache = tmp_path / "cache"
     return prepare(section, bytes_tokenizer(), seed=seed, cache=cache, model_max_length=model_max_length)
 
 
 def texts(dataset: Any) -> list[str]:
-    return [bytes_tokenizer().decode(dataset.document(i)[0]) for i in range(len(dataset))]
+    return [bytes_tokenizer().decode(dataset.sequence(i)[0]) for i in range(len(dataset))]
 
 
 def test_rows_become_tokens_and_targets(tmp_path: Path) -> None:
     found = run(tmp_path, train=source(tmp_path / "a.jsonl", ROWS), validation=None)
     assert found.validation is None
     assert len(found.train) == 40
-    ids, targets = found.train.document(3)
+    ids, targets = found.train.sequence(3)
     tokenizer = bytes_tokenizer()
     assert tokenizer.decode(ids) == (
         "<|im_start|>user\nWhat is 3?<|im_end|>\n<|im_start|>assistant\nIt is 3, and 9 is its square.<|im_end|>\n"
@@ -120,7 +120,7 @@ def test_turns_that_are_left_out_are_counted(tmp_path: Path) -> None:
     found = run(tmp_path, train=source(tmp_path / "a.jsonl", rows), validation=None)
     first, second, third = texts(found.train)
     assert first == second == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
-    ids, targets = found.train.document(2)
+    ids, targets = found.train.sequence(2)
     assert third.count("<|im_start|>") == 4 and bytes_tokenizer().decode(ids[targets]) == "Hello<|im_end|>"
     assert found.summary[2:4] == [
         "train: 1 row begins with assistant turns, which are removed up to the first user turn",
@@ -314,7 +314,7 @@ def test_pydoc_with_the_tokenizer_of_a_real_model(tmp_path: Path) -> None:
     tokenizer = smollm2()
     found = prepare(DataSection(train="pydoc", max_length=512), tokenizer, seed=0, cache=tmp_path)
     assert found.validation is not None
-    ids, targets = found.validation.document(0)
+    ids, targets = found.validation.sequence(0)
     assert tokenizer.decode(ids[targets]).endswith("<|im_end|>")
     assert found.train.report["truncated"] <= 0.01 * found.train.report["rows"]
     again = prepare(DataSection(train="pydoc", max_length=512), tokenizer, seed=0, cache=tmp_path)

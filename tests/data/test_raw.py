@@ -62,8 +62,8 @@ def test_a_column_that_is_not_kept_is_named_and_rows_that_differ_in_it_are_count
     run(tmp_path, source, out="all", keep=["all"])
     assert rows_of(tmp_path, out="all")[-1] == {**conversation("What is 1?", "It is 1."), "late": 1}
     assert len(read_rows(str(tmp_path / "all" / "train.jsonl"))) == 4
-    with pytest.raises(RequestError, match=r"--keep: no row has a column colour .* other columns: late, topic"):
-        run(tmp_path, source, out="other", keep=["colour"])
+    with pytest.raises(RequestError, match=r"--keep: no row has a column color .* other columns: late, topic"):
+        run(tmp_path, source, out="other", keep=["color"])
 
 
 def test_values_of_tables_are_kept_as_json_has_them(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_statistics_count_every_row_once(tmp_path: Path) -> None:
     ("rows", "options", "message"),
     [
         ([MANY[0], {"question": "", "answer": "a"}], {}, r"a\.jsonl:2: the field question is empty"),
-        ([{"colour": "red", "size": "3"}], {}, r"a\.jsonl: the rows have the fields colour, size.*--map"),
+        ([{"color": "red", "size": "3"}], {}, r"a\.jsonl: the rows have the fields color, size.*--map"),
         ([MANY[0]], {"renamed": {"frage": "question"}}, "--map: no row has a field frage"),
         ([MANY[0]], {"validation": 0.6, "test": 0.4}, "leave nothing to train on"),
         ([MANY[0]], {"deduplicate": "some"}, "--deduplicate: unknown value 'some'; choose from exact, near, none"),

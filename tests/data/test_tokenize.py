@@ -19,7 +19,7 @@ import tokenizers
 from tests.support.commands import environment, wait_for
 from trainwright.cli.data import tokens as data_tokens
 from trainwright.data.check import check_corpus
-from trainwright.data.rows.texts import Piece, pieces, whole_documents
+from trainwright.data.rows.texts import TextPiece, join_documents, pieces
 from trainwright.data.sources.reading import read_rows
 from trainwright.data.sources.shards import Shards
 from trainwright.data.tokens.shard_writer import tokenize
@@ -112,7 +112,7 @@ def test_stopped_or_killed_at_any_moment_it_goes_on_without_a_lost_or_repeated_d
         last = out / f"{shards:05d}.tokens"
         wait_for(lambda last=last: last.exists(), every=0.001)  # type: ignore[misc]
         os.killpg(started.pid, how)
-        started.communicate()  # ends when the processes that tokenised have ended too
+        started.communicate()  # ends when the processes that tokenized have ended too
         assert started.returncode == code
         assert not (out / "shards.json").exists()
         with pytest.raises(RequestError, match="is not finished"):
@@ -314,18 +314,18 @@ def test_a_tokenizer_of_characters_has_those_of_its_text_and_refuses_others(
 def test_rows_of_turns_become_their_text(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "x", "answer": "y"}\n')
     found = list(pieces(SourceSection(source=str(tmp_path / "rows.jsonl"), limit=1), "data.train"))
-    assert found == [Piece(f"{tmp_path / 'rows.jsonl'}:1", "1 + 1?\n\n2", True, True)]
+    assert found == [TextPiece(f"{tmp_path / 'rows.jsonl'}:1", "1 + 1?\n\n2", True, True)]
 
 
 def test_an_article_of_a_corpus_of_lines_is_a_document() -> None:
     lines = ["", " = One = \n", "", " A text with x = 1 = \n", " = Not a title , as no line is free = \n", ""]
     lines += [" = = Section = = \n", "", " More . \n", "", " = Two = \n", "", " End . \n"]
     rows = [(str(number), {"text": line}) for number, line in enumerate(lines, 1)]
-    found = list(whole_documents("wikitext", iter(rows)))
+    found = list(join_documents("wikitext", iter(rows)))
     assert [place for place, _ in found] == ["1", "2", "11"]
     assert found[1][1]["text"].startswith(" = One = \n\n A text") and found[1][1]["text"].endswith(" More . \n\n")
     assert found[2][1]["text"] == " = Two = \n\n End . \n"
-    assert list(whole_documents("tinystories", iter(rows))) == rows
+    assert list(join_documents("tinystories", iter(rows))) == rows
 
 
 def test_the_standard_library_is_a_corpus() -> None:

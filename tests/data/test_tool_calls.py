@@ -10,7 +10,7 @@ import pytest
 from trainwright.data.rows.formats import to_example
 from trainwright.data.rows.preparing import prepare_raw
 from trainwright.data.rows.style import style
-from trainwright.data.stream.dataset_cache import Prepared, prepare
+from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
@@ -63,7 +63,7 @@ ROWS = [
     row(call("weather", city=["a", "b"]), call("clock", zone=None), content="Let me look."),
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
 ]
-LEARNT = [
+LEARNED = [
     ['<tool_call>weather {"city": "Rome", "days": 2}</tool_call><|im_end|>', "It is 21.<|im_end|>"],
     [
         'Let me look.\n<tool_call>weather {"city": ["a", "b"]}</tool_call>\n'
@@ -74,7 +74,7 @@ LEARNT = [
 ]
 
 
-def run(tmp_path: Path, rows: list[Any], template: str | None) -> Prepared:
+def run(tmp_path: Path, rows: list[Any], template: str | None) -> PreparedData:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     tokenizer = bytes_tokenizer()
     if template is not None:
@@ -83,8 +83,8 @@ def run(tmp_path: Path, rows: list[Any], template: str | None) -> Prepared:
     return prepare(section, tokenizer, seed=0, cache=tmp_path / "cache")
 
 
-def learnt(found: Prepared, index: int) -> list[str]:
-    ids, targets = found.train.document(index)
+def learned(found: PreparedData, index: int) -> list[str]:
+    ids, targets = found.train.sequence(index)
     runs = groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda pair: pair[1])
     return [bytes_tokenizer().decode([i for i, _ in run]) for target, run in runs if target]
 
@@ -92,11 +92,11 @@ def learnt(found: Prepared, index: int) -> list[str]:
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["found", "marked"])
 def test_calls_are_learnt_as_the_template_writes_them(tmp_path: Path, template: str) -> None:
     found = run(tmp_path, ROWS, template)
-    assert [[text.lstrip("\n") for text in learnt(found, i)] for i in range(3)] == LEARNT
-    first = bytes_tokenizer().decode(found.train.document(0)[0])
+    assert [[text.lstrip("\n") for text in learned(found, i)] for i in range(3)] == LEARNED
+    first = bytes_tokenizer().decode(found.train.sequence(0)[0])
     assert first.startswith('<|im_start|>system\nTools: {"type": "function", "function": {"name": "weather"')
     assert "<tool_response>21</tool_response>" in first
-    assert not bytes_tokenizer().decode(found.train.document(2)[0]).startswith("<|im_start|>system")
+    assert not bytes_tokenizer().decode(found.train.sequence(2)[0]).startswith("<|im_start|>system")
 
 
 def test_arguments_may_be_text_and_calls_bare() -> None:

@@ -20,7 +20,7 @@ FORGOTTEN, KEPT = 6, 10
 
 
 def rows(count: int, first: int, length: int) -> TokenDataset:
-    """Documents of ``length`` tokens and more, the first of each its number."""
+    """Sequences of ``length`` tokens and more, the first of each its number."""
     examples = [([first + n, *range(1, length + n % 3)], [False, *[True] * (length - 1 + n % 3)]) for n in range(count)]
     return TokenDataset.from_examples(examples, f"{first}")
 
@@ -36,7 +36,7 @@ def stream(dataset: TokenDataset, **settings: object) -> Stream:
 
 
 def first_tokens(dataset: TokenDataset, example: int) -> list[int]:
-    return [int(dataset.document(document)[0][0]) for document in dataset.documents(example)]
+    return [int(dataset.sequence(sequence)[0][0]) for sequence in dataset.sequences(example)]
 
 
 def test_every_forget_row_comes_once_an_epoch_with_a_retain_row(pairs: TokenDataset) -> None:
@@ -67,7 +67,7 @@ def test_a_pair_weighs_one_and_has_the_tokens_of_both(pairs: TokenDataset) -> No
 
 
 def test_documents_know_what_they_are(pairs: TokenDataset) -> None:
-    forget, retain = pairs.documents(FORGOTTEN * 4 + 2)
+    forget, retain = pairs.sequences(FORGOTTEN * 4 + 2)
     assert (pairs.role(forget), pairs.role(retain)) == (FORGET, RETAIN)
     assert first_tokens(pairs, FORGOTTEN * 4 + 2) == [102, 204]
 
@@ -98,7 +98,7 @@ def test_a_part_of_a_batch_is_the_batch_of_the_part(packed: bool) -> None:
         for dataset in (whole, kept)
     )
     part = only(one, {FORGET, RETAIN})
-    assert (part.documents, part.roles, part.target_counts) == (other.documents, other.roles, other.target_counts)
+    assert (part.sequences, part.roles, part.target_counts) == (other.sequences, other.roles, other.target_counts)
     assert torch.equal(part.targets, other.targets)
     flat = part.input_ids.reshape(-1)
     assert torch.equal(flat[part.target_index + 1], part.targets)

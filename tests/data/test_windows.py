@@ -40,7 +40,7 @@ def test_every_token_but_the_first_is_predicted_once_from_those_before_it(
         whole, predicted = shards.read(begin, end), []
         for place in range(0, end - begin - 1, length):
             example = next(found)
-            tokens, targets = dataset.document(example)
+            tokens, targets = dataset.sequence(example)
             assert tokens[0] == whole[place]
             assert dataset.length(example) == len(tokens) - 1 == dataset.example_lengths()[example] <= length
             assert not targets[0]
@@ -57,7 +57,7 @@ def test_a_batch_predicts_each_token_from_the_one_before(shards: Shards, packed:
     stream = Stream(dataset, global_batch_size=9, seed=0, rows=4, pack_length=32 if packed else None)
     for micro in stream.global_batch(0).micro_batches:
         batch = collate_windows(dataset, micro, packed=packed, pad_token_id=0)
-        wanted = [dataset.document(example)[0] for example in micro.examples]
+        wanted = [dataset.sequence(example)[0] for example in micro.examples]
         assert batch.targets.tolist() == np.concatenate([ids[1:] for ids in wanted]).tolist()
         seen = batch.input_ids.reshape(-1)[batch.target_index]
         assert seen.tolist() == np.concatenate([ids[:-1] for ids in wanted]).tolist()
@@ -97,7 +97,7 @@ def test_no_window_sees_another_of_its_micro_batch(shards: Shards, contiguous: b
     assert together == pytest.approx([loss for one in range(5, 11) for loss in losses(one)], abs=1e-5)
 
 
-def test_a_part_of_the_documents_is_held_back_by_their_content_and_the_seed(shards: Shards) -> None:
+def test_a_part_of_the_documents_is_held_out_by_their_content_and_the_seed(shards: Shards) -> None:
     train, held = divided(shards, 16, 0.25, 0, contiguous=False, key="data.train")
     assert len(held.begins) == 2
     assert sorted([*train.ends, *held.ends]) == shards.ends.tolist()
@@ -116,7 +116,7 @@ def test_equal_documents_are_on_one_side(tmp_path: Path, validation: float | int
     assert not sides[0] & sides[1]
 
 
-def test_of_a_stream_the_end_is_held_back(shards: Shards) -> None:
+def test_of_a_stream_the_end_is_held_out(shards: Shards) -> None:
     total = shards.token_count
     train, held = divided(shards, 16, 0.1, 0, contiguous=True, key="data.train")
     assert (train.begins[0], train.ends[0], held.ends[0]) == (0, held.begins[0], total)

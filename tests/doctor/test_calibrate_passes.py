@@ -8,18 +8,18 @@ import pytest
 from trainwright.doctor import calibrate_passes as passes
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Exchanged, InStep, Setting
+from trainwright.machine.measured.calibration import Exchanged, InStep, ProcessRates
 from trainwright.planning.step_time.rates_nominal import nominal_setting
 
 MACHINE = Machine("here", "Some CPU", 2, 2**34, ())
 USUAL, BETWEEN = InStep(*passes._IN_STEP), Exchanged(*passes._EXCHANGE)
 
 
-def setting(processes: int = 2) -> Setting:
+def setting(processes: int = 2) -> ProcessRates:
     return nominal_setting(cluster_of(MACHINE), processes)
 
 
-def seconds(alone: Setting, precision: str, found: InStep) -> list[float]:
+def seconds(alone: ProcessRates, precision: str, found: InStep) -> list[float]:
     """Of every model's pass on a machine where kernels take in a step what ``found`` says."""
     inside = replace(alone, in_step={precision: found})
     return [passes._priced(model, precision, inside).seconds for model in passes._MODELS]

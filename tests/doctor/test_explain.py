@@ -160,7 +160,7 @@ def test_warnings_of_a_run_that_succeeded_are_not_taken_for_errors() -> None:
     assert [sign.error.name for sign in diagnosis.signs] == ["tokenizers-fork-warning"]
 
 
-def test_ranks_of_srun_labels_and_colours_are_read() -> None:
+def test_ranks_of_srun_labels_and_colors_are_read() -> None:
     log = (
         "0: step 1\n1: step 1\n\x1b[31m1: RuntimeError: element 0 of tensors does not require grad\x1b[0m\n0: step 2\n"
     )

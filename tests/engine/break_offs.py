@@ -45,7 +45,7 @@ def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None
         own = dist.PrefixStore(f"launch-{launches}", store)
         own.set(f"ready-{rank}", "")
         own.wait([f"ready-{each}" for each in range(size)])
-        _forget_groups()
+        _reset_groups()
         rank_info = RankInfo(rank, size, rank, size, rank, own)
         return run_worker(
             run, cache=cache_root(), resume=resume, reasons=(), observers=list, stop_requested=stop, rank_info=rank_info
@@ -78,7 +78,7 @@ def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None
         Path(directory, "moments.json").write_text(json.dumps({"moments": whole, "codes": codes}))
 
 
-def _forget_groups() -> None:
+def _reset_groups() -> None:
     """DeepSpeed keeps the process groups of its first start in modules, for which the next one is none."""
     if "deepspeed" not in sys.modules:
         return

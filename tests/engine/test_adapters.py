@@ -56,7 +56,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
 }
 # DeepSpeed takes numbers alone.
-UNQUANTISED = tuple(name for name in ADAPTERS if not {"nf4", "int8"} & set(name.split()))
+UNQUANTIZED = tuple(name for name in ADAPTERS if not {"nf4", "int8"} & set(name.split()))
 
 
 def case(name: str, strategy: str, *more: str) -> Case:
@@ -114,8 +114,8 @@ def test_only_what_is_trained_is_kept_in_checkpoints(
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_deepspeed_trains_adapters_as_one_process_does(alone: dict[str, Trained], runs: Runs, strategy: str) -> None:
-    trained = train(runs, {name: case(name, strategy) for name in UNQUANTISED}, 2)
-    for name in UNQUANTISED:
+    trained = train(runs, {name: case(name, strategy) for name in UNQUANTIZED}, 2)
+    for name in UNQUANTIZED:
         assert_same(trained[name], alone[name], name)
 
 
@@ -277,7 +277,7 @@ def test_a_checkpoint_that_is_not_the_adapter_is_not_kept(runs: Runs, tmp_path: 
     if change != "zero":
         for name, tensor in trained.items():
             tensor.add_(0.01) if ".lora_B." in name else None
-    shards = {name: Shard.whole(tensor) for name, tensor in trained.items()}
+    shards = {name: Shard.full(tensor) for name, tensor in trained.items()}
     saved = Checkpoints(tmp_path, keep_last=1, keep_best=False).save(alone, 1, shards, {}, "")
     if change == "value":
         next(iter(trained.values()))[0, 0] += 1

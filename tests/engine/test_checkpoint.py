@@ -32,7 +32,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def shards() -> dict[str, Shard]:
-    return {name: Shard.whole(tensor) for name, tensor in tensors().items()}
+    return {name: Shard.full(tensor) for name, tensor in tensors().items()}
 
 
 def checkpoints(directory: Path, **settings: Any) -> Checkpoints:
@@ -60,7 +60,7 @@ def test_what_was_saved_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     assert found.state == {"progress": {"step": 10}}
     with found.reader() as read:
         for name, tensor in tensors().items():
-            assert torch.equal(read(name, Shard.whole(torch.empty_like(tensor))), tensor)
+            assert torch.equal(read(name, Shard.full(torch.empty_like(tensor))), tensor)
     assert not any(path.name.startswith(".") for path in (tmp_path / "checkpoints").iterdir())
 
 
@@ -80,7 +80,7 @@ def test_blocks_of_one_split_are_read_in_another(tmp_path: Path) -> None:
 def test_replicas_share_the_writing_and_leave_nothing_out(tmp_path: Path) -> None:
     owned = []
     for rank in range(3):
-        mine = {name: Shard.whole(tensor, rank, 3) for name, tensor in tensors().items()}
+        mine = {name: Shard.full(tensor, rank, 3) for name, tensor in tensors().items()}
         owned.append(module._own(mine))
     assert sorted(name for names in owned for name in names) == sorted(tensors())
     assert all(owned)
@@ -156,9 +156,9 @@ def test_another_models_checkpoint_is_refused_by_the_tensors_name(tmp_path: Path
     assert found is not None
     with found.reader() as read:
         with pytest.raises(RequestError, match=r"model\.other"):
-            read("model.other", Shard.whole(torch.empty(2)))
+            read("model.other", Shard.full(torch.empty(2)))
         with pytest.raises(RequestError, match=r"model.weight has shape \[6, 4\].*\[6, 5\]"):
-            read("model.weight", Shard.whole(torch.empty(6, 5)))
+            read("model.weight", Shard.full(torch.empty(6, 5)))
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

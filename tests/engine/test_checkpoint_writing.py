@@ -55,7 +55,7 @@ def test_everything_is_synced_before_the_rename_and_nothing_is_written_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Checkpoints(tmp_path / "checkpoints", keep_last=2, keep_best=False)
-    tensors = {"model.weight": Shard.whole(torch.ones(4, 3))}
+    tensors = {"model.weight": Shard.full(torch.ones(4, 3))}
     with recorded(monkeypatch) as events:
         made.save(WORLD, 7, tensors, {}, "task: sft\n")
     scratch, final = tmp_path / "checkpoints" / ".writing-step-00000007", made.path(7)

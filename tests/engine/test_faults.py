@@ -100,7 +100,7 @@ def test_a_flipped_byte_is_refused_by_name_and_the_checkpoint_before_is_used(run
 def test_any_flipped_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
     world = World(0, 1, 0, 1, torch.device("cpu"))
     made = checkpoints(tmp_path)
-    state = {"model.a": Shard.whole(torch.ones(2, 4)), "model.b": Shard.whole(torch.zeros(3))}
+    state = {"model.a": Shard.full(torch.ones(2, 4)), "model.b": Shard.full(torch.zeros(3))}
     saved = made.save(world, 1, state, {"progress": {"step": 1}}, "task: sft\n").path
     manifest = saved / "manifest.json"
     content = manifest.read_bytes()

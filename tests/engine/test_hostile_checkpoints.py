@@ -34,7 +34,7 @@ def _record(event: str, arguments: tuple[object, ...]) -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     made = Checkpoints(tmp_path / "checkpoints", keep_last=2, keep_best=False)
-    shards = {"model.weight": Shard.whole(torch.ones(6, 4)), "model.bias": Shard.whole(torch.zeros(6))}
+    shards = {"model.weight": Shard.full(torch.ones(6, 4)), "model.bias": Shard.full(torch.zeros(6))}
     return made.save(WORLD, 7, shards, {"progress": {"step": 7}}, "task: sft\n").path
 
 
@@ -72,8 +72,8 @@ def refusal(checkpoint: Path) -> str:
             Checkpoint.open(checkpoint)
         # As the other ranks read it.
         with pytest.raises(CheckpointError), Checkpoint.open(checkpoint, verify=False).reader() as read:
-            read("model.weight", Shard.whole(torch.empty(6, 4)))
-            read("model.bias", Shard.whole(torch.empty(6)))
+            read("model.weight", Shard.full(torch.empty(6, 4)))
+            read("model.bias", Shard.full(torch.empty(6)))
         read_from = {path for path in _opened if "outside" in path or path.startswith("/dev")}
     finally:
         _opened = None
@@ -178,7 +178,7 @@ def test_a_file_with_a_real_header_of_two_gigabytes_is_refused_at_once(checkpoin
     with pytest.raises(CheckpointError, match="size or checksum differs"):
         Checkpoint.open(checkpoint)
     with pytest.raises(CheckpointError, match=TENSORS), Checkpoint.open(checkpoint, verify=False).reader() as read:
-        read("model.weight", Shard.whole(torch.empty(6, 4)))
+        read("model.weight", Shard.full(torch.empty(6, 4)))
 
 
 def blocks(*changes: dict[str, Any]) -> Change:

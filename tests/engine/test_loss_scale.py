@@ -8,14 +8,14 @@ import pytest
 
 from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
-from trainwright.engine.trainer import Progress
+from trainwright.engine.trainer import TrainingProgress
 
 FEW = ("parallel.strategy=single", "data.limit=40", "data.validation=4", "train.max_steps=6", "checkpoint.every=1")
 FP16 = "train.mixed_precision=fp16"
 
 
-def progress_of(directory: Path) -> Progress:
-    return Progress.of(dict(Checkpoint.open(directory).state["progress"]))
+def progress_of(directory: Path) -> TrainingProgress:
+    return TrainingProgress.of(dict(Checkpoint.open(directory).state["progress"]))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "no"])

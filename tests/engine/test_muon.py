@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.engine.muon import Muon, orthogonalised
+from trainwright.engine.muon import Muon, orthogonalized
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.recipe.schema import OptimizerSection
 
@@ -64,7 +64,7 @@ def test_matrices_of_blocks_move_by_their_momentum_made_orthogonal(rate: float) 
             gradient = gradients(step)[name]
             momentum = 0.9 * momentum + 0.1 * gradient
             ahead = 0.1 * gradient + 0.9 * momentum  # Nesterov
-            update = 0.2 * math.sqrt(max(NAMES[name])) * orthogonalised(ahead)
+            update = 0.2 * math.sqrt(max(NAMES[name])) * orthogonalized(ahead)
             weight = weight * (1 - rate * 0.3) - rate * update
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
 

@@ -23,11 +23,11 @@ from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.policies.halving import remedy
 from trainwright.launch.run_directory import reasons, record
 from trainwright.machine.detect import detect
-from trainwright.observe.reader import Event
+from trainwright.observe.reader import EventRecord
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe
 
-# A few large tensors, which the C library maps one by one. Beside what a forked process begins with, a run in
+# A few large tensors, which the C library maps one by one. In addition to what a forked process begins with, a run in
 # micro-batches of 8 rows takes 650 to 700 MiB, of 4 rows 500 to 550, of 2 rows up to 400.
 WIDE = (
     ON_ROWS,
@@ -80,7 +80,7 @@ def rows_kept(run: Path) -> Any:
     return load_recipe(run / "recipe.yaml").train.micro_batch_size
 
 
-def halvings(run: Path) -> list[Event]:
+def halvings(run: Path) -> list[EventRecord]:
     """The faults of a run that began with 8 rows: mostly one, more where the C library has scattered its memory."""
     faults = events(run, "fault")
     rows = [re.match(r"micro-batch (\d) -> (\d)[,;]", fault["action"]) for fault in faults]

@@ -16,8 +16,8 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _batch_statistics
 from trainwright.engine.events import Record
 from trainwright.engine.out_of_memory import MemoryShortage
-from trainwright.engine.policies.base import Gradients, Report, StepPolicy
-from trainwright.engine.progress import EVALUATION, Losses, Noise, Progress
+from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy
+from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
 from trainwright.engine.trainer import Trainer
 from trainwright.parallel.world import World
 
@@ -142,7 +142,7 @@ def test_a_run_that_is_resumed_sees_the_same_rows_at_the_same_rates(make: Make) 
     first, _ = make(*settings)
     for _ in range(2):
         first._step()
-    first._checkpointing.save(last_chance=True)
+    first._checkpointing.save(required=True)
     resumed, seen = make(*settings)
     resumed.resume(Checkpoint.open(first.checkpoints.path(2)))
     for _ in range(3):
@@ -258,7 +258,7 @@ def test_gradients_below_the_limit_stay_as_they_are(make: Make) -> None:
 
 
 class _SkipsTheFirst(StepPolicy):
-    def skips(self, step: int, found: Gradients) -> bool:
+    def skips(self, step: int, found: StepGradients) -> bool:
         return step == 1
 
 
@@ -279,9 +279,9 @@ def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(ma
     batch = trainer.task.stream.global_batch(0)
     losses, norm, statistics = trainer._passes.forward_backward(1, batch)
     expected = gradients(trainer)
-    short = [Report(loss=0.0, stop=0.0, memory=0.0, short=1.0, save=0.0)]
+    short = [RankReport(loss=0.0, stop=0.0, memory=0.0, out_of_memory=1.0, save=0.0)]
     shortage = MemoryShortage("memory ran out elsewhere")
-    divided = trainer._halving.again(1, Gradients(batch, 0.0, norm, short, losses, statistics, shortage))
+    divided = trainer._halving.again(1, StepGradients(batch, 0.0, norm, short, losses, statistics, shortage))
     assert divided is not None
     assert last(seen, "fault")["kind"] == "out_of_memory"
     assert divided.rows == 2
@@ -301,7 +301,7 @@ def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:
 def test_a_checkpoint_has_all_that_a_run_has_learnt_of_itself(make: Make) -> None:
     trainer, _ = make(NO_DROPOUT)
     trainer._step()
-    trainer.training.progress = Progress(
+    trainer.training.progress = TrainingProgress(
         step=3,
         tokens=7,
         target_tokens=5,
@@ -309,13 +309,13 @@ def test_a_checkpoint_has_all_that_a_run_has_learnt_of_itself(make: Make) -> Non
         best_step=2,
         loss_scale=8.0,
         steps_at_scale=4,
-        losses=Losses(60, 2.0, 0.1, 1),
+        losses=LossStatistics(60, 2.0, 0.1, 1),
         noise=Noise(1.5, 2.5),
     )
     saved = json.loads(json.dumps(asdict(trainer.progress)))
-    assert Progress.of(saved) == trainer.progress
+    assert TrainingProgress.of(saved) == trainer.progress
     trainer.task.state["alpha"] = 0.25
-    trainer._checkpointing.save(last_chance=True)
+    trainer._checkpointing.save(required=True)
     other, _ = make(NO_DROPOUT)
     other.resume(Checkpoint.open(trainer.checkpoints.path(3)))
     assert other.progress == trainer.progress

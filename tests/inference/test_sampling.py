@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from trainwright.inference.sampling import Chooser, Sampling
+from trainwright.inference.sampling import Sampler, Sampling
 
 # Probabilities 0.5, 0.25, 0.15, 0.1, in another order.
 LOGITS = torch.tensor([math.log(0.15), math.log(0.5), math.log(0.1), math.log(0.25)])
@@ -15,7 +15,7 @@ DRAWS = 4000
 
 
 def drawn(sampling: Sampling) -> Counter[int]:
-    choose = Chooser(sampling, range(DRAWS))
+    choose = Sampler(sampling, range(DRAWS))
     return Counter(choose(LOGITS.expand(DRAWS, -1), 0, range(DRAWS)).tolist())
 
 
@@ -48,12 +48,12 @@ def test_top_k_keeps_so_many() -> None:
 
 
 def test_without_temperature_it_is_the_likeliest() -> None:
-    assert Chooser(Sampling(), range(3))(LOGITS.expand(3, -1), 0, range(3)).tolist() == [1, 1, 1]
+    assert Sampler(Sampling(), range(3))(LOGITS.expand(3, -1), 0, range(3)).tolist() == [1, 1, 1]
 
 
 def test_every_step_of_every_example_draws_anew() -> None:
-    choose = Chooser(Sampling(max_new_tokens=50, temperature=1.0), [7, 8])
+    choose = Sampler(Sampling(max_new_tokens=50, temperature=1.0), [7, 8])
     rows = torch.tensor([choose(LOGITS.expand(2, -1), step, [0, 1]).tolist() for step in range(50)])
     assert len(set(rows[:, 0].tolist())) == 4 and rows[:, 0].tolist() != rows[:, 1].tolist()
-    again = Chooser(Sampling(max_new_tokens=50, temperature=1.0), [8])
+    again = Sampler(Sampling(max_new_tokens=50, temperature=1.0), [8])
     assert [again(LOGITS[None], step, [0]).item() for step in range(50)] == rows[:, 1].tolist()

@@ -37,7 +37,7 @@ def test_scores_are_those_of_the_whole_logits_row_by_row(kind: str, tokens: int)
     found = score(CausalLM(model, packed=False), dataset, ALONE, tokens=tokens)
     assert len(found) == len(dataset)
     for index, scores in enumerate(found):
-        ids, targets = (torch.tensor(np.asarray(part)) for part in dataset.document(index))
+        ids, targets = (torch.tensor(np.asarray(part)) for part in dataset.sequence(index))
         with torch.no_grad():
             logits = model(ids[None].long()).logits[0, :-1].double().log_softmax(-1)
         wanted = targets[1:]

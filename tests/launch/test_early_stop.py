@@ -50,7 +50,7 @@ def test_a_run_to_be_resumed_is_as_it_was(tmp_path: Path) -> None:
 def test_a_worker_of_another_launcher(tmp_path: Path) -> None:
     ended = interrupted("torch", signal.SIGTERM, "trainwright.worker", str(TINY), cwd=tmp_path)
     assert ended.returncode == 75, ended.stderr
-    assert ended.stderr == "stopped before the first step; nothing was changed; run the same again\n"
+    assert ended.stderr == "stopped before the first step; nothing was changed; run the same command again\n"
 
 
 def test_another_command_that_ctrl_c_ends_says_so(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.group.environment import (
-    Environment,
+    LaunchEnvironment,
     expand_nodes,
     read_environment,
     refuse_worker,
@@ -48,12 +48,12 @@ OPEN_MPI = {
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
-def numbers(found: Environment) -> tuple[int, ...]:
+def numbers(found: LaunchEnvironment) -> tuple[int, ...]:
     return found.rank, found.size, found.local_rank, found.local_size, found.node, found.nodes
 
 
 def test_nothing_set_is_a_world_of_one() -> None:
-    assert read_environment({}) == Environment("python")
+    assert read_environment({}) == LaunchEnvironment("python")
     assert numbers(read_environment({})) == (0, 1, 0, 1, 0, 1)
 
 

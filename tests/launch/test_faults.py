@@ -42,7 +42,7 @@ def changed(kind: str, step: int, **values: Any) -> Callable[[list[dict[str, Any
 def test_the_bench_sees_what_is_lost_repeated_or_wrong(runs: Runs, faults: Callable[[str], ModuleType]) -> None:
     promises, broken = faults("promises"), faults("verdicts").Broken
     good = runs.trained("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep_best=false")
-    promises.whole_and_same(good, runs.copied(good), exact=True)
+    promises.complete_and_same(good, runs.copied(good), exact=True)
     promises.none_lost(good)
     loss = next(e["loss"] for e in promises.lines(good) if e["event"] == "step" and e["step"] == 3)
 
@@ -60,13 +60,13 @@ def test_the_bench_sees_what_is_lost_repeated_or_wrong(runs: Runs, faults: Calla
         run = runs.copied(good)
         rewrite(run, change)
         with pytest.raises(broken, match=message):
-            promises.whole_and_same(run, good, exact=True)
+            promises.complete_and_same(run, good, exact=True)
     rounded = runs.copied(good)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-6)))
-    promises.whole_and_same(rounded, good, exact=False)
+    promises.complete_and_same(rounded, good, exact=False)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-4)))
     with pytest.raises(broken, match="step 3: loss is"):
-        promises.whole_and_same(rounded, good, exact=False)
+        promises.complete_and_same(rounded, good, exact=False)
 
 
 def test_the_bench_sees_checkpoints_and_models_that_are_not_whole(
@@ -95,7 +95,7 @@ def test_the_bench_sees_checkpoints_and_models_that_are_not_whole(
 
 
 def test_a_schedule_is_the_seeds(faults: Callable[[str], ModuleType]) -> None:
-    faults("catalogue")
+    faults("catalog")
     kinds = faults("kinds")
     trials = kinds.schedule(3, 300)
     assert len(trials) == len(set(trials)) == 300

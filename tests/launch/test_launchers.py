@@ -102,11 +102,11 @@ def test_refusals_are_told_once_and_end_all_ranks_alike(
 
 
 def test_what_only_preparation_can_refuse_leaves_nothing_behind(runs: Runs, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"colour": "red", "size": 3}\n' * 8)
+    (tmp_path / "rows.jsonl").write_text('{"color": "red", "size": 3}\n' * 8)
     workers = start_workers(runs, srun(2, next(_jobs)), "data.train=rows.jsonl", cwd=tmp_path)
     first, second = ended(workers)
     assert (first.code, second.code) == (2, 2), first.stderr + second.stderr
-    assert "colour" in first.stderr and second.stderr == ""
+    assert "color" in first.stderr and second.stderr == ""
     assert workers[0].run is not None and not workers[0].run.exists()
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.support.commands import PATIENCE, environment, wait_for
 from trainwright.errors import MachineError
 from trainwright.launch.group.identity import Job, job_of
-from trainwright.launch.group.rendezvous import Meeting, interface_of, meet
+from trainwright.launch.group.rendezvous import Rendezvous, interface_of, meet
 
 FIX = "take another port"
 JOB = job_of(2, ["recipe.yaml"], "slurm-7-0", {})
@@ -31,22 +31,22 @@ def place() -> tuple[str, int]:
 
 
 @pytest.fixture
-def first(place: tuple[str, int]) -> Iterator[Meeting]:
+def first(place: tuple[str, int]) -> Iterator[Rendezvous]:
     """Member 0 of a job of two, which listens all the time."""
-    meeting = meet("rank", 0, 2, place, JOB, 10, FIX)
+    rendezvous = meet("rank", 0, 2, place, JOB, 10, FIX)
     ended = threading.Event()
 
     def listen() -> None:
         while not ended.is_set():
-            meeting.listen()
+            rendezvous.listen()
             time.sleep(0.02)
 
     thread = threading.Thread(target=listen)
     thread.start()
-    yield meeting
+    yield rendezvous
     ended.set()
     thread.join()
-    meeting.close()
+    rendezvous.close()
 
 
 def refusal(place: tuple[str, int], job: Job = JOB, index: int = 1, seconds: float = 10) -> str:
@@ -56,7 +56,7 @@ def refusal(place: tuple[str, int], job: Job = JOB, index: int = 1, seconds: flo
     return str(caught.value)
 
 
-def test_the_members_of_a_job_meet(first: Meeting, place: tuple[str, int]) -> None:
+def test_the_members_of_a_job_meet(first: Rendezvous, place: tuple[str, int]) -> None:
     second = meet("rank", 1, 2, place, JOB, 10, FIX)
     second.post({"here": 1})
     first.post({"here": 0})
@@ -78,13 +78,13 @@ def test_the_members_of_a_job_meet(first: Meeting, place: tuple[str, int]) -> No
         ({**JOB, "user": "nobody"}, "another user's"),
     ],
 )
-def test_a_member_of_another_job_is_refused(first: Meeting, place: tuple[str, int], job: Job, says: str) -> None:
+def test_a_member_of_another_job_is_refused(first: Rendezvous, place: tuple[str, int], job: Job, says: str) -> None:
     said = refusal(place, job)
     assert f"is of another run ({says}): two jobs use port {place[1]}" in said
     assert first.early == []
 
 
-def test_a_member_that_is_there_already_is_refused(first: Meeting, place: tuple[str, int]) -> None:
+def test_a_member_that_is_there_already_is_refused(first: Rendezvous, place: tuple[str, int]) -> None:
     second = meet("rank", 1, 2, place, JOB, 10, FIX)
     assert f"rank 1 of the run at 127.0.0.1:{place[1]} is already there: two jobs use port" in refusal(place)
     assert first.early == []
@@ -114,7 +114,7 @@ def test_another_program_at_the_port_is_told_from_rank_0(place: tuple[str, int],
     assert f"port {place[1]} at 127.0.0.1:{place[1]} is used by another program, not rank 0 of this run" in said
 
 
-def test_what_a_stranger_sends_harms_nobody(first: Meeting, place: tuple[str, int]) -> None:
+def test_what_a_stranger_sends_harms_nobody(first: Rendezvous, place: tuple[str, int]) -> None:
     hello = {"kind": "hello", "peer": "one", "job": 5}
     for data in (b"\x00\xff" * 5000, b"[1]\n", b"{}\n", json.dumps(hello).encode() + b"\n", b'{"kind": "failed"}\n'):
         with socket.create_connection(place) as stranger:
@@ -156,7 +156,7 @@ import contextlib, json, socket
 silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); silent.bind(("10.99.0.53", 53))
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.rendezvous import host_store, interface_of, meet
-meeting = meet("rank", 0, 2, ("10.98.0.1", 0), job_of(2), 10, "")
+rendezvous = meet("rank", 0, 2, ("10.98.0.1", 0), job_of(2), 10, "")
 interface = interface_of("node0")
 asked = []
 silent.setblocking(False)

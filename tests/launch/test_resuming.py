@@ -1,4 +1,4 @@
-"""What may change when a run is continued, and what is refused because it would be another run."""
+"""What may change when a run is resumed, and what is refused because it would be another run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
-from trainwright.launch.accelerate.meaning import Meaning, read_meaning
-from trainwright.launch.request import Request, request_of, resolve_request, split_words
-from trainwright.launch.resuming import continued
+from trainwright.launch.accelerate.translation import Translation, read_translation
+from trainwright.launch.request import RunRequest, request_of, resolve_request, split_words
+from trainwright.launch.resuming import resumed_recipe
 from trainwright.machine.machine import Machine
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
@@ -55,19 +55,19 @@ def a_run(*overrides: str, name: str = "tiny-20260101-120000") -> Path:
     return run
 
 
-def read_request(words: list[str], resume: str, meaning: Meaning | None = None) -> Request:
+def read_request(words: list[str], resume: str, translation: Translation | None = None) -> RunRequest:
     recipe, overrides = split_words(words)
-    return request_of(recipe, overrides, resume, meaning)
+    return request_of(recipe, overrides, resume, translation)
 
 
 def refused(run: Path, path: Path | None, *overrides: str) -> list[str]:
     with pytest.raises(RequestError) as caught:
-        continued(run, path, overrides)
+        resumed_recipe(run, path, overrides)
     return str(caught.value).splitlines()
 
 
 def goes_on(run: Path, path: Path | None, *overrides: str) -> Recipe:
-    return continued(run, path, overrides).recipe
+    return resumed_recipe(run, path, overrides).recipe
 
 
 def test_the_same_recipe_goes_on_as_the_run_was_resolved() -> None:
@@ -128,7 +128,7 @@ def test_what_only_spreads_measures_or_keeps_the_run_changes_and_is_told(
     override: str, key: str, value: object, line: str
 ) -> None:
     run = a_run()
-    recipe, reasons, _ = continued(run, None, [override])
+    recipe, reasons, _ = resumed_recipe(run, None, [override])
     section, name = key.split(".")
     assert getattr(getattr(recipe, section), name) == value
     told = [reason for reason in reasons if reason.endswith(f" until the run was resumed (override {override!r})")]
@@ -158,7 +158,7 @@ def test_auto_in_the_recipe_is_what_the_run_has_and_an_override_with_auto_is_cho
 
 def test_another_number_of_processes_decides_anew_what_it_had_decided() -> None:
     run = a_run("train.gradient_accumulation_steps=2")
-    recipe, reasons, _ = continued(run, None, ["parallel.num_processes=1"])
+    recipe, reasons, _ = resumed_recipe(run, None, ["parallel.num_processes=1"])
     assert (recipe.parallel.strategy, recipe.train.gradient_accumulation_steps) == ("auto", "auto")
     assert recipe.train.micro_batch_size == 2
     assert reasons == (
@@ -232,12 +232,12 @@ def test_a_key_of_another_strategy_that_the_user_wrote_is_refused_by_its_place()
 
 def test_the_reasons_of_the_run_are_kept_while_they_hold() -> None:
     run = a_run()
-    assert continued(run, None, []).reasons == (*REASONS[:2], *REASONS[3:])
+    assert resumed_recipe(run, None, []).reasons == (*REASONS[:2], *REASONS[3:])
     prompts = f"evaluate.prompts=[{'why ' * 30}]"
     for override in (prompts, "checkpoint.every=5", "checkpoint.every=6"):
-        recipe, reasons, _ = continued(run, None, [override])
+        recipe, reasons, _ = resumed_recipe(run, None, [override])
         run_directory.record(run, run_directory.recipe_text(recipe), "tiny", reasons)
-    kept = continued(run, None, []).reasons
+    kept = resumed_recipe(run, None, []).reasons
     assert [line.partition(" until")[0] for line in kept[4:]] == [
         f'evaluate.prompts ["{"why " * 14}...: []'.replace(" ...", "..."),
         "checkpoint.every 6: 5",
@@ -251,18 +251,18 @@ def test_an_accelerate_file_is_held_against_the_run_too_and_noted_once(monkeypat
         "rdzv_backend: static\nuse_cpu: true\n"
     )
     run = a_run()
-    meaning = read_meaning(Path("accelerate.yaml"))
-    request = read_request([], str(run), meaning)
+    translation = read_translation(Path("accelerate.yaml"))
+    request = read_request([], str(run), translation)
     assert request.recipe.parallel.num_processes == 3
     assert [line for line in request.reasons if line.startswith("parallel.num_processes ")] == [
         "parallel.num_processes 3: 2 until the run was resumed (accelerate.yaml:4: num_processes: 3)"
     ]
     run_directory.record(run, run_directory.recipe_text(request.recipe), request.stem, request.reasons)
-    again = read_request([], str(run), meaning)
+    again = read_request([], str(run), translation)
     assert again.reasons == request.reasons
     Path("accelerate.yaml").write_text(Path("accelerate.yaml").read_text().replace("'no'", "bf16"))
     with pytest.raises(RequestError, match=r"train\.mixed_precision: no in the run, now bf16"):
-        read_request([], str(run), read_meaning(Path("accelerate.yaml")))
+        read_request([], str(run), read_translation(Path("accelerate.yaml")))
 
 
 def test_a_run_stays_in_its_directory() -> None:
@@ -279,7 +279,7 @@ def test_a_change_that_contradicts_the_run_is_refused_with_its_place() -> None:
     with pytest.raises(
         RequestError, match=r"^override 'train\.micro_batch_size=9': train\.micro_batch_size: 9 is more"
     ):
-        continued(run, None, ["train.micro_batch_size=9"])
+        resumed_recipe(run, None, ["train.micro_batch_size=9"])
 
 
 def test_the_newest_run_of_the_recipe_is_the_one_that_is_resumed() -> None:

@@ -20,8 +20,8 @@ from trainwright.machine.measured.calibration import (
     Curve,
     Exchanged,
     InStep,
-    Sample,
-    Setting,
+    ProcessRates,
+    TimedSample,
     as_json,
     calibration_file,
     current_calibration,
@@ -30,17 +30,17 @@ from trainwright.machine.measured.calibration import (
     save_calibration,
     versions,
 )
-from trainwright.machine.measured.contradictions import keep_trusted
+from trainwright.machine.measured.contradictions import save_if_reliable
 
 MACHINE = Machine("here", "Some CPU", 8, 2**34, ())
 SHAPES = [(64, 512, 512), (1024, 128, 512), (1024, 576, 1536), (2048, 256, 64), (512, 2048, 2048), (32, 4096, 64)]
 
 
 def calibration(**changed: object) -> Calibration:
-    curve = Curve("amount", (Sample((1.0,), 3.0), Sample((2.0,), 7.0, held_out=True)), (1.0, 2.0))
+    curve = Curve("amount", (TimedSample((1.0,), 3.0), TimedSample((2.0,), 7.0, held_out=True)), (1.0, 2.0))
     inside = {"fp32": InStep(1.1, 1.2, 1.3, 1e-5, (0.01, 0.02))}
     between = Exchanged(1e-3, 1.5, (0.03,))
-    setting = Setting(2, 4, {"collective/all_reduce": curve}, 1e-6, 0.5, in_step=inside, exchange=between)
+    setting = ProcessRates(2, 4, {"collective/all_reduce": curve}, 1e-6, 0.5, in_step=inside, exchange=between)
     made = Calibration("a machine", "2026-01-01T00:00:00+00:00", versions(MACHINE), (setting,), {"products": 1.5}, 0.25)
     return replace(made, **changed)  # type: ignore[arg-type]
 
@@ -48,13 +48,13 @@ def calibration(**changed: object) -> Calibration:
 def test_a_fit_finds_the_coefficients_that_made_the_samples() -> None:
     wanted = (2e-5, 0.0, 1e-11, 3e-10, 0.0, 4e-10)
     seconds = [sum(c * t for c, t in zip(wanted, FORMS["product"](*shape), strict=True)) for shape in SHAPES]
-    samples = [Sample(shape, each) for shape, each in zip(SHAPES, seconds, strict=True)]
+    samples = [TimedSample(shape, each) for shape, each in zip(SHAPES, seconds, strict=True)]
     assert fit("product", samples) == pytest.approx(wanted, rel=1e-6, abs=1e-16)
 
 
 def test_a_fit_has_nothing_below_zero() -> None:
     # Half the bytes in less than half the time: by a line alone the start would be negative.
-    start, each = fit("amount", [Sample((1e6,), 1e-3), Sample((2e6,), 3e-3)])
+    start, each = fit("amount", [TimedSample((1e6,), 1e-3), TimedSample((2e6,), 3e-3)])
     assert start == 0.0 and 1e-9 < each < 1.5e-9
 
 
@@ -66,7 +66,7 @@ def test_what_is_held_out_is_not_fitted_and_tells_the_error() -> None:
 
 
 def test_a_table_is_met_at_its_samples_and_goes_on_in_proportion() -> None:
-    curve = Curve("table", (Sample((100.0,), 1e-3), Sample((400.0,), 4e-3), Sample((1600.0,), 64e-3)))
+    curve = Curve("table", (TimedSample((100.0,), 1e-3), TimedSample((400.0,), 4e-3), TimedSample((1600.0,), 64e-3)))
     assert [curve.seconds(size) for size in (100, 400, 1600)] == pytest.approx([1e-3, 4e-3, 64e-3])
     assert curve.seconds(200) == pytest.approx(2e-3)
     assert curve.seconds(800) == pytest.approx(16e-3)
@@ -114,7 +114,7 @@ def test_a_calibration_is_out_of_date_with_another_torch(tmp_path: Path) -> None
 
 
 def test_the_nearest_setting_is_that_of_the_nearest_number_of_processes() -> None:
-    settings = tuple(Setting(n, 1, {}) for n in (1, 4, 32))
+    settings = tuple(ProcessRates(n, 1, {}) for n in (1, 4, 32))
     found = calibration(settings=settings)
     assert [found.nearest(n).processes for n in (1, 2, 3, 8, 16, 64)] == [1, 1, 4, 4, 32, 32]
 
@@ -163,8 +163,12 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
 
 def _off_by(times: float) -> Calibration:
     """Whose held-out sample took so many times what the curve says."""
-    samples = (Sample((100.0,), 1.0), Sample((200.0,), 2.0), Sample((150.0,), 1.5 * times, held_out=True))
-    return calibration(settings=(Setting(1, 2, {"optimizer": Curve("table", samples)}),))
+    samples = (
+        TimedSample((100.0,), 1.0),
+        TimedSample((200.0,), 2.0),
+        TimedSample((150.0,), 1.5 * times, held_out=True),
+    )
+    return calibration(settings=(ProcessRates(1, 2, {"optimizer": Curve("table", samples)}),))
 
 
 @pytest.mark.parametrize(
@@ -175,12 +179,12 @@ def _off_by(times: float) -> Calibration:
     ],
 )
 def test_a_bad_calibration_does_not_take_the_place_of_a_good_one(tmp_path: Path, bad: Calibration, says: str) -> None:
-    nothing = keep_trusted(bad, MACHINE, tmp_path)
+    nothing = save_if_reliable(bad, MACHINE, tmp_path)
     assert nothing is not None and says in nothing and "quick measurement" in nothing
     assert current_calibration(MACHINE, tmp_path) is None
     good = _off_by(1.1)
-    assert keep_trusted(good, MACHINE, tmp_path) is None
-    refused = keep_trusted(bad, MACHINE, tmp_path)
+    assert save_if_reliable(good, MACHINE, tmp_path) is None
+    refused = save_if_reliable(bad, MACHINE, tmp_path)
     assert refused is not None and f"the one of {good.measured} is kept" in refused
     assert current_calibration(MACHINE, tmp_path) == good
 

@@ -18,7 +18,7 @@ def shown(*arguments: str) -> str:
 def test_a_described_machine_is_shown() -> None:
     text = shown("--on", "4x8xA100-40GB@8x200Gb")
     assert "4x8xA100-40GB" in text and "NVLink 3, 300 GB/s each way" in text
-    assert "1,600 Gb/s a node, 25 GB/s a device each way" in text
+    assert "1,600 Gb/s per node, 25 GB/s per device each way" in text
     assert "bf16 312" in text and "https://" in text
 
 

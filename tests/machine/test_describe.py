@@ -53,7 +53,7 @@ def test_a_machine_is_read(text: str, nodes: int, devices: int, card: str, name:
         ("-1xH100", "not a machine"),
         ("0xH100", "at least one device"),
         ("8xH10O", "did you mean H100"),
-        ("8xA100", "which one, A100-40GB or A100-80GB?"),
+        ("8xA100", "ambiguous; choose A100-40GB or A100-80GB"),
         ("64xH100", "write NODES x DEVICES x CARD, such as 8x8xH100"),
         ("8xH100@400Gb", "a network needs several nodes; write 2x8xH100@400Gb"),
         ("2x8xH100@fast", "fast after the @ is not a network; write the rate of a node, such as @400Gb"),
@@ -75,7 +75,7 @@ def test_a_network_is_shared_by_the_devices_of_a_node() -> None:
 
 def test_what_was_not_said_is_listed() -> None:
     assumed = "\n".join(parse_machine("2x8xH100").assumptions)
-    assert "host memory" in assumed and "8 network adapters of 400 Gb/s a node" in assumed
+    assert "host memory" in assumed and "8 network adapters of 400 Gb/s per node" in assumed
     assert "network" not in "\n".join(parse_machine("2x8xH100@8x400Gb").assumptions)
 
 
@@ -125,7 +125,7 @@ def test_gpus_that_bridges_join_in_pairs_are_as_fast_as_their_slots() -> None:
     assert cluster_of(machine(*[gpu(span=2)] * 2)).link.kind == "nvlink"
 
 
-def test_a_gpu_that_is_not_in_the_catalogue_is_taken_for_the_one_most_like_it() -> None:
+def test_a_gpu_that_is_not_in_the_catalog_is_taken_for_the_one_most_like_it() -> None:
     cluster = cluster_of(machine(gpu("NVIDIA Abacus"), gpu("NVIDIA Abacus")))
     assert cluster.card.name == "NVIDIA Abacus" and cluster.card.source is None
     assert cluster.card.rate("bf16") == 312e12

@@ -37,7 +37,7 @@ def test_no_more_than_a_hundred_runs_are_kept_and_none_that_is_impossible() -> N
 
 def test_a_damaged_file_is_as_none() -> None:
     remember(HERE, RUN)
-    for text in ("", "[]", "{}", '{"form": 1, "runs": [{"colour": 1}]}'):
+    for text in ("", "[]", "{}", '{"form": 1, "runs": [{"color": 1}]}'):
         for file in Path(own_runs_directory()).iterdir():
             file.write_text(text)
         assert own_runs(HERE) == OwnRuns()

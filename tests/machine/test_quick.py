@@ -16,16 +16,16 @@ from tests.support.runs import TINY
 from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, Curve, Sample, as_json, load_calibration
+from trainwright.machine.machine_file import machine_described_in
+from trainwright.machine.measured.calibration import Calibration, Curve, TimedSample, as_json, load_calibration
 from trainwright.machine.measured.contradictions import contradictions
 from trainwright.machine.measured.quick import (
-    Measured,
+    QuickMeasurement,
     Shapes,
     covers,
     measured,
     measured_file,
 )
-from trainwright.machine.written import machine_described_in
 
 HERE = Machine("here", "a processor", 2, 16 * 2**30, (), is_here=True)
 SHAPES = Shapes(((256, 128),), 64)
@@ -45,7 +45,7 @@ def keep(found: Calibration, machine: Machine = HERE) -> None:
 @pytest.mark.usefixtures("_cache")
 def test_what_was_measured_is_kept_by_machine_and_by_what_chooses_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     keep(measurement())
-    assert measured(HERE, Shapes(((512, 512),), 64)) == Measured(measurement())
+    assert measured(HERE, Shapes(((512, 512),), 64)) == QuickMeasurement(measurement())
     assert load_calibration(measured_file(HERE)) == measurement()
     assert load_calibration(measured_file(replace(HERE, cpu_cores=3))) is None
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
@@ -53,8 +53,8 @@ def test_what_was_measured_is_kept_by_machine_and_by_what_chooses_kernels(monkey
 
 
 def test_a_machine_that_is_not_at_hand_is_not_measured() -> None:
-    assert measured(replace(HERE, is_here=False), SHAPES) == Measured()
-    assert measured(detect(), SHAPES) == Measured()
+    assert measured(replace(HERE, is_here=False), SHAPES) == QuickMeasurement()
+    assert measured(detect(), SHAPES) == QuickMeasurement()
 
 
 def test_what_was_measured_tells_of_matrices_that_are_twice_as_large_and_no_larger() -> None:
@@ -87,7 +87,7 @@ def _with_curve(name: str, change: Callable[[Curve], Curve]) -> Calibration:
 
 def _times(factor: float) -> Callable[[Curve], Curve]:
     return lambda curve: replace(
-        curve, samples=tuple(Sample(sample.sizes, sample.seconds * factor) for sample in curve.samples)
+        curve, samples=tuple(TimedSample(sample.sizes, sample.seconds * factor) for sample in curve.samples)
     )
 
 
@@ -96,9 +96,9 @@ def _times(factor: float) -> Callable[[Curve], Curve]:
     [
         ("product/fp32/forward", -1.0, "settings.0.curves.product/fp32/forward: -"),
         ("product/fp32/forward", math.nan, "settings.0.curves.product/fp32/forward: nan seconds"),
-        ("product/bf16/forward", 1e-9, "operations a second"),
+        ("product/bf16/forward", 1e-9, "operations per second"),
         ("product/bf16/forward", 1e4, "settings.0.curves: fp32 is"),
-        ("traffic/fp32/copy", 1e-9, "bytes a second"),
+        ("traffic/fp32/copy", 1e-9, "bytes per second"),
     ],
 )
 def test_what_no_machine_is_like_contradicts_itself(name: str, factor: float, says: str) -> None:
@@ -166,10 +166,10 @@ def test_this_machine_is_measured_quickly() -> None:
         assert found.trouble is not None and load_calibration(measured_file(machine)) is None
         return
     assert told == ["measuring this machine"]
-    assert found.said is not None and "fp32" in found.said and str(measured_file(machine)) in found.said
+    assert found.message is not None and "fp32" in found.message and str(measured_file(machine)) in found.message
     assert not list(contradictions(found.found))
     for setting in found.found.settings:
         assert all(sample.seconds > 0 for curve in setting.curves.values() for sample in curve.samples)
     assert covers(found.found, SHAPES.bounded("cpu"))
     assert load_calibration(measured_file(machine)) == found.found
-    assert measured(machine, SHAPES).said is None or found.found.disturbance > 0
+    assert measured(machine, SHAPES).message is None or found.found.disturbance > 0

@@ -10,7 +10,7 @@ import torch
 
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers, switched_off
 from trainwright.models.load import load_model
-from trainwright.models.quantisation import quantise
+from trainwright.models.quantization import quantize
 from trainwright.recipe.sections.model import ModelSection
 
 CONFIG = {
@@ -70,16 +70,16 @@ def test_switched_off_it_is_the_base_and_afterwards_itself_again() -> None:
     base = model(IDS).logits
     for layer in layers(model).values():
         layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(1))
-    learnt = model(IDS).logits
+    learned = model(IDS).logits
     with switched_off(model):
         assert torch.equal(model(IDS).logits, base)
-    assert torch.equal(model(IDS).logits, learnt)
-    assert not torch.allclose(learnt, base, atol=0.1)
+    assert torch.equal(model(IDS).logits, learned)
+    assert not torch.allclose(learned, base, atol=0.1)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @torch.no_grad()
-def test_quantised_layers_keep_their_biases(kind: Any) -> None:
+def test_quantized_layers_keep_their_biases(kind: Any) -> None:
     settings = {"config": {**CONFIG, "attention_bias": True, "mlp_bias": True}, "tokenizer": "bytes"}
     model: Any = load_model(ModelSection.model_validate(settings))
     for name, parameter in model.named_parameters():
@@ -88,5 +88,5 @@ def test_quantised_layers_keep_their_biases(kind: Any) -> None:
         elif "proj" in name:
             parameter.zero_()  # so that the biases are all that is left of a layer
     before = model(IDS).logits
-    quantise(model, kind, double=False)
+    quantize(model, kind, double=False)
     torch.testing.assert_close(model(IDS).logits, before, rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters.attaching import Adapter, attach_adapter
 from trainwright.models.load import check_adapter, load_config, load_model
-from trainwright.models.quantisation import QuantisedLinear, count_parameters
+from trainwright.models.quantization import QuantizedLinear, count_parameters
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
@@ -101,7 +101,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {}),
-    "rank-stabilised": ("llama", {"rank_stabilised": True, "alpha": 7.5}),
+    "rank-stabilized": ("llama", {"rank_stabilised": True, "alpha": 7.5}),
     "dora": ("llama", {"type": "dora"}),
     "some targets": ("llama", {"targets": ["layers.1.mlp.up_proj", "v_proj"]}),
     "a norm and a whole layer": ("llama", {"modules_to_save": ["input_layernorm", "layers.0.mlp"]}),
@@ -126,7 +126,7 @@ def test_peft_gives_the_trained_model_from_what_is_saved(kind: str, bases: dict[
     assert not close(expected, logits(plain))
     save(trained, adapter, tmp_path / "final")
     assert close(by_peft(bases[base], tmp_path / "final"), expected)
-    adapter.read_back(trained, tmp_path / "final", IDS, whole=True)
+    adapter.read_back(trained, tmp_path / "final", IDS, all_parameters=True)
     assert torch.equal(logits(trained), expected), "reading back leaves no trace"
     unchanged = dict(plain.named_parameters())
     frozen = {n: p for n, p in trained.named_parameters() if not p.requires_grad}
@@ -161,7 +161,7 @@ def test_an_nf4_base_is_the_one_that_transformers_makes(bases: dict[str, Path], 
     expected = made(model, tmp_path / "final")
     theirs = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double)
     plain = AutoModelForCausalLM.from_pretrained(bases["llama"], dtype=torch.float32, quantization_config=theirs)
-    ours = [module for module in load_model(model).modules() if isinstance(module, QuantisedLinear)]
+    ours = [module for module in load_model(model).modules() if isinstance(module, QuantizedLinear)]
     found = [module.weight for module in plain.modules() if isinstance(module, Linear4bit)]
     for layer, weight in zip(ours, found, strict=True):
         assert torch.equal(layer.dequantize(), dequantize_4bit(weight.data, weight.quant_state))
@@ -180,7 +180,7 @@ def test_an_nf4_base_is_the_one_that_transformers_makes(bases: dict[str, Path], 
     ],
 )
 @pytest.mark.parametrize("base", ["llama", "gpt2"])
-def test_an_adapter_on_a_quantised_base_is_read_back(
+def test_an_adapter_on_a_quantized_base_is_read_back(
     base: str, fields: dict[str, Any], bases: dict[str, Path], tmp_path: Path
 ) -> None:
     model = section(bases[base], **fields)
@@ -192,7 +192,7 @@ def test_an_adapter_on_a_quantised_base_is_read_back(
     train(trained)
     expected = logits(trained)
     save(trained, adapter, tmp_path / "final")
-    adapter.read_back(trained, tmp_path / "final", IDS, whole=True)
+    adapter.read_back(trained, tmp_path / "final", IDS, all_parameters=True)
     assert torch.equal(logits(trained), expected)
     fields = {**fields, "rank": None, "modules_to_save": [], "start_from": str(tmp_path / "final")}
     again, _ = attached(section(bases[base], **fields))
@@ -206,10 +206,10 @@ def test_new_matrices_are_a_function_of_the_seed_alone(bases: dict[str, Path]) -
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     again, other = attached(section(bases["llama"]))[0], attached(section(bases["llama"]), seed=1)[0]
-    quantised = attached(section(bases["llama"], quantisation="nf4"))[0]
+    quantized = attached(section(bases["llama"], quantisation="nf4"))[0]
     name = "model.layers.1.mlp.up_proj.lora_A.default.weight"
     assert torch.equal(one.get_parameter(name), again.get_parameter(name))
-    assert torch.equal(one.get_parameter(name), quantised.get_parameter(name))
+    assert torch.equal(one.get_parameter(name), quantized.get_parameter(name))
     assert not torch.equal(one.get_parameter(name), other.get_parameter(name))
 
 
@@ -257,7 +257,7 @@ def test_an_adapter_on_top_of_another_is_saved_as_one_with_it(bases: dict[str, P
     assert not close(expected, beneath)
     assert all(torch.equal(trained.get_parameter(n), p) for n, p in kept.items())
     save(trained, adapter, tmp_path / "two")
-    adapter.read_back(trained, tmp_path / "two", IDS, whole=True)
+    adapter.read_back(trained, tmp_path / "two", IDS, all_parameters=True)
     assert torch.equal(logits(trained), expected)
     assert close(by_peft(base, tmp_path / "two"), expected)
     # And that one can be gone on with, or stacked on, in turn.
@@ -401,5 +401,5 @@ def test_what_is_not_the_trained_model_is_seen_when_it_is_read_back(
         changes = {"scale": {"lora_alpha": 16}, "targets": {"target_modules": ["q_proj"]}}[change]
         settings.write_text(json.dumps({**json.loads(settings.read_text()), **changes}))
     with pytest.raises(TrainingError, match=r"is not|does not match its settings"):
-        adapter.read_back(model, tmp_path, IDS, whole=True)
+        adapter.read_back(model, tmp_path, IDS, all_parameters=True)
     assert torch.equal(logits(model), expected)

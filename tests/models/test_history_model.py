@@ -10,7 +10,7 @@ import torch
 
 from trainwright.models.history.context import Context
 from trainwright.models.history.model import HistoryModel, HistoryShape, Steps
-from trainwright.models.history.objective import SUMS, HistoryBatch, HistoryObjective, Weights
+from trainwright.models.history.objective import SUMS, HistoryBatch, HistoryObjective, LossWeights
 
 PLAIN = HistoryShape(
     observations=(5, 5), actions=4, width=32, layers=2, heads=4, layout="transition", positions="rotary", steps=12
@@ -86,7 +86,7 @@ def test_what_is_trained_is_what_acts(name: str) -> None:
     expected = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), batch.actions[:, -steps.length :].flatten(), reduction="sum"
     )
-    sums = dict(zip(SUMS, HistoryObjective(model, Weights())(batch).tolist(), strict=True))
+    sums = dict(zip(SUMS, HistoryObjective(model, LossWeights())(batch).tolist(), strict=True))
     assert sums["total"] == pytest.approx(expected.item(), rel=1e-5)
     assert sums["actions"] == logits.shape[0] * logits.shape[1]
 
@@ -95,10 +95,10 @@ def test_a_region_and_the_one_before_are_what_acts_in_them() -> None:
     model = model_of(regions=2, steps=6)
     steps = lived(2, 12)
     hidden = acted(model, steps, moves_by=1, cached=True)[:, 6:]
-    batch = batch_of(steps.forgetful(4))
+    batch = batch_of(steps.without_past(4))
     later = replace(batch, targets=batch.real & (torch.arange(12) >= 6))
     expected = torch.nn.functional.cross_entropy(hidden.flatten(0, 1), batch.actions[:, 6:].flatten(), reduction="sum")
-    assert HistoryObjective(model, Weights())(later)[0].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert HistoryObjective(model, LossWeights())(later)[0].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -112,7 +112,7 @@ def test_no_step_sees_a_later_one(name: str) -> None:
             for field in fields(Steps)
         )
     )
-    objective = HistoryObjective(model, Weights())
+    objective = HistoryObjective(model, LossWeights())
     early = replace(batch_of(steps), targets=torch.arange(12).expand(2, -1) < 8)
     late = replace(early, targets=~early.targets)
     assert torch.allclose(objective(early)[0], objective(replace(early, steps=changed))[0])
@@ -133,7 +133,7 @@ def test_a_context_holds_no_more_than_its_shape() -> None:
 
 def test_reward_and_next_state_are_learnt_beside_the_action() -> None:
     shape = replace(PLAIN, predicts_reward=True, predicts_next_state=True)
-    objective = HistoryObjective(HistoryModel(shape, seed=0), Weights(reward=1.0, next_state=1.0))
+    objective = HistoryObjective(HistoryModel(shape, seed=0), LossWeights(reward=1.0, next_state=1.0))
     optimizer = torch.optim.Adam(objective.parameters(), 3e-3)
     batch = batch_of(lived(4, 10))
     first = objective(batch).tolist()
@@ -147,7 +147,7 @@ def test_reward_and_next_state_are_learnt_beside_the_action() -> None:
 
 
 def test_the_end_of_a_region_is_foreseen() -> None:
-    objective = HistoryObjective(HistoryModel(replace(PLAIN, regions=2, steps=6), seed=0), Weights(mark=10.0))
+    objective = HistoryObjective(HistoryModel(replace(PLAIN, regions=2, steps=6), seed=0), LossWeights(mark=10.0))
     optimizer = torch.optim.Adam(objective.parameters(), 3e-3)
     for step in range(150):
         optimizer.zero_grad()

@@ -102,7 +102,7 @@ def test_a_head_or_embedding_that_was_trained_on_a_tied_base_is_kept(
 
 
 @pytest.mark.parametrize("quantisation", ["nf4", "int8"])
-def test_an_adapter_of_a_quantised_base_goes_into_the_whole_one(quantisation: str, tmp_path: Path) -> None:
+def test_an_adapter_of_a_quantized_base_goes_into_the_whole_one(quantisation: str, tmp_path: Path) -> None:
     section, expected = trained(base(tmp_path / "base"), tmp_path / "adapter", quantisation=quantisation)
     result = merge(section, 0, tmp_path / "merged")
     assert result.difference < 1e-4

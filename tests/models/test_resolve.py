@@ -47,7 +47,7 @@ def refusal(section: ModelSection) -> str:
 def test_fresh_and_local(tmp_path: Path) -> None:
     source = resolve(ModelSection(config=CONFIG, tokenizer="bytes"))
     assert (source.directory, source.config) == (None, CONFIG)
-    assert source.origin == "fresh llama, initialised from the seed"
+    assert source.origin == "fresh llama, initialized from the seed"
     source = resolve(ModelSection(name=str(saved(tmp_path / "m"))))
     assert (source.directory, source.config) == (tmp_path / "m", None)
     assert source.origin == f"local directory {tmp_path / 'm'}"

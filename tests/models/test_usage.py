@@ -90,8 +90,8 @@ def test_what_cards_say_runs_and_is_the_model(tmp_path: Path) -> None:
     whole = {"name": str(plain)}
     shutil.copytree(plain, place / "me" / "whole")
     add("whole", whole, logits_of(plain))
-    shutil.copytree(plain, place / "me" / "unlearnt")
-    add("unlearnt", whole, logits_of(plain), task="unlearn")
+    shutil.copytree(plain, place / "me" / "unlearned")
+    add("unlearned", whole, logits_of(plain), task="unlearn")
     section = ModelSection(config=GPT, tokenizer="bytes")
     register()
     own = load_model(section, torch.float32, 0)
@@ -115,7 +115,7 @@ def test_what_cards_say_runs_and_is_the_model(tmp_path: Path) -> None:
 
     found = executed(blocks, place)
     for name, logits in expected.items():
-        # LLM.int8() rounds activations as well, which training on its weights does not; a GGUF file stays unquantised.
+        # LLM.int8() rounds activations as well, which training on its weights does not; a GGUF file stays unquantized.
         rtol, atol = (0.2, 0.2) if name == "int8" else (1e-3, 1e-3)
         if name == "gguf-nf4":
             assert torch.cosine_similarity(found[name].flatten(), logits.flatten(), dim=0) > 0.8

@@ -39,7 +39,7 @@ def exported_model_is_the_trained_one(cases: list[list[str]], directory: str) ->
         dtype = DTYPES[str(recipe.train.mixed_precision)]
         plain = AutoModelForCausalLM.from_pretrained(Path(directory, str(number)), dtype=dtype).eval()
         tokens = torch.tensor(TOKENS)
-        with strategy.whole() as (module, _), module.for_generation() as model, torch.no_grad():
+        with strategy.full_parameters() as (module, _), module.for_generation() as model, torch.no_grad():
             torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=1e-6, atol=1e-6)
     leave()
 

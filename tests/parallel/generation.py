@@ -53,7 +53,7 @@ def step(task: Task, strategy: Strategy) -> float:
 
 def holds_little_between_passes(strategy: Strategy) -> None:
     """Where there is no room, a block is whole while it runs only."""
-    with strategy.whole(0) as (module, reason), module.for_generation() as model:
+    with strategy.full_parameters(0) as (module, reason), module.for_generation() as model:
         assert reason is not None
         for _ in range(2):
             model(torch.ones(1, 4, dtype=torch.long, device=strategy.world.device), use_cache=False)

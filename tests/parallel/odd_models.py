@@ -208,7 +208,7 @@ def give_the_whole_model_to_each_rank_alone(names: list[str]) -> None:
 
 
 def _use_the_whole_model(strategy: Strategy) -> None:
-    with strategy.whole() as (module, in_step), torch.no_grad():
+    with strategy.full_parameters() as (module, in_step), torch.no_grad():
         assert isinstance(module, Odd) and in_step is None
         full = {key: parameter.clone() for key, parameter in module.named_parameters()}
         outputs = [module.layers[index](torch.ones(1, WIDTH), 0) for index in range(1 + strategy.world.rank)]

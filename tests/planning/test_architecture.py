@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainwright.errors import RequestError
-from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.architectures.families import FAMILIES
 

@@ -15,12 +15,12 @@ from tests.support.class_errors import class_errors
 from tests.support.published_table import HALVES, compared
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
-from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FILE, Errors, Interval, classes_of, errors_of, interval_of
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.table import summary, table, words
-from trainwright.planning.workload import Adapter, Choice, Workload
+from trainwright.planning.workload import AdapterShape, Choice, Workload
 
 SMALL = Workload(find_model("meta-llama/Llama-3.2-1B").architecture(), row_tokens=2048, global_batch_rows=16)
 ONE = Choice("single", 1, 1, 16, "bf16")
@@ -60,7 +60,7 @@ def test_an_interval_has_eight_of_ten_runs_and_what_was_predicted() -> None:
 
 
 def test_a_run_is_of_all_kinds_that_it_is_of() -> None:
-    lora = replace(SMALL, adapter=Adapter("lora", 8))
+    lora = replace(SMALL, adapter=AdapterShape("lora", 8))
     nodes = parse_machine("2x8xH100")
     spread = replace(ONE, strategy="fsdp", num_processes=16, gradient_accumulation_steps=1, offload_parameters=True)
     assert classes_of(SMALL, ONE, H100) == ("dense",)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.catalogue import find_model
-from trainwright.planning.operations import Device, MicroBatch, Pass, Setting, block_kinds, block_pass
+from trainwright.planning.architectures.catalog import find_model
+from trainwright.planning.operations import BatchShape, Device, Pass, PassSettings, block_kinds, block_pass
 from trainwright.planning.operations.tape import Kernel
 from trainwright.planning.stack import Experts, Stack
 from trainwright.planning.step_time.rates import rates_of
@@ -17,7 +17,7 @@ from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice, Workload
 
 TOKENS, WIDTH = 2048, 2
-BATCH = MicroBatch(1, TOKENS, ((TOKENS, 1),), TOKENS, True, False)
+BATCH = BatchShape(1, TOKENS, ((TOKENS, 1),), TOKENS, True, False)
 QWEN = find_model("Qwen/Qwen3-30B-A3B").architecture()
 SELECTED = TOKENS * QWEN.experts_per_token
 ROWS = SELECTED * QWEN.hidden * WIDTH
@@ -27,7 +27,7 @@ H100 = parse_machine("8xH100")
 
 def block(stack: Stack, model: str = "Qwen/Qwen3-30B-A3B") -> Pass:
     architecture = find_model(model).architecture()
-    setting = Setting(architecture, BATCH, Device("cuda"), WIDTH, stack=stack)
+    setting = PassSettings(architecture, BATCH, Device("cuda"), WIDTH, stack=stack)
     return block_pass(setting, block_kinds(architecture)[-1], "none")
 
 

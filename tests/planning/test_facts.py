@@ -8,7 +8,7 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.planning.facts import Facts, architecture_named, facts_of, full_rows
-from trainwright.planning.workload import ALL_LINEAR, Adapter
+from trainwright.planning.workload import ALL_LINEAR, AdapterShape
 from trainwright.recipe.schema import Recipe
 
 CONFIG = {
@@ -90,17 +90,21 @@ def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "adapter", "quantisation"),
+    ("written", "adapter", "quantization"),
     [
         ("none", None, "none"),
-        ("lora", Adapter("lora", 16, ALL_LINEAR), "none"),
-        ({"type": "dora", "rank": 4, "targets": ["q_proj", "v_proj"]}, Adapter("dora", 4, ("query", "value")), "none"),
-        ({"type": "qlora", "dropout": 0.1}, Adapter("lora", 16, ALL_LINEAR, 0.1), "nf4"),
+        ("lora", AdapterShape("lora", 16, ALL_LINEAR), "none"),
+        (
+            {"type": "dora", "rank": 4, "targets": ["q_proj", "v_proj"]},
+            AdapterShape("dora", 4, ("query", "value")),
+            "none",
+        ),
+        ({"type": "qlora", "dropout": 0.1}, AdapterShape("lora", 16, ALL_LINEAR, 0.1), "nf4"),
     ],
 )
-def test_adapters(tmp_path: Path, written: Any, adapter: Adapter | None, quantisation: str) -> None:
+def test_adapters(tmp_path: Path, written: Any, adapter: AdapterShape | None, quantization: str) -> None:
     workload = facts_of(recipe(tmp_path, model={"adapter": written})).workload
-    assert (workload.adapter, workload.quantisation) == (adapter, quantisation)
+    assert (workload.adapter, workload.quantisation) == (adapter, quantization)
 
 
 def test_known_models_need_no_file() -> None:
@@ -162,7 +166,7 @@ def test_examples_that_a_model_has_no_positions_for_are_refused(tmp_path: Path) 
 def test_a_family_that_is_not_known_is_told_for_a_model_by_itself(tmp_path: Path) -> None:
     sizes = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 512}
     facts = full(tmp_path, config={"model_type": "opt", **sizes})
-    assert facts.assumptions[1].startswith("opt is not in the catalogue")
+    assert facts.assumptions[1].startswith("opt is not in the catalog")
 
 
 def test_adapters_go_on_models_that_have_learnt_something(tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ import pytest
 from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, Curve, Sample
+from trainwright.machine.measured.calibration import Calibration, Curve, TimedSample
 from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
 from trainwright.machine.measured.quick import Shapes, covers, documents_of_block, for_block
 from trainwright.machine.processor import Processor
-from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST
 from trainwright.planning.plan import Plan, make_plan
-from trainwright.planning.search import Judge
+from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis, basis_of, shapes_of
 from trainwright.planning.step_time.corrections import model_of, way_of
 from trainwright.planning.step_time.measured_blocks import block_seconds
@@ -138,7 +138,7 @@ def _with_block(found: Calibration, seconds: float, hidden: float = 576.0, preci
     for direction, share in (("forward", 1 / 3), ("backward", 2 / 3)):
         name = f"block/{precision}/{direction}"
         known = curves[name].samples if name in curves else ()
-        curves[name] = Curve("table", (*known, Sample(sizes, seconds * share)))
+        curves[name] = Curve("table", (*known, TimedSample(sizes, seconds * share)))
     settings[place] = replace(settings[place], curves=curves)
     return replace(found, settings=tuple(settings))
 
@@ -186,9 +186,9 @@ def test_nothing_is_measured_of_a_machine_that_is_not_at_hand() -> None:
 
 def test_the_table_has_a_row_for_each_candidate_all_the_same() -> None:
     made = planned(measurement(bf16=0.5))
-    layouts = [(one.layout, one.choice.num_processes) for one in made.found.judged]
+    layouts = [(one.layout, one.choice.num_processes) for one in made.found.candidates]
     assert len(layouts) == len(set(layouts)) and len(list(table(made))) > 2
-    assert Judge(work(), of_cores(2), rates_of(of_cores(2))).rates.threads(1) == (2,)
+    assert Evaluator(work(), of_cores(2), rates_of(of_cores(2))).rates.threads(1) == (2,)
 
 
 def _with_runs(*runs: OwnRun) -> Plan:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.peak import Memory, memory_of
-from trainwright.planning.workload import Adapter, Choice, Workload
+from trainwright.planning.workload import AdapterShape, Choice, Workload
 
 ARCHITECTURE = find_model("HuggingFaceTB/SmolLM2-135M").architecture()
 PARAMETERS = ARCHITECTURE.parameters().total
@@ -35,7 +35,7 @@ def test_hybrid_sharding_divides_by_the_ranks_that_share_a_copy(processes: int, 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "zero2"])
 def test_frozen_weights_have_neither_gradients_nor_masters_nor_moments(strategy: str) -> None:
-    adapter = Adapter(kind="lora", rank=8, targets=("q_proj", "v_proj"))
+    adapter = AdapterShape(kind="lora", rank=8, targets=("q_proj", "v_proj"))
     processes = 1 if strategy == "single" else 4
     parts = predicted(strategy, processes, replace(WORKLOAD, adapter=adapter)).parts
     for name in ("master weights", "optimizer state", "gradients"):

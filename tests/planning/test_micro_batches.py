@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainwright.data.tokens.lengths import Lengths
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.peak import memory_of, micro_batch
 from trainwright.planning.workload import Choice, Workload
 

@@ -16,11 +16,11 @@ from trainwright.models.causal_lm import CausalLM
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.operations import (
+    BatchShape,
     BlockKind,
     Device,
-    MicroBatch,
     Pass,
-    Setting,
+    PassSettings,
     block_kinds,
     block_pass,
     block_weights,
@@ -131,12 +131,12 @@ class Shape:
     packed: bool
 
     @property
-    def planned(self) -> MicroBatch:
+    def planned(self) -> BatchShape:
         longest, total = max(self.lengths), sum(self.lengths)
         if self.packed:
-            return MicroBatch(1, total, tuple((n, 1) for n in self.lengths), total - len(self.lengths), True, False)
+            return BatchShape(1, total, tuple((n, 1) for n in self.lengths), total - len(self.lengths), True, False)
         masked = len(set(self.lengths)) > 1
-        return MicroBatch(len(self.lengths), longest, ((longest, len(self.lengths)),), total, False, masked)
+        return BatchShape(len(self.lengths), longest, ((longest, len(self.lengths)),), total, False, masked)
 
 
 PACK = Shape((60, 40, 30), packed=True)
@@ -214,7 +214,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def planned(family: str, shape: Shape, width: int, kind: BlockKind | None = None, recompute: Any = "none") -> Pass:
     a = architecture_of(family)
-    setting = Setting(a, shape.planned, Device("cpu", 1), width)
+    setting = PassSettings(a, shape.planned, Device("cpu", 1), width)
     return block_pass(setting, kind or block_kinds(a)[0], recompute)
 
 
@@ -250,7 +250,7 @@ def test_windows_and_dropout_are_kept_as_they_are() -> None:
         for shape in (PACK, ROWS):
             config = AutoConfig.for_model(family, **changed)
             lm = CausalLM(AutoModelForCausalLM.from_config(config), packed=shape.packed).train()
-            setting = Setting(a, shape.planned, Device("cpu", 1), 4)
+            setting = PassSettings(a, shape.planned, Device("cpu", 1), 4)
             kept = block_pass(setting, block_kinds(a)[0], "none").kept
             assert kept == pytest.approx(saved_bytes(lm, lm.blocks()[0], shape), abs=4096), (family, shape)
 
@@ -290,7 +290,7 @@ def test_gradients_come_once_for_every_trained_weight() -> None:
         names = [moment.name for moment in planned(family, PACK, 2).moments]
         assert sorted(names) == sorted(block_weights(a, block_kinds(a)[0], 2, True).parameters)
     a = architecture_of("llama")
-    setting = Setting(a, PACK.planned, Device("cpu"), 2)
+    setting = PassSettings(a, PACK.planned, Device("cpu"), 2)
     outside = [m.name for m in (*head_pass(setting).moments, *embedding_pass(setting).moments)]
     assert sorted(outside) == ["embedding", "final_norm", "head"]
 
@@ -299,7 +299,7 @@ def test_the_loss_never_holds_the_logits_of_more_than_two_chunks() -> None:
     a = from_config({"model_type": "llama", **SIZES, "vocab_size": 100_000})
     assert a is not None
     few, many = (
-        head_pass(Setting(a, MicroBatch(1, n, ((n, 1),), n, True, False), Device("cpu"), 4)).forward_peak
+        head_pass(PassSettings(a, BatchShape(1, n, ((n, 1),), n, True, False), Device("cpu"), 4)).forward_peak
         for n in (2_000, 20_000)
     )
     rows, chunks = chunk_rows(100_000, 4, 20_000)

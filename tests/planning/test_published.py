@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.published import Compared
 from tests.support.published_figures import CLASSES, class_of, figures, half_of, sources
-from tests.support.published_table import HALVES, by_class, compared, errors, median, summarise
+from tests.support.published_table import HALVES, by_class, compared, errors, median, summarize
 
 _KINDS = {"allocated", "reserved", "nvidia-smi", "unspecified"}
 
@@ -62,7 +62,7 @@ def test_a_summary_counts_every_run_once(mended: list[Compared], checked: list[C
     for found in (mended, checked):
         classes = by_class(found)
         whole = classes.pop("all")
-        assert whole == summarise(found)
+        assert whole == summarize(found)
         assert sum(one.runs for one in classes.values()) == whole.runs == len(found)
         assert whole.ran + whole.ran_out + whole.unplanned == whole.runs
     assert HALVES == ("mend", "check")

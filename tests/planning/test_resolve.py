@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.request import Request, for_nodes
+from trainwright.launch.request import RunRequest, for_nodes
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.planning.facts import facts_of
@@ -49,7 +49,7 @@ def test_processes_are_chosen_for_the_machine(here: Machine, count: int) -> None
     assert line is not None and line.startswith(f"parallel.num_processes {count}: ")
 
 
-def test_a_gpu_that_no_catalogue_has_is_planned_all_the_same() -> None:
+def test_a_gpu_that_no_catalog_has_is_planned_all_the_same() -> None:
     here = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Some GPU", 80 * GIB, (9, 0)),) * 2)
     assert resolve(recipe(), here).plan.fits
 
@@ -122,7 +122,7 @@ def test_the_best_checkpoint_is_kept_where_one_is_known(validation: object, kept
 
 def test_nodes_share_out_a_number_that_fits() -> None:
     wanted = recipe({"micro_batch_size": 1, "gradient_accumulation_steps": 2})
-    request = for_nodes(Request(wanted, "some", None), machine(4), nodes=2)
+    request = for_nodes(RunRequest(wanted, "some", None), machine(4), nodes=2)
     assert request.recipe.parallel.num_processes == 6
     assert request.reasons == (
         "parallel.num_processes 6: 3 on each of 2 nodes, 4 (one per GPU) would contradict "

@@ -12,15 +12,15 @@ from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.processor import Processor
-from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.memory.peak import memory_of
 from trainwright.planning.plan import Plan, constraints_of, make_plan
-from trainwright.planning.search import AS_FAST, Judge, search
+from trainwright.planning.search import AS_FAST, Evaluator, search
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.table import table
-from trainwright.planning.workload import Adapter, Choice, Workload
+from trainwright.planning.workload import AdapterShape, Choice, Workload
 from trainwright.recipe.loading import recipe_of
 
 SMALL, LARGE, HUGE = "HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
@@ -50,14 +50,14 @@ def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
     assert plan(SMALL, "1xH100").chosen.choice.strategy == "single"
     large = plan(LARGE, "8xH100")
     assert large.chosen.choice.strategy in ("fsdp", "zero1", "zero2", "zero3")
-    lost = [one for one in large.found.judged if one.choice.strategy == "ddp" and one.choice.num_processes == 8]
+    lost = [one for one in large.found.candidates if one.choice.strategy == "ddp" and one.choice.num_processes == 8]
     assert lost and not any(one.fits for one in lost)
 
 
 @pytest.mark.parametrize("on", ["1xRTX4090", "4xA100-40GB", "8xH100", "4x8xH100"])
 @pytest.mark.parametrize("rows", [1, 7, 64, 100])
 def test_every_candidate_makes_the_global_batch_in_as_few_passes(on: str, rows: int) -> None:
-    for one in plan(SMALL, on, rows).found.judged:
+    for one in plan(SMALL, on, rows).found.candidates:
         choice = one.choice
         assert choice.num_processes <= max(1, rows)
         share = math.ceil(rows / choice.micro_batch_size)
@@ -70,7 +70,7 @@ def test_every_candidate_makes_the_global_batch_in_as_few_passes(on: str, rows: 
 def test_the_chosen_one_fits_and_none_that_fits_is_faster() -> None:
     made = plan(LARGE, "4xA100-80GB")
     assert made.fits and made.chosen.time is not None
-    times = [one.time.seconds for one in made.found.judged if one.runs and one.time]
+    times = [one.time.seconds for one in made.found.candidates if one.runs and one.time]
     assert made.chosen.time.seconds <= 1.02 * min(times)
     assert made.chosen.needed_interval[1] <= made.chosen.available_bytes == parse_machine("1xA100-80GB").usable_bytes
 
@@ -81,7 +81,7 @@ PADDED = {"packed": False, "document_tokens": 90.0}
 def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) -> None:
     """Compare what is found with everything that could be chosen."""
     constraints = Constraints(fixed)
-    judge = Judge(workload, cluster, rates_of(cluster))
+    evaluator = Evaluator(workload, cluster, rates_of(cluster))
     every = [
         choice_of(layout, processes, size, recompute, constraints, cluster)
         for processes in worlds(workload, cluster, constraints)
@@ -93,15 +93,15 @@ def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) ->
     levels = (
         [choice for choice in every if one.fit(choice).fits and (may_offload or not offloads(choice))]
         for may_offload in (False, True)
-        for one in (judge, judge.with_less_margin())
+        for one in (evaluator, evaluator.with_less_margin())
     )
     fitting = next((choices for choices in levels if choices), [])
-    found = search(judge, constraints)
+    found = search(evaluator, constraints)
     assert (found.best is None) == (not fitting)
     if found.best is not None:
-        seconds = [judge.seconds(choice) for choice in fitting]
+        seconds = [evaluator.seconds(choice) for choice in fitting]
         assert found.fastest == pytest.approx(min(seconds), rel=1e-9)
-        assert judge.seconds(found.best.choice) <= (1 + AS_FAST[cluster.device]) * found.fastest
+        assert evaluator.seconds(found.best.choice) <= (1 + AS_FAST[cluster.device]) * found.fastest
 
 
 def offloads(choice: Choice) -> bool:
@@ -171,7 +171,7 @@ def test_what_is_given_up_for_a_simpler_choice_does_not_add_up() -> None:
     # Of one process and of two, of small micro-batches and of large ones: within five per cent of the fastest of all.
     for clock in range(20, 40):
         cluster = of_cores(2, *BF16, clock=clock * 1e8)
-        found = search(Judge(work(SMALL, 16, 256, **PADDED), cluster, rates_of(cluster)), Constraints({}))
+        found = search(Evaluator(work(SMALL, 16, 256, **PADDED), cluster, rates_of(cluster)), Constraints({}))
         assert found.best is not None and found.best.time is not None
         assert found.best.time.seconds <= (1 + AS_FAST["cpu"]) * found.fastest
 
@@ -179,7 +179,7 @@ def test_what_is_given_up_for_a_simpler_choice_does_not_add_up() -> None:
 def test_fewer_devices_are_left_out_where_their_peak_rate_is_too_slow() -> None:
     made = plan(LARGE, "8xH100", tokens=8192)
     assert made.chosen.choice.num_processes == 8 and made.chosen.time is not None
-    assert {one.choice.num_processes for one in made.found.judged} == {8}
+    assert {one.choice.num_processes for one in made.found.candidates} == {8}
     assert made.found.slower[1] > made.chosen.time.seconds
     told = next(reason for reason in made.reasons if reason.startswith("parallel.num_processes 8: "))
     assert f"with 1 a step would take {made.found.slower[1] / made.chosen.time.seconds:.2f} times as long" in told
@@ -202,7 +202,7 @@ def test_fewer_devices_are_left_out_where_their_peak_rate_is_too_slow() -> None:
 def test_what_the_user_fixed_is_kept(fixed: dict[str, Any]) -> None:
     made = plan(SMALL, "8xH100", fixed=fixed)
     assert made.fits
-    for one in made.found.judged:
+    for one in made.found.candidates:
         assert {key: getattr(one.choice, key) for key in fixed} == fixed
 
 
@@ -239,7 +239,9 @@ def test_suggestions_fit_where_nothing_else_does() -> None:
     changes = [way.change for way in made.suggestions]
     assert 0 < len(changes) <= 3
     assert any("lora" in change for change in changes)
-    assert all(way.judged.fits and way.judged.needed_bytes <= way.judged.available_bytes for way in made.suggestions)
+    assert all(
+        way.candidate.fits and way.candidate.needed_bytes <= way.candidate.available_bytes for way in made.suggestions
+    )
     with pytest.raises(MachineError) as refused:
         made.refuse_shortage()
     assert all(change in str(refused.value) for change in changes)
@@ -249,7 +251,7 @@ def test_suggestions_fit_where_nothing_else_does() -> None:
 def test_muon_keeps_less_and_runs_where_matrices_are_whole() -> None:
     adamw, muon = (plan(LARGE, "4xA100-80GB", optimizer=name) for name in ("adamw", "muon"))
     assert not muon.chosen.choice.strategy.startswith("zero")
-    assert {one.missing is None for one in muon.found.judged if one.choice.strategy.startswith("zero")} == {False}
+    assert {one.missing is None for one in muon.found.candidates if one.choice.strategy.startswith("zero")} == {False}
     same = Choice("fsdp", 4, 1, 16, "bf16")
     kept = [memory_of(one.workload, same, one.cluster).parts["optimizer state"] for one in (adamw, muon)]
     # 7.0 billion of 8.0 are in matrices of blocks, which need their momentum alone.
@@ -258,16 +260,16 @@ def test_muon_keeps_less_and_runs_where_matrices_are_whole() -> None:
     assert times[1].parts["optimizer"] > times[0].parts["optimizer"]
 
 
-def test_a_quantised_base_fits_where_nothing_else_does() -> None:
+def test_a_quantized_base_fits_where_nothing_else_does() -> None:
     assert not plan(LARGE, "1xRTX4090", rows=8, fixed={"strategy": "single"}).fits
-    adapted = plan(LARGE, "1xRTX4090", rows=8, adapter=Adapter("lora", 16), quantisation="nf4")
+    adapted = plan(LARGE, "1xRTX4090", rows=8, adapter=AdapterShape("lora", 16), quantisation="nf4")
     assert adapted.fits and adapted.chosen.choice.strategy == "single"
 
 
 def test_processes_of_a_cpu_share_its_memory() -> None:
-    judged = make_plan(Constraints({"num_processes": 2}), work(SMALL, 4, 512), of_cores(2)).found.judged
-    assert {one.choice.threads for one in judged} == {1}
-    for one in judged:
+    candidates = make_plan(Constraints({"num_processes": 2}), work(SMALL, 4, 512), of_cores(2)).found.candidates
+    assert {one.choice.threads for one in candidates} == {1}
+    for one in candidates:
         assert one.needed_bytes == 2 * one.memory.total
 
 
@@ -283,7 +285,7 @@ def test_what_is_not_installed_is_not_chosen() -> None:
     )
     assert not asked.fits and "not here" in str(asked.chosen.missing)
     there = make_plan(Constraints({"strategy": "zero3"}), work(LARGE), parse_machine("8xH100"))
-    assert there.chosen.choice in [one.choice for one in asked.found.judged]  # judged as it would run
+    assert there.chosen.choice in [one.choice for one in asked.found.candidates]  # judged as it would run
 
 
 def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:
@@ -324,7 +326,7 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
     assert content["fits"] and content["chosen"]["strategy"] == made.chosen.choice.strategy
     assert content["predicted"]["memory_bytes"] == made.chosen.memory.total
     assert {"memory_bytes", "tensors_bytes", "step_time", "tokens_per_second"} <= set(content["predicted"])
-    assert len(content["candidates"]) == len(made.found.judged)
+    assert len(content["candidates"]) == len(made.found.candidates)
 
 
 def test_suggestions_are_two_changes_where_neither_is_enough() -> None:

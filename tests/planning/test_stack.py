@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.architectures.catalogue import find_model
+from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.peak import Memory, memory_of
-from trainwright.planning.operations import Device, MicroBatch, Setting, block_kinds, block_pass, embedding_pass
+from trainwright.planning.operations import BatchShape, Device, PassSettings, block_kinds, block_pass, embedding_pass
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
-from trainwright.planning.workload import Adapter, Choice, Workload
+from trainwright.planning.workload import AdapterShape, Choice, Workload
 
 ARCHITECTURE = find_model("meta-llama/Llama-3.2-1B").architecture()
 PARAMETERS = ARCHITECTURE.parameters().total
 WORKLOAD = Workload(ARCHITECTURE, row_tokens=1024, global_batch_rows=64, evaluates=False)
 H100 = parse_machine("8xH100")
 SHARDED = Choice("fsdp", 8, 2, 4, "bf16", "full")
-QLORA = replace(WORKLOAD, adapter=Adapter("lora", 8), quantisation="nf4")
+QLORA = replace(WORKLOAD, adapter=AdapterShape("lora", 8), quantisation="nf4")
 
 
 def held(stack: Stack, choice: Choice = SHARDED, workload: Workload = WORKLOAD) -> Memory:
@@ -29,7 +29,7 @@ def held(stack: Stack, choice: Choice = SHARDED, workload: Workload = WORKLOAD) 
 
 
 def test_gradients_that_are_summed_whole_are_whole_on_every_rank_and_sent_once() -> None:
-    whole, plain = Stack(kept=2, state=2, sums_whole=True), Stack(kept=2, state=2)
+    whole, plain = Stack(kept=2, state=2, sums_unsharded=True), Stack(kept=2, state=2)
     assert held(whole).parts["gradients"] == pytest.approx(4 * PARAMETERS, rel=0.1)
     assert held(plain).parts["gradients"] < PARAMETERS
     # With one micro-batch a step there is nothing to sum.
@@ -44,8 +44,8 @@ def test_gradients_that_are_summed_whole_are_whole_on_every_rank_and_sent_once()
 
 def test_every_second_product_is_kept_and_the_other_ones_are_computed_again() -> None:
     def block(stack: Stack, recompute: Any) -> Any:
-        batch = MicroBatch(1, 2048, ((2048, 1),), 2048, True, False)
-        setting = Setting(ARCHITECTURE, batch, Device("cuda"), 2, stack=stack)
+        batch = BatchShape(1, 2048, ((2048, 1),), 2048, True, False)
+        setting = PassSettings(ARCHITECTURE, batch, Device("cuda"), 2, stack=stack)
         return block_pass(setting, block_kinds(ARCHITECTURE)[0], recompute)
 
     every, second, none = block(OWN, "selective"), block(Stack(alternates=True), "selective"), block(OWN, "full")
@@ -60,13 +60,13 @@ def test_every_second_product_is_kept_and_the_other_ones_are_computed_again() ->
     assert block(Stack(alternates=True), "full").kept == none.kept
 
 
-def test_scales_of_a_quantised_base_are_cut_where_a_program_cuts_them() -> None:
-    name = "quantised base's scales"
+def test_scales_of_a_quantized_base_are_cut_where_a_program_cuts_them() -> None:
+    name = "quantized base's scales"
     whole, cut = held(OWN, workload=QLORA).parts[name], held(Stack(cuts_scales=True), workload=QLORA).parts[name]
     assert cut == pytest.approx(whole / 8, abs=8)
 
 
-def test_zero3_cuts_a_quantised_base_as_it_cuts_any_matrix() -> None:
+def test_zero3_cuts_a_quantized_base_as_it_cuts_any_matrix() -> None:
     choice = replace(SHARDED, strategy="zero3")
     parts = held(OWN, choice, QLORA).parts
     embedding = ARCHITECTURE.vocabulary * ARCHITECTURE.hidden
@@ -94,8 +94,8 @@ def test_a_loss_in_the_models_precision_takes_half_of_one_in_fp32() -> None:
 def test_a_tied_embedding_makes_a_gradient_of_its_own_only_where_it_cannot_be_joined(
     setting: dict[str, Any], joined: bool
 ) -> None:
-    batch = MicroBatch(1, 64, ((64, 1),), 64, True, False)
-    made = replace(Setting(ARCHITECTURE, batch, Device("cpu"), 4), **setting)
+    batch = BatchShape(1, 64, ((64, 1),), 64, True, False)
+    made = replace(PassSettings(ARCHITECTURE, batch, Device("cpu"), 4), **setting)
     assert made.joins_gradients is joined
     whole = ARCHITECTURE.vocabulary * ARCHITECTURE.hidden * made.width
     peaks = [moment.peak for moment in embedding_pass(made).moments]
@@ -104,7 +104,7 @@ def test_a_tied_embedding_makes_a_gradient_of_its_own_only_where_it_cannot_be_jo
 
 
 def test_what_enters_frozen_blocks_stays_where_the_first_fsdp_has_hold_of_it() -> None:
-    lora = replace(WORKLOAD, adapter=Adapter("lora", 8))
+    lora = replace(WORKLOAD, adapter=AdapterShape("lora", 8))
     holding, plain = Stack(holds_inputs=True, loss="chunked"), Stack(loss="chunked")
     inputs = ARCHITECTURE.layers * 2 * 2 * 1024 * ARCHITECTURE.hidden
     choice = replace(SHARDED, micro_batch_size=2, gradient_accumulation_steps=1)

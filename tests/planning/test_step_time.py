@@ -7,14 +7,14 @@ import pytest
 
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, Setting
+from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, ProcessRates
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.step_time.batch import typical_batch
 from trainwright.planning.step_time.rates import Group, rates_of
 from trainwright.planning.step_time.rates_nominal import nominal_setting
 from trainwright.planning.step_time.step import StepTime, model_operations, step_time
-from trainwright.planning.workload import Adapter, Choice, Workload
+from trainwright.planning.workload import AdapterShape, Choice, Workload
 
 H100 = parse_machine("8xH100")
 NODES = parse_machine("4x8xH100@8x400Gb")
@@ -84,7 +84,7 @@ def test_operations_of_documents_in_packs_are_those_inside_documents() -> None:
 
 def test_operations_of_an_adapter_leave_out_the_gradients_of_what_is_frozen() -> None:
     full = workload(llama(), row_tokens=32, global_batch_rows=1, batch_tokens=32)
-    lora = replace(full, adapter=Adapter("lora", 4, ("query", "down")))
+    lora = replace(full, adapter=AdapterShape("lora", 4, ("query", "down")))
     frozen = 2 * 32 * (2 * BLOCK + 256 * 64)
     added = 6 * 32 * 2 * 4 * ((64 + 64) + (64 + 176))
     assert model_operations(full) - model_operations(lora) == frozen - added
@@ -185,7 +185,7 @@ def test_offloading_costs_time() -> None:
 
 
 def test_a_frozen_model_is_faster_to_train() -> None:
-    lora = timed(work=workload(adapter=Adapter("lora", 16)))
+    lora = timed(work=workload(adapter=AdapterShape("lora", 16)))
     assert 0.6 < lora.parts["matrix products"] / timed().parts["matrix products"] < 0.85
     assert lora.parts["optimizer"] < timed().parts["optimizer"] / 5
 
@@ -234,7 +234,7 @@ def test_between_nodes_the_slower_of_link_and_network_decides() -> None:
 
 
 def test_a_measured_collective_is_taken_to_other_numbers_of_ranks_by_its_ring() -> None:
-    measured = Setting(8, None, {"collective/all_reduce": Curve("amount", (), (140e-6, 1.4e-9))})
+    measured = ProcessRates(8, None, {"collective/all_reduce": Curve("amount", (), (140e-6, 1.4e-9))})
     rates = rates_of(H100, Calibration("", "", {}, (measured,), {}))
     assert rates.collective("all_reduce", 1e6, Group(1, 8)) == pytest.approx(140e-6 + 1.4e-3)
     # 2 steps in place of 14, and each link carries 1 in place of 7/4 of the bytes.
@@ -243,7 +243,7 @@ def test_a_measured_collective_is_taken_to_other_numbers_of_ranks_by_its_ring() 
 
 def test_a_collective_in_a_step_waits_and_is_slower_than_alone() -> None:
     curves = {"collective/all_reduce": Curve("amount", (), (140e-6, 1.4e-9))}
-    measured = Setting(8, None, curves, exchange=Exchanged(waited=2e-3, factor=1.5))
+    measured = ProcessRates(8, None, curves, exchange=Exchanged(waited=2e-3, factor=1.5))
     rates = rates_of(H100, Calibration("", "", {}, (measured,), {}))
     assert rates.collective("all_reduce", 1e6, Group(1, 8)) == pytest.approx(2e-3 + 1.5 * (140e-6 + 1.4e-3))
 

@@ -13,7 +13,7 @@ from tests.planning.test_operations import FAMILIES, PACK, ROWS, Shape, architec
 from trainwright.planning.architectures import traced
 from trainwright.planning.facts import architecture_of as architecture_of_model
 from trainwright.planning.memory.inventory import inventory
-from trainwright.planning.operations import Device, Setting, block_kinds, block_pass
+from trainwright.planning.operations import Device, PassSettings, block_kinds, block_pass
 from trainwright.recipe.sections.model import ModelSection
 
 SLOW = pytest.mark.slow
@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ids=["llama, masked rows", "llama in packs", "gpt2, masked rows"],
 )
 def test_a_traced_block_is_the_one_that_is_written_down(family: str, shape: Shape, recompute: str) -> None:
-    setting = Setting(architecture_of(family), shape.planned, Device("cpu", 1), 4)
+    setting = PassSettings(architecture_of(family), shape.planned, Device("cpu", 1), 4)
     written = block_pass(setting, block_kinds(setting.architecture)[0], recompute)  # type: ignore[arg-type]
     config = json.dumps({"model_type": family, **FAMILIES[family]})
     found = traced.numbers(config, recompute, 4, shape.planned, input_wants=True)

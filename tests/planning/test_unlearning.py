@@ -61,7 +61,7 @@ def test_an_example_is_a_forget_row_and_a_retain_row(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_once_takes_no_memory_and_no_time(tmp_path: Path) -> None:
-    assert workload(tmp_path, objective="npo").beside is None
+    assert workload(tmp_path, objective="npo").reference is None
 
 
 def test_a_reference_beside_the_model_is_held_as_the_model_is(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_reference_beside_the_model_is_held_as_the_model_is(tmp_path: Path) ->
     assert whole.parts["reference"] / 2 <= sharded.parts["reference"] < 0.6 * whole.parts["reference"]
     adapted = workload(tmp_path, adapter="lora", objective="npo", retain_loss="kl")
     assert "reference" not in memory(adapted).parts
-    assert adapted.beside is not None
+    assert adapted.reference is not None
 
 
 def test_only_what_is_trained_has_optimizer_state_and_gradients(tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ def test_check_looks_at_the_first_rows(write: Write) -> None:
     path = write(SMALLEST.replace("pydoc", "rows.jsonl"))
     rows = write('{"question": "Q", "answer": "A"}\n', "rows.jsonl")
     assert "sft of some/model on rows.jsonl" in run("check", str(path))
-    rows.write_text('{"colour": "red"}\n')
-    with pytest.raises(RequestError, match=r"^data\.train: rows\.jsonl: the rows have the fields colour"):
+    rows.write_text('{"color": "red"}\n')
+    with pytest.raises(RequestError, match=r"^data\.train: rows\.jsonl: the rows have the fields color"):
         run("check", str(path))
     rows.unlink()
     with pytest.raises(RequestError, match=r"^data\.train: no file rows\.jsonl"):

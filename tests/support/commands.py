@@ -27,7 +27,7 @@ MACHINE = ROOT / "tests" / "support" / "machine.json"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a child: this checkout's package, one thread a process, no colours, no hub.
+    """The environment of a child: this checkout's package, one thread a process, no colors, no hub.
 
     What takes long is not said, as how long it takes is up to the machine.
     """

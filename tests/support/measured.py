@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from trainwright.doctor.calibrate_fits import curve_of
-from trainwright.machine.measured.calibration import Calibration, Curve, Setting
+from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates
 
 _WIDTHS = ((512, 512), (1024, 512), (512, 1024))
 _TOKENS = (64, 256)
@@ -18,7 +18,7 @@ def measurement(
     """Of a machine with two cores.
 
     Args:
-        rates: fp32 operations a second of each process, by the number of processes and threads.
+        rates: fp32 operations per second of each process, by the number of processes and threads.
         bf16: how many times as fast products in it are.
     """
     rates = {(1, 1): 1e11, (2, 1): 1e11, (1, 2): 1.9e11} if rates is None else rates
@@ -26,7 +26,7 @@ def measurement(
     return Calibration("a machine", "2026-01-01T00:00:00+00:00", {}, settings, {}, disturbance)
 
 
-def _setting(processes: int, threads: int, rate: float, bf16: float) -> Setting:
+def _setting(processes: int, threads: int, rate: float, bf16: float) -> ProcessRates:
     curves: dict[str, Curve] = {}
     for precision, times in (("fp32", 1.0), ("bf16", bf16)):
         for layout in ("forward", "input", "weight"):
@@ -36,7 +36,7 @@ def _setting(processes: int, threads: int, rate: float, bf16: float) -> Setting:
         curves[f"loss/{precision}"] = curve_of(f"loss/{precision}", [_row((2**19,), 3e-3 / threads)])
     curves["traffic/fp32/copy"] = curve_of("traffic/fp32/copy", [_row((2**21,), 1e-4), _row((2**25,), 1e-2)])
     curves["optimizer"] = curve_of("optimizer", [_row((2**21,), 4e-3 / threads)])
-    return Setting(processes, threads, curves, launch=4e-6)
+    return ProcessRates(processes, threads, curves, launch=4e-6)
 
 
 def _row(sizes: tuple[int, ...], seconds: float) -> dict[str, object]:

@@ -22,7 +22,7 @@ from trainwright.planning.search import Verdict
 from trainwright.planning.stack import Attention, Stack
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
-from trainwright.planning.workload import ALL_LINEAR, Adapter, Choice, Quantisation, Target, Workload
+from trainwright.planning.workload import ALL_LINEAR, AdapterShape, Choice, Quantization, Target, Workload
 
 # Of what comes and goes in a step, that torch's allocator reserves beyond what is live.
 _HELD = 0.15
@@ -34,7 +34,7 @@ _ON_PEFT = {"fms-hf-tuning", "ms-swift", "PEFT", "LLaMA-Factory", "Axolotl", "TR
 # Programs that compile more than the blocks.
 _COMPILE_ALL = {"torchtitan", "torchtune", "nanoGPT", "PyTorch", "ml-engineering", "llm.c", "fms-fsdp", "torchao"}
 # Programs that switch FSDP's sums off for all micro-batches of a step but the last (kempnerforge/training/grad.py).
-_SUM_WHOLE = {"KempnerForge"}
+_SUM_UNSHARDED = {"KempnerForge"}
 _TARGETS: dict[str, tuple[Target, ...]] = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("output",), "output_proj": ("output",),
     "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
@@ -75,7 +75,7 @@ def compare(figure: dict[str, Any]) -> Compared:
     except RequestError as problem:
         return Compared(figure, missing=str(problem).partition(";")[0])
     if architecture_of(figure) is None:
-        return Compared(figure, missing=f"{figure['model']}: no such model in the catalogue")
+        return Compared(figure, missing=f"{figure['model']}: no such model in the catalog")
     workload, choice = _workload(figure, cluster.devices), _choice(figure, cluster.devices)
     stack = _stack(figure)
     time = step_time(workload, choice, cluster, rates_of(cluster), stack)
@@ -127,18 +127,18 @@ def _workload(figure: dict[str, Any], devices: int) -> Workload:
         packed=figure["packed"],
         document_tokens=figure.get("mean_length"),
         adapter=None if adapter is None else _adapter(adapter),
-        quantisation=_quantisation(adapter or {}),
+        quantisation=_quantization(adapter or {}),
         evaluates=False,
     )
 
 
-def _adapter(adapter: dict[str, Any]) -> Adapter:
+def _adapter(adapter: dict[str, Any]) -> AdapterShape:
     kind = "dora" if adapter["type"] == "dora" else "lora"
-    return Adapter(kind, adapter["rank"], _targets(adapter["targets"]), adapter.get("dropout") or 0.0)
+    return AdapterShape(kind, adapter["rank"], _targets(adapter["targets"]), adapter.get("dropout") or 0.0)
 
 
-def _quantisation(adapter: dict[str, Any]) -> Quantisation:
-    kind: Quantisation = adapter.get("quantisation") or "none"
+def _quantization(adapter: dict[str, Any]) -> Quantization:
+    kind: Quantization = adapter.get("quantisation") or "none"
     return "nf4_single" if kind == "nf4" and not adapter.get("double_quantisation") else kind
 
 
@@ -164,7 +164,7 @@ def _stack(figure: dict[str, Any]) -> Stack:
         wide_adapters=figure["stack"] in _ON_PEFT,
         foreach=figure["optimizer"] == "adamw" and figure["stack"] in _ON_PEFT,
         alternates=figure["stack"] == "torchtitan",
-        sums_whole=figure["stack"] in _SUM_WHOLE,
+        sums_unsharded=figure["stack"] in _SUM_UNSHARDED,
         cuts_scales=figure["stack"] == "torchtune",
         caches_keys=bool(figure.get("caches_keys")),
         keeps_outputs=bool(figure.get("keeps_outputs")),

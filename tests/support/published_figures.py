@@ -15,9 +15,9 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from trainwright.errors import RequestError
-from trainwright.machine.catalogue import find_card
+from trainwright.machine.catalog import find_card
 from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.catalogue import known_model
+from trainwright.planning.architectures.catalog import known_model
 from trainwright.planning.architectures.configured import from_config
 
 Half = Literal["mend", "check"]
@@ -29,7 +29,7 @@ _ABOUT = "about.json"
 _LONG = 16_384
 _REVISION = re.compile(r"^(/[^/]+/[^/]+)/(?:blob|raw|tree)/[^/]+(?=/)")
 _NODES = re.compile(r"^\d+x\d+x")
-_QUANTISED = ("nf4", "int8")
+_QUANTIZED = ("nf4", "int8")
 
 
 def figures(half: Half | None = None) -> list[Figure]:
@@ -71,7 +71,7 @@ def class_of(figure: Figure) -> str:
         "offload": any(figure[key] for key in ("offload_parameters", "offload_optimizer", "activation_offload")),
         "long context": figure["sequence_length"] >= _LONG and (figure["mean_length"] or _LONG) >= _LONG,
         "MoE": bool(architecture.experts) if architecture else any("expert" in key for key in figure.get("config", ())),
-        "QLoRA": adapter.get("quantisation") in _QUANTISED,
+        "QLoRA": adapter.get("quantisation") in _QUANTIZED,
         "LoRA": bool(adapter),
     }
     return next((name for name, held in holds.items() if held), "dense")

@@ -63,7 +63,7 @@ def compared(half: Half) -> list[Compared]:
     return [compare(figure) for figure in figures(half)]
 
 
-def summarise(found: Iterable[Compared]) -> Summary:
+def summarize(found: Iterable[Compared]) -> Summary:
     found = list(found)
     planned = [one for one in found if one.missing is None]
     ran = [one for one in planned if one.figure["outcome"] == "ran"]
@@ -87,7 +87,7 @@ def by_class(found: Sequence[Compared]) -> dict[str, Summary]:
     """Every class that there is, then all."""
     names = [class_of(one.figure) for one in found]
     groups = {name: [one for one, of in zip(found, names, strict=True) if of == name] for name in CLASSES}
-    return {**{name: summarise(group) for name, group in groups.items() if group}, "all": summarise(found)}
+    return {**{name: summarize(group) for name, group in groups.items() if group}, "all": summarize(found)}
 
 
 def errors(values: Iterable[float | None]) -> tuple[float, ...]:

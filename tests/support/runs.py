@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.commands import ROOT
 from tests.support.forked import Finished as Finished
 from tests.support.forked import Started, fork_server
-from trainwright.observe.reader import Event, read_events
+from trainwright.observe.reader import EventRecord, read_events
 
 TINY = ROOT / "recipes" / "sft" / "tiny.yaml"
 # Some 200 rows that do not depend on the Python version, as the built-in dataset does.
@@ -110,7 +110,7 @@ class Runs:
         return self._started[-1]
 
 
-def events(run: Path, kind: str) -> list[Event]:
+def events(run: Path, kind: str) -> list[EventRecord]:
     """A run's events of one kind, without what was done over after a resume."""
     return [event for event in read_events(run / "events.jsonl") if event["event"] == kind]
 

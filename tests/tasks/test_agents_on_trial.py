@@ -12,7 +12,7 @@ import torch
 
 from tests.support.learners import write_histories
 from trainwright.models.history.model import HistoryModel, HistoryShape
-from trainwright.models.history.objective import HistoryObjective, Weights
+from trainwright.models.history.objective import HistoryObjective, LossWeights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
 from trainwright.tasks.algorithm_distillation.goals import find_goals
@@ -66,9 +66,9 @@ def test_no_task_that_an_agent_is_tried_on_is_trained_on(file: Path, train_tasks
     trained = {tuple(task) for task in goals.train_tasks.tolist()}
     assert not trained & {tuple(task) for task in given.tolist()}
     assert goals.tried.tolist() == given.tolist()
-    assert goals.held_back == [1, 6, 9]
+    assert goals.held_out == [1, 6, 9]
     assert len(goals.train) == (train_tasks or 13)
-    assert not set(goals.train) & set(goals.held_back)
+    assert not set(goals.train) & set(goals.held_out)
 
 
 def test_returns_are_those_of_the_episode_in_which_they_were_had() -> None:
@@ -86,7 +86,7 @@ def test_returns_are_those_of_the_episode_in_which_they_were_had() -> None:
 
 def test_an_agent_that_is_all_but_cold_is_greedy() -> None:
     environment = make("darkroom", size=4, horizon=8)
-    module = HistoryObjective(HistoryModel(SHAPE, seed=3), Weights()).eval()
+    module = HistoryObjective(HistoryModel(SHAPE, seed=3), LossWeights()).eval()
     alone: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), gather=lambda own: [own])
     tasks = environment.tasks()[:8]
     cold, greedy, warm = (
@@ -101,7 +101,7 @@ def test_actions_are_learnt_with_the_smoothing_that_is_asked_for(file: Path, smo
     cut = Cut(subsample=1, steps=16, regions=1, last_only=False, region_before=False, shortest=16)
     with Histories(file) as histories:
         batch = HistoryWindows(histories, [0], cut, SHAPE).batch([0, 3])
-    objective = HistoryObjective(HistoryModel(SHAPE, seed=3), Weights(label_smoothing=smoothing)).eval()
+    objective = HistoryObjective(HistoryModel(SHAPE, seed=3), LossWeights(label_smoothing=smoothing)).eval()
     with torch.no_grad():
         total, action_loss, correct, count, *_ = objective(batch).tolist()
         hidden = objective.model.at_steps(objective.model.decoded(objective.model.tokens(batch.steps)))

@@ -16,10 +16,10 @@ import torch
 from tests.support.learners import write_histories
 from tests.support.runs import ROOT, Runs, column, difference, events
 from trainwright.models.history.model import HistoryModel, HistoryShape
-from trainwright.models.history.objective import HistoryObjective, Weights
+from trainwright.models.history.objective import HistoryObjective, LossWeights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories, History, write
-from trainwright.reinforcement.sources.settings import SourceSection
+from trainwright.reinforcement.sources.settings import SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, evaluate_random
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
@@ -216,13 +216,13 @@ def test_a_context_of_less_than_an_episode_is_warned_of(runs: Runs, file: Path) 
 
 
 def test_histories_of_another_source_than_the_recipes_are_told_of() -> None:
-    section = AlgorithmDistillationSection(source=SourceSection(name="q-learning", steps=400))
+    section = AlgorithmDistillationSection(source=SourceAlgorithmSection(name="q-learning", steps=400))
     made_by = section.source.algorithm
     for unknown in ({}, {"name": "scripted"}, made_by):
         assert other_source(section, unknown) is None
     warning = other_source(section, {**made_by, "steps": 200})
     assert warning is not None and "was made with steps 200, but the recipe has 400" in warning
-    warning = other_source(section, SourceSection().algorithm)
+    warning = other_source(section, SourceAlgorithmSection().algorithm)
     assert warning is not None and "was made with name ppo, but the recipe has q-learning" in warning
 
 
@@ -240,7 +240,7 @@ def world(rank: int = 0, size: int = 1, results: list[Any] | None = None) -> Any
 
 def test_what_a_copy_does_does_not_depend_on_who_computes_it() -> None:
     environment = make("darkroom", size=4, horizon=8)
-    module = HistoryObjective(HistoryModel(SHAPE, seed=3), Weights()).eval()
+    module = HistoryObjective(HistoryModel(SHAPE, seed=3), LossWeights()).eval()
     tasks = environment.tasks()[:3]
     trial = Trial(episodes=5, copies=2, temperature=1.0)
     alone = evaluate_model(module, environment, tasks, trial, world())

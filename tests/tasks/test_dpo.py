@@ -164,7 +164,7 @@ def test_pairs_that_can_be_told_apart_are(runs: Runs, data: Path, loss: str) -> 
     assert after["reward_margin"] == pytest.approx(after["chosen_reward"] - after["rejected_reward"])
 
 
-def test_label_smoothing_and_beta_change_what_is_minimised(runs: Runs, data: Path) -> None:
+def test_label_smoothing_and_beta_change_what_is_minimized(runs: Runs, data: Path) -> None:
     plain = run_of(runs, data, processes(1), "dpo.loss=dpo")
     for override in ("dpo.label_smoothing=0.2", "dpo.beta=0.5"):
         other = run_of(runs, data, processes(1), override)
@@ -245,7 +245,7 @@ def test_the_metrics_of_kto_are_those_of_plain_transformers(
     run = run_of(runs, answers, *from_start(start), f"data.validation={held}", "dpo.loss=kto", "dpo.desirable_weight=2")
     measured = metrics(run)[-1]
     ratios = [ratio for ratio, _ in log_ratios(run, start, [(row["prompt"], row["completion"]) for row in rows])]
-    # No two neighbours have the same prompt, so each has the answer of the next.
+    # No two neighbors have the same prompt, so each has the answer of the next.
     assert all(a["prompt"] != b["prompt"] for a, b in pairwise([*rows, rows[0]]))
     others = [row["completion"] for row in [*rows[1:], rows[0]]]
     strangers = [

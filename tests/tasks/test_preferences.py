@@ -52,20 +52,20 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
 
 
 @torch.no_grad()
-def log_probability(model: Any, dataset: TokenDataset, document: int) -> tuple[float, int]:
-    """Of the targets of a document, and how many there are."""
-    ids, targets = (torch.tensor(np.asarray(part)) for part in dataset.document(document))
+def log_probability(model: Any, dataset: TokenDataset, sequence: int) -> tuple[float, int]:
+    """Of the targets of a sequence, and how many there are."""
+    ids, targets = (torch.tensor(np.asarray(part)) for part in dataset.sequence(sequence))
     logits = model(ids[None].long()).logits[0, :-1].double().log_softmax(-1)
     wanted = targets[1:]
     return float(logits.gather(1, ids[1:, None].long())[wanted].sum()), int(wanted.sum())
 
 
-def log_ratio(task: PreferenceTuning, reference: Any, dataset: TokenDataset, document: int) -> tuple[float, int]:
+def log_ratio(task: PreferenceTuning, reference: Any, dataset: TokenDataset, sequence: int) -> tuple[float, int]:
     model = copy.deepcopy(task._lm.model)
     for each in (model, reference):
         each.set_attn_implementation("sdpa")
-    own, count = log_probability(model.eval(), dataset, document)
-    return own - log_probability(reference, dataset, document)[0], count
+    own, count = log_probability(model.eval(), dataset, sequence)
+    return own - log_probability(reference, dataset, sequence)[0], count
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -81,7 +81,7 @@ def test_the_loss_of_a_batch_is_that_of_its_answers_one_by_one(begun: Begun, los
     examples = [example for micro in batch.micro_batches for example in micro.examples]
     expected = 0.0
     for example in examples:
-        ratios = [log_ratio(task, reference, dataset, document) for document in dataset.documents(example)]
+        ratios = [log_ratio(task, reference, dataset, sequence) for sequence in dataset.sequences(example)]
         (chosen, of_chosen), (rejected, of_rejected) = ratios
         if loss == "dpo":
             expected -= float(logsigmoid(torch.tensor(BETA * (chosen - rejected))))
@@ -99,10 +99,10 @@ def test_the_divergence_of_kto_is_of_answers_to_other_prompts_and_never_below_0(
     answers = task._mismatched[False]
     others = answers.stream.dataset
     ratios = [
-        log_ratio(task, reference, others, document)[0]
+        log_ratio(task, reference, others, sequence)[0]
         for micro in batch.micro_batches
         for example in micro.examples
-        for document in others.documents(example)
+        for sequence in others.sequences(example)
     ]
     for shift in (-100.0, 100.0):  # as if the reference had held the answers less likely, or more
         answers.reference.sums.setflags(write=True)
@@ -120,7 +120,7 @@ def test_a_mismatched_document_has_its_prompt_and_the_answer_to_another() -> Non
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     mixed = Mismatched.of(TokenDataset.from_examples(examples, "three"), 8, "data.train")
-    found = [mixed.document(document)[0].tolist() for document in range(3)]
+    found = [mixed.sequence(sequence)[0].tolist() for sequence in range(3)]
     assert found == [[1, 2, 3, 12], [1, 5, 13, 14, 15], [1, 2, 3, 12]]
 
 
@@ -130,8 +130,8 @@ def test_models_with_other_weights_have_references_of_their_own_on_the_same_data
         task, _, reference = begun(f"train.seed={seed}", "data.validation=null")
         reference.set_attn_implementation("sdpa")
         dataset, sums = task.stream.dataset, task._answers[False].reference.sums
-        for document in (0, 7):
-            assert sums[document] == pytest.approx(log_probability(reference.eval(), dataset, document)[0], rel=1e-5)
+        for sequence in (0, 7):
+            assert sums[sequence] == pytest.approx(log_probability(reference.eval(), dataset, sequence)[0], rel=1e-5)
         found.append((dataset.fingerprint, sums[:8].tolist()))
     assert found[0][0] == found[1][0]
     assert found[0][1] != found[1][1]

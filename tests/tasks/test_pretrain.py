@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.training import Case, Trained, train
-from trainwright.engine.muon import Muon, orthogonalised
-from trainwright.engine.progress import Losses, Noise
+from trainwright.engine.muon import Muon, orthogonalized
+from trainwright.engine.progress import LossStatistics, Noise
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.planning.facts import facts_of
@@ -226,7 +226,7 @@ def test_muon_is_torchs_with_its_scale() -> None:
         reference.step()
     # It iterates in bf16.
     assert (ours - theirs).abs().max() < 0.02 * (theirs - start).abs().max()
-    values = torch.linalg.svdvals(orthogonalised(torch.randn(30, 50)))
+    values = torch.linalg.svdvals(orthogonalized(torch.randn(30, 50)))
     assert values.min() > 0.5
     assert values.max() < 1.5
 
@@ -241,7 +241,7 @@ def test_the_noise_scale_of_gradients_that_are_known() -> None:
 
 
 def test_a_spike_is_left_out_and_a_new_level_is_not() -> None:
-    losses = Losses()
+    losses = LossStatistics()
     steady = [2.0 + 0.01 * (step % 7) for step in range(100)]
     assert not any(losses.is_spike(loss, 6) for loss in steady)
     assert losses.is_spike(3.0, 6)

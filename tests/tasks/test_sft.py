@@ -20,18 +20,18 @@ PROMPTS = ("What is 7 times 8?", "Count 5 numbers from 3.", "Spell lamp backward
 
 
 @pytest.fixture(scope="module")
-def held_back(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Validation rows of their own: which of them are held back is then known here too."""
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Validation rows of their own: which of them are held out is then known here too."""
     path = tmp_path_factory.mktemp("data") / "validation.jsonl"
     path.write_text("".join(line + "\n" for line in ROWS.read_text().splitlines()[-37:]))
     return path
 
 
-def settings(held_back: Path) -> tuple[str, ...]:
+def settings(held_out: Path) -> tuple[str, ...]:
     return (
         f"data.train={ROWS}",
         "data.limit=150",
-        f"data.validation={held_back}",
+        f"data.validation={held_out}",
         f"data.max_length={MAX_LENGTH}",
         f"evaluate.prompts={json.dumps(PROMPTS)}",
         "evaluate.max_new_tokens=12",
@@ -43,13 +43,13 @@ def settings(held_back: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(params=[1, 2, 3])
-def run(request: pytest.FixtureRequest, runs: Runs, held_back: Path) -> Path:
-    return runs.trained(f"parallel.num_processes={request.param}", *settings(held_back))
+def run(request: pytest.FixtureRequest, runs: Runs, held_out: Path) -> Path:
+    return runs.trained(f"parallel.num_processes={request.param}", *settings(held_out))
 
 
 @pytest.fixture
-def reference(runs: Runs, held_back: Path) -> Path:
-    return runs.trained("parallel.num_processes=1", *settings(held_back))
+def reference(runs: Runs, held_out: Path) -> Path:
+    return runs.trained("parallel.num_processes=1", *settings(held_out))
 
 
 def load(run: Path) -> tuple[Any, Any]:
@@ -103,10 +103,10 @@ def test_metrics_are_the_same_on_any_number_of_processes(run: Path, reference: P
         )
 
 
-def test_metrics_are_those_of_plain_transformers(run: Path, held_back: Path) -> None:
+def test_metrics_are_those_of_plain_transformers(run: Path, held_out: Path) -> None:
     measured = events(run, "evaluate")[-1]["metrics"]
-    plain = plain_metrics(run, held_back)
-    assert measured["loss"] < 5 and measured["token_accuracy"] > 0.05  # it has learnt something
+    plain = plain_metrics(run, held_out)
+    assert measured["loss"] < 5 and measured["token_accuracy"] > 0.05  # it has learned something
     assert measured["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert measured["perplexity"] == pytest.approx(plain["perplexity"], rel=1e-5)
     assert measured["token_accuracy"] == pytest.approx(plain["token_accuracy"], abs=1.5e-3)
@@ -114,9 +114,9 @@ def test_metrics_are_those_of_plain_transformers(run: Path, held_back: Path) -> 
 
 @pytest.mark.parametrize("overrides", [("data.pack_length=null",), ("train.micro_batch_size=5",)], ids=" ".join)
 def test_metrics_do_not_depend_on_batching(
-    runs: Runs, held_back: Path, reference: Path, overrides: tuple[str, ...]
+    runs: Runs, held_out: Path, reference: Path, overrides: tuple[str, ...]
 ) -> None:
-    once = tuple(o for o in settings(held_back) if "max_steps" not in o and "every" not in o)
+    once = tuple(o for o in settings(held_out) if "max_steps" not in o and "every" not in o)
     run = runs.trained("parallel.num_processes=2", *once, "train.max_steps=1", *overrides)
     before, expected = (events(which, "evaluate")[0]["metrics"]["loss"] for which in (run, reference))
     assert before == pytest.approx(expected, rel=1e-6)
@@ -145,7 +145,7 @@ def test_the_finished_model_is_the_last_checkpoint(run: Path) -> None:
     assert checkpoint.state["progress"]["tokens"] == column(run, "tokens")[-1]
     with checkpoint.reader() as read:
         for name, parameter in model.named_parameters():
-            assert torch.equal(read(f"model.model.{name}", Shard.whole(parameter)), parameter), name
+            assert torch.equal(read(f"model.model.{name}", Shard.full(parameter)), parameter), name
 
 
 def test_the_finished_model_has_the_logits_of_the_trained_one(reference: Path) -> None:
@@ -157,15 +157,15 @@ def test_the_finished_model_has_the_logits_of_the_trained_one(reference: Path) -
     trained = load_model(load_recipe(reference / "recipe.yaml").model, torch.float32, 0, tokenizer)
     with Checkpoint.open(reference / "checkpoints" / "step-00000010").reader() as read, torch.no_grad():
         for name, parameter in trained.named_parameters():
-            parameter.copy_(read(f"model.model.{name}", Shard.whole(parameter)))
+            parameter.copy_(read(f"model.model.{name}", Shard.full(parameter)))
     ids = torch.tensor([tokenizer("What is 7 times 8?")["input_ids"]])
     trained.eval()
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, trained(input_ids=ids).logits)
 
 
-def test_the_best_checkpoint_is_kept_and_the_last(runs: Runs, held_back: Path) -> None:
-    worse = tuple(o for o in settings(held_back) if not any(n in o for n in ("max_steps", "every", "learning_rate")))
+def test_the_best_checkpoint_is_kept_and_the_last(runs: Runs, held_out: Path) -> None:
+    worse = tuple(o for o in settings(held_out) if not any(n in o for n in ("max_steps", "every", "learning_rate")))
     # A learning rate under which the loss falls at first and then rises.
     run = runs.trained(
         "parallel.num_processes=1",

@@ -29,7 +29,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def knowing(runs: Runs, recipe: Path) -> tuple[str, ...]:
-    """What has a run start from a model that has learnt all rows."""
+    """What has a run start from a model that has learned all rows."""
     final = runs.trained(ONE, recipe=recipe.with_name("know.yaml")) / "final"
     return (f"model.name={final}", "model.config=null", "model.tokenizer=null")
 
@@ -154,10 +154,10 @@ def test_a_task_vector_is_subtracted_from_the_start(runs: Runs, recipe: Path, kn
 
     run = run_of(runs, recipe, "task_vector", *knowing, ONE, "unlearn.scale=2")
     start = load_file(Path(knowing[0].removeprefix("model.name=")) / "model.safetensors")
-    learnt = load_file(next((run / "checkpoints" / "step-00000006").glob("*.safetensors")))
+    learned = load_file(next((run / "checkpoints" / "step-00000006").glob("*.safetensors")))
     final = load_file(run / "final" / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
-    (found,) = (tensor for key, tensor in learnt.items() if key.endswith(name) and key.startswith("model."))
+    (found,) = (tensor for key, tensor in learned.items() if key.endswith(name) and key.startswith("model."))
     expected = start[name] - 2 * (found - start[name])
     assert float((final[name] - expected).abs().max()) < 1e-6
     assert float((final[name] - start[name]).abs().max()) > 1e-4

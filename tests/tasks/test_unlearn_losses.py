@@ -15,8 +15,8 @@ from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.tasks.unlearn.formulas import ascended, direction
-from trainwright.tasks.unlearn.losses import Counts, Found, Losses
+from trainwright.tasks.unlearn.formulas import direction, updated_multiplier
+from trainwright.tasks.unlearn.losses import Counts, LossSums, UnlearnLosses
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection
 
@@ -209,11 +209,13 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
     expected = meant(plain)
     expected.backward()
 
-    tensors, found = batch(), Found()
+    tensors, found = batch(), LossSums()
     reference = torch.stack([-plain.nll(index, of_reference=True).sum() for index in range(len(DOCUMENTS))])
     counts = Counts.of(section, list(zip(tensors.roles, tensors.target_counts, strict=True)))
     factors = section.value("gamma") / counts.forget, section.value("alpha") / counts.retain
-    losses = Losses(section, lambda batch: reference, direction(16, section.value("steering_coefficient") or 1.0, 3))
+    losses = UnlearnLosses(
+        section, lambda batch: reference, direction(16, section.value("steering_coefficient") or 1.0, 3)
+    )
     total = lm(tensors, work=lambda lm, batch: losses(lm, batch, *factors, found))
     total.backward()
 
@@ -229,5 +231,5 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
 
 
 def test_the_retain_loss_counts_more_the_more_it_is_over_its_limit() -> None:
-    assert ascended(1.0, 3.5, 3.0, 0.5) == 1.25
-    assert ascended(0.2, 2.0, 3.0, 0.5) == 0.0
+    assert updated_multiplier(1.0, 3.5, 3.0, 0.5) == 1.25
+    assert updated_multiplier(0.2, 2.0, 3.0, 0.5) == 0.0

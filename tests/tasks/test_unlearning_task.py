@@ -47,8 +47,8 @@ def test_each_of_the_two_losses_is_a_mean_of_its_own_over_the_global_batch(make:
     sums: Any = torch.stack([part.statistics for part in parts if part.statistics is not None]).sum(0)
     forget, of_forget, retain, of_retain = sums[:4].tolist()
     dataset = task.stream.dataset
-    documents = [d for micro in batch.micro_batches for example in micro.examples for d in dataset.documents(example)]
-    assert of_forget + of_retain == sum(map(dataset.document_targets, documents))
+    sequences = [d for micro in batch.micro_batches for example in micro.examples for d in dataset.sequences(example)]
+    assert of_forget + of_retain == sum(map(dataset.sequence_targets, sequences))
     assert found == pytest.approx(0.7 * forget / of_forget + 1.3 * retain / of_retain, rel=1e-5)
     assert task.metrics(sums.tolist())["loss"] == pytest.approx(found, rel=1e-5)
 
@@ -77,10 +77,10 @@ def test_the_model_without_its_adapter_does_not_drop_out_as_a_reference(make: Ma
 
 
 def test_a_task_vector_is_taken_off_the_start() -> None:
-    start, learnt = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0])
-    found = dict(negated([("a", learnt), ("frozen", learnt)], {"a": start}, 0.5))
+    start, learned = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0])
+    found = dict(negated([("a", learned), ("frozen", learned)], {"a": start}, 0.5))
     assert found["a"].tolist() == [0.0, 2.5]
-    assert found["frozen"] is learnt
+    assert found["frozen"] is learned
 
 
 def test_an_adapter_that_is_negated_adds_the_opposite() -> None:

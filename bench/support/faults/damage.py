@@ -40,7 +40,7 @@ def damaged_checkpoint(scene: Scene) -> None:
     told = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + ended.text
     for step in steps[-count:]:
         require(f"step-{step:08d}/{file}" in told, f"nothing said of step-{step:08d}/{file}: {told}")
-    promises.whole_and_same(scene.run, scene.reference(), exact=True)
+    promises.complete_and_same(scene.run, scene.reference(), exact=True)
 
 
 @fault("every checkpoint damaged", spreads=ANY, variants=[f"{file} cut in half" for file in _FILES[:3]], share=1)
@@ -68,7 +68,7 @@ def damaged_and_pruned(scene: Scene) -> None:
         keep = f"checkpoint.keep_last={scene.variant}"
         starts = sum(event["event"] == "start" for event in promises.lines(scene.run))
         command = scene.trainwright("train", "--resume", str(scene.run), keep)
-        whole = _newest_whole(scene, bad)
+        whole = _newest_complete(scene, bad)
         reached = scene.draw.randrange(whole + 1, max(whole + 2, min(whole + 7, phases.STEPS - 2)))
         scene.wait_until(command, lambda n=starts, k=reached: _steps_since(scene, n) >= k)
         if scene.draw.random() < 0.7:
@@ -83,7 +83,7 @@ def damaged_and_pruned(scene: Scene) -> None:
         require(max(left) >= whole, f"the checkpoint of step {whole} is gone, whole ones are of {left}")
     ended = scene.go_on()
     scene.expect(ended, (FINISHED,))
-    promises.whole_and_same(scene.run, scene.reference(), exact=True)
+    promises.complete_and_same(scene.run, scene.reference(), exact=True)
 
 
 @fault(
@@ -119,7 +119,7 @@ def foreign_names(scene: Scene) -> None:
         path.symlink_to("nowhere" if what == "link to nothing" else "step-00000018")
     ended = scene.go_on()
     scene.expect(ended, (FINISHED,))
-    promises.whole_and_same(scene.run, scene.reference(), exact=True)
+    promises.complete_and_same(scene.run, scene.reference(), exact=True)
 
 
 @fault(
@@ -138,7 +138,7 @@ def damaged_run(scene: Scene) -> None:
     ended = resume.wait(RUN_SECONDS)
     scene.expect(ended, (FINISHED, REQUEST, FAILED), file)
     if ended.code == FINISHED and file != "events.jsonl":
-        promises.whole_and_same(scene.run, scene.reference(), exact=True)
+        promises.complete_and_same(scene.run, scene.reference(), exact=True)
     if ended.code != FINISHED:
         _remove(before)
         before.write_bytes(text)
@@ -181,7 +181,7 @@ def _whole(scene: Scene) -> list[int]:
     return [s for s in found if promises.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
 
 
-def _newest_whole(scene: Scene, bad: frozenset[int]) -> int:
+def _newest_complete(scene: Scene, bad: frozenset[int]) -> int:
     return max(_whole(scene), default=0)
 
 

@@ -44,7 +44,7 @@ def full_disk(scene: Scene) -> None:
     filler.unlink(missing_ok=True)
     scene.expect(ended, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if ended.code == STOPPED else _FULL)
     if scene.run.exists():
-        promises.checkpoints_whole(scene.run)
+        promises.checkpoints_complete(scene.run)
     if ended.code != FINISHED:
         ended = scene.go_on()
         scene.expect(ended, (FINISHED,))
@@ -62,7 +62,7 @@ def limited_files(scene: Scene) -> None:
         _limit_files(pids, resource.RLIM_INFINITY)
     ended = command.wait(RUN_SECONDS)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
-    promises.checkpoints_whole(scene.run)
+    promises.checkpoints_complete(scene.run)
     if ended.code != FINISHED:
         ended = scene.go_on()
         scene.expect(ended, (FINISHED,))
@@ -78,7 +78,7 @@ def read_only_later(scene: Scene) -> None:
     ended = command.wait(RUN_SECONDS)
     make_read_only(scene.run, False)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), "read-only")
-    promises.checkpoints_whole(scene.run)
+    promises.checkpoints_complete(scene.run)
     if ended.code != FINISHED:
         scene.expect(scene.go_on(), (FINISHED,))
     scene.as_undisturbed()

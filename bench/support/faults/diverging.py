@@ -25,7 +25,7 @@ def diverging(scene: Scene) -> None:
     ended = scene.train(*overrides).wait(RUN_SECONDS)
     scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
     reached = promises.last_step(scene.run)
-    saved = promises.checkpoints_whole(scene.run)
+    saved = promises.checkpoints_complete(scene.run)
     require(not saved or saved[-1] <= reached, f"checkpoints of {saved}, and only {reached} steps were taken")
     again = scene.go_on(first=overrides)
     scene.expect(again, (FAILED,), ["step", "not finite|nan|inf"])

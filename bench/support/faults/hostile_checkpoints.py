@@ -149,7 +149,7 @@ def hostile_checkpoint(scene: Scene) -> None:
     changed = scene.draw.choice([steps[-1:], steps])
     for step in changed:
         _change(scene.run / "checkpoints" / f"step-{step:08d}", _CHANGES[scene.variant])
-    scene.forget()
+    scene.accept_changes()
     ended = scene.go_on()
     require(ended.peak < 2 * REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB")
     if len(changed) == len(steps):
@@ -157,7 +157,7 @@ def hostile_checkpoint(scene: Scene) -> None:
         return
     scene.expect(ended, (FINISHED, REQUEST, FAILED), "checkpoint|step-")
     if ended.code == FINISHED:
-        promises.whole_and_same(scene.run, scene.reference(), exact=True)
+        promises.complete_and_same(scene.run, scene.reference(), exact=True)
         resumed = [e.get("resumed_from") for e in promises.lines(scene.run) if e["event"] == "start"][-1]
         require(resumed == steps[-2], f"resumed from {resumed}: the checkpoint of step {steps[-1]} was used")
 

@@ -50,7 +50,7 @@ def no_more_files(scene: Scene) -> None:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, number))
     ended = command.wait(RUN_SECONDS)
     scene.expect(ended, _SHORT, _TOO_FEW)
-    promises.checkpoints_whole(scene.run)
+    promises.checkpoints_complete(scene.run)
     scene.as_undisturbed() if ended.code == FINISHED else scene.resumes()
 
 
@@ -91,7 +91,7 @@ def small_cgroup(scene: Scene) -> None:
     if ended.code == FINISHED:
         scene.as_undisturbed(_NO_DROPOUT, exact=False)
     elif scene.run.exists():
-        promises.checkpoints_whole(scene.run)
+        promises.checkpoints_complete(scene.run)
         scene.resumes(overrides=_NO_DROPOUT, exact=False)
 
 
@@ -109,7 +109,7 @@ def limited_addresses(scene: Scene) -> None:
     resource.prlimit(workers[rank], resource.RLIMIT_AS, (size, size))
     ended = command.wait(RUN_SECONDS)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), "memory")
-    promises.checkpoints_whole(scene.run)
+    promises.checkpoints_complete(scene.run)
     if ended.code == FINISHED:
         scene.as_undisturbed(_NO_DROPOUT, exact=False)
     else:

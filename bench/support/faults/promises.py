@@ -51,7 +51,7 @@ def last_step(run: Path) -> int:
     return max((event["step"] for event in lines(run) if event["event"] == "step"), default=0)
 
 
-def whole_and_same(run: Path, reference: Path, *, exact: bool, rounding: float = ROUNDING) -> None:
+def complete_and_same(run: Path, reference: Path, *, exact: bool, rounding: float = ROUNDING) -> None:
     """Broken unless the run is finished, and has every step of the reference once, with its values.
 
     Args:
@@ -131,7 +131,7 @@ def broken_checkpoint(path: Path) -> str | None:
     return None
 
 
-def checkpoints_whole(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
+def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
     """Steps whose checkpoints are there and whole; Broken for one that is there and is not, `but` the damaged."""
     found = [step for step in checkpoint_steps(run) if step not in but]
     for step in found:
@@ -143,7 +143,7 @@ def checkpoints_whole(run: Path, *, but: frozenset[int] = frozenset()) -> list[i
 def none_lost(run: Path) -> None:
     """Broken when the newest checkpoint that the events tell of is not there and whole."""
     written = [event["step"] for event in history(run) if event["event"] == "checkpoint"]
-    whole = checkpoints_whole(run)
+    whole = checkpoints_complete(run)
     if written:
         require(written[-1] in whole, f"the checkpoint of step {written[-1]} was written, and {whole} are there")
 

@@ -175,7 +175,7 @@ class Scene:
         self.as_undisturbed(overrides, exact=exact)
 
     def as_undisturbed(self, overrides: Sequence[str] = (), *, exact: bool = True) -> None:
-        promises.whole_and_same(self.run, self.reference(overrides), exact=exact)
+        promises.complete_and_same(self.run, self.reference(overrides), exact=exact)
         promises.none_lost(self.run)
         leftovers = [path.name for path in (self.run / "checkpoints").iterdir() if path.name.startswith(".")]
         require(not leftovers, f"left in checkpoints/: {leftovers}")
@@ -195,8 +195,8 @@ class Scene:
         if self._before is None:
             self._before = self._snapshot()
 
-    def forget(self) -> None:
-        """What is outside was changed by the trial itself: take it as it is now."""
+    def accept_changes(self) -> None:
+        """Accept what the trial itself changed outside the run directory."""
         self._before = self._snapshot()
 
     def _snapshot(self) -> dict[str, str]:

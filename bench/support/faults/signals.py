@@ -69,7 +69,7 @@ def second_interrupt(scene: Scene) -> None:
     command.send(signal.SIGINT)
     ended = command.wait(RUN_SECONDS)
     scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else "killed|ctrl-C")
-    promises.checkpoints_whole(scene.run)
+    promises.checkpoints_complete(scene.run)
     scene.resumes()
 
 
@@ -86,7 +86,7 @@ def frozen_worker(scene: Scene) -> None:
     command.send(signal.SIGTERM)
     ended = command.wait(RUN_SECONDS)
     scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else f"rank {rank}")
-    promises.checkpoints_whole(scene.run)
+    promises.checkpoints_complete(scene.run)
     scene.resumes()
 
 
@@ -105,7 +105,7 @@ def paused_worker(scene: Scene) -> None:
 def _stopped_and_resumed(scene: Scene, ended: Ended) -> None:
     if ended.code == FINISHED:
         # Only a run whose last step was done when the signal came may finish.
-        promises.whole_and_same(scene.run, scene.reference(), exact=True)
+        promises.complete_and_same(scene.run, scene.reference(), exact=True)
         if scene.phase != phases.EXPORT:
             raise Missed("the run had finished when the signal came")
         return

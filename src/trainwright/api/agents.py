@@ -12,7 +12,7 @@ from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World
-    from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, AgentReport
+    from trainwright.tasks.algorithm_distillation.evaluation import AgentReport, AgentRequest
 
 
 def may_be_agent(model: str) -> bool:
@@ -37,7 +37,7 @@ def measure_agent(
     Raises:
         RequestError: an option that would have no effect, or an agent that cannot be evaluated.
     """
-    from trainwright.tasks.algorithm_distillation.evaluation import AgentAsked, AgentReport, is_agent
+    from trainwright.tasks.algorithm_distillation.evaluation import AgentReport, AgentRequest, is_agent
 
     if not is_agent(model):
         return None
@@ -47,27 +47,27 @@ def measure_agent(
     from trainwright.machine.detect import detect
 
     machine = detect()
-    asked = AgentAsked(model=model, checkpoint=checkpoint, **trial)
+    request = AgentRequest(model=model, checkpoint=checkpoint, **trial)
     processes = process_count(machine, num_processes)
     with work_directory("eval") as work:
         in_processes(
-            functools.partial(_prepare, asked),
-            functools.partial(_entry, asked, work),
+            functools.partial(_prepare, request),
+            functools.partial(_entry, request, work),
             modules=["trainwright.tasks.algorithm_distillation.evaluation"],
             machine=machine,
             processes=processes,
             work=work,
         )
-        return AgentReport.of(asked, work)
+        return AgentReport.of(request, work)
 
 
-def _prepare(asked: AgentAsked) -> None:
+def _prepare(request: AgentRequest) -> None:
     from trainwright.tasks.algorithm_distillation.evaluation import find_agent, load_agent
 
-    load_agent(*find_agent(asked))
+    load_agent(*find_agent(request))
 
 
-def _entry(asked: AgentAsked, work: Path, world: World) -> None:
+def _entry(request: AgentRequest, work: Path, world: World) -> None:
     from trainwright.launch.process import console
     from trainwright.tasks.algorithm_distillation.evaluation import work_on
 
@@ -81,4 +81,4 @@ def _entry(asked: AgentAsked, work: Path, world: World) -> None:
         counting = Counting(stream, label, total, "steps")
         return lambda: counting(1)
 
-    work_on(asked, work, world, stage)
+    work_on(request, work, world, stage)

@@ -12,15 +12,15 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.api.apart import apart
 from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.separate_process import run_in_process
 from trainwright.errors import RequestError, Stopped
 from trainwright.paths import user_path
 from trainwright.text import plural, say
 
 if TYPE_CHECKING:
     from trainwright.recipe.yaml_text import Tree
-    from trainwright.reinforcement.collection import Collection, Progress
+    from trainwright.reinforcement.collection import Collection, CollectionProgress
     from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 
 
@@ -91,7 +91,7 @@ def collect(
         trainwright.errors.RequestError: tiny.yaml: collect needs a recipe with task: algorithm_distillation
     """
     file = None if chart is None else Path(chart)
-    return apart(collected, source_of(recipe), overrides, num_processes, file, progress=progress)
+    return run_in_process(collected, source_of(recipe), overrides, num_processes, file, progress=progress)
 
 
 def collected(
@@ -196,11 +196,11 @@ class _Shown:
         if self._console.is_terminal:
             self._bar.stop()
 
-    def __call__(self, progress: Progress) -> None:
-        said = f"{progress.goals} of {plural(progress.all_goals, 'task')}"
-        self._bar.update(self._task, completed=progress.done, description=said)
+    def __call__(self, progress: CollectionProgress) -> None:
+        text = f"{progress.goals} of {plural(progress.all_goals, 'task')}"
+        self._bar.update(self._task, completed=progress.done, description=text)
         if not self._console.is_terminal and progress.goals != self._said:
-            say(f"{said} finished")
+            say(f"{text} finished")
         self._said = progress.goals
 
 

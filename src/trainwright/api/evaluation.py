@@ -10,8 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from trainwright.api.apart import apart, as_options
-from trainwright.api.measuring import MeasureAsked, measure
+from trainwright.api.measuring import MeasureRequest, measure
+from trainwright.api.separate_process import as_options, run_in_process
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,6 @@ def evaluate(
         >>> sorted(found.metrics)
         ['loss', 'token_accuracy']
     """
-    asked = MeasureAsked(**as_options(locals()))
-    directory, table = apart(measure, asked, progress=progress)
+    asked = MeasureRequest(**as_options(locals()))
+    directory, table = run_in_process(measure, asked, progress=progress)
     return Evaluation(directory, tuple(table))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import Activity, doing
-from trainwright.api.apart import apart, as_options
+from trainwright.api.separate_process import as_options, run_in_process
 from trainwright.errors import RequestError
 from trainwright.text import say
 
@@ -82,20 +82,20 @@ def generate(
     """
     options = {**locals()}
     del options["prompts"]
-    asked = GenerateAsked(**as_options(options))
+    request = GenerationRequest(**as_options(options))
     if prompts is None and file is None:
         raise RequestError("generate: pass prompts, or a file of them")
     if prompts is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
     if isinstance(prompts, str):
-        return [apart(answer, asked, prompts, progress=progress)]
+        return [run_in_process(answer, request, prompts, progress=progress)]
     if prompts is None:
-        return apart(answer_file, asked, progress=progress)
-    return apart(_answer_list, asked, list(prompts), progress=progress)
+        return run_in_process(answer_file, request, progress=progress)
+    return run_in_process(_answer_list, request, list(prompts), progress=progress)
 
 
 @dataclass(frozen=True)
-class GenerateAsked:
+class GenerationRequest:
     """What to answer and how, with the options of ``trainwright generate``; None: not given."""
 
     model: str
@@ -121,52 +121,52 @@ class GenerateAsked:
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed or 0)
 
 
-def answer(asked: GenerateAsked, prompt: str | None = None) -> str:
+def answer(request: GenerationRequest, prompt: str | None = None) -> str:
     """Answer one prompt, or with None prompts typed by the user, in this process; return the last answer."""
-    machine = _checked(asked)
+    machine = _checked(request)
     from trainwright.launch.process import limit_threads
 
     limit_threads(machine.cpu_cores, 1)
     with Activity(sys.stderr, "importing torch and transformers"):
         import torch
 
-        from trainwright.inference.chat import HELP, Speaker, chat, typed
+        from trainwright.inference.chat import HELP, ChatSession, chat, read_lines
         from trainwright.inference.finding import find_model
         from trainwright.inference.loading import DTYPES, check_fits, load
 
         doing("reading the model")
-        dtype = DTYPES[_dtype(asked, machine)]
-        found = find_model(asked.model, asked.adapter, asked.checkpoint)
+        dtype = DTYPES[_dtype(request, machine)]
+        found = find_model(request.model, request.adapter, request.checkpoint)
         check_fits(found, dtype, machine, 1)
         loaded = load(found, dtype, torch.device(machine.device))
-    plain = _is_plain(asked, loaded.chat)
-    speaker = Speaker(loaded, asked.sampling(), _say, plain=plain, system=asked.system)
+    plain = _is_plain(request, loaded.chat)
+    session = ChatSession(loaded, request.sampling(), _say, plain=plain, system=request.system)
     if prompt is not None:
-        said = speaker.answer(prompt if plain else [{"role": "user", "content": prompt}]).text
+        text = session.answer(prompt if plain else [{"role": "user", "content": prompt}]).text
         _say("\n")
-        return said if plain else said.strip()
+        return text if plain else text.strip()
     if sys.stdin.isatty():
         what = "it continues what you type" if plain else HELP
         say(f"{found.origin}: {what}", file=sys.stderr)
-    chat(speaker, typed("> "), _say)
+    chat(session, read_lines("> "), _say)
     return ""
 
 
-def answer_file(asked: GenerateAsked) -> list[str]:
-    """Answer the rows of a file; return the answers, which are written to ``asked.out`` too. Changes this process."""
+def answer_file(request: GenerationRequest) -> list[str]:
+    """Answer the rows of a file; return the answers, which are written to ``request.out`` too. Changes this process."""
     from trainwright.api.workers import in_processes, process_count, work_directory
 
-    machine = _checked(asked)
-    processes = process_count(machine, asked.num_processes)
-    asked = replace(asked, dtype=_dtype(asked, machine))
+    machine = _checked(request)
+    processes = process_count(machine, request.num_processes)
+    request = replace(request, dtype=_dtype(request, machine))
     with work_directory("generate") as work:
         in_processes(
-            functools.partial(_prepare, asked, machine, processes, work),
-            functools.partial(_answer, asked, work),
+            functools.partial(_prepare, request, machine, processes, work),
+            functools.partial(_answer, request, work),
             modules=[
                 "trainwright.inference.answering",
                 "trainwright.inference.loading",
-                "trainwright.inference.asking",
+                "trainwright.inference.prompts",
             ],
             machine=machine,
             processes=processes,
@@ -176,25 +176,25 @@ def answer_file(asked: GenerateAsked) -> list[str]:
     return answers
 
 
-def _answer_list(asked: GenerateAsked, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
+def _answer_list(request: GenerationRequest, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
     """Answer prompts by writing them to a file first."""
     rows = [{"prompt": each} if isinstance(each, str) else {"messages": list(each)} for each in prompts]
     with tempfile.TemporaryDirectory(prefix="trainwright-prompts-") as scratch:
         file = Path(scratch, "prompts.jsonl")
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return answer_file(replace(asked, file=str(file), out=str(Path(scratch, "answers.jsonl"))))
+        return answer_file(replace(request, file=str(file), out=str(Path(scratch, "answers.jsonl"))))
 
 
-def _checked(asked: GenerateAsked) -> Machine:
+def _checked(request: GenerationRequest) -> Machine:
     """Return the machine to use, after checking the options. Raises RequestError, MachineError."""
     from trainwright.launch.group.environment import refuse_worker
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
     refuse_worker("generate")
-    _check(asked.file, asked.out, asked.num_processes, asked.batch_size)
-    drawn = asked.top_p < 1 or asked.top_k is not None or asked.seed is not None
-    if asked.temperature == 0 and drawn:
+    _check(request.file, request.out, request.num_processes, request.batch_size)
+    drawn = request.top_p < 1 or request.top_k is not None or request.seed is not None
+    if request.temperature == 0 and drawn:
         raise RequestError(
             "--top-p, --top-k and --seed: have no effect at temperature 0; set --temperature, for instance to 0.7"
         )
@@ -203,10 +203,10 @@ def _checked(asked: GenerateAsked) -> Machine:
     return machine
 
 
-def _dtype(asked: GenerateAsked, machine: Machine) -> str:
+def _dtype(request: GenerationRequest, machine: Machine) -> str:
     from trainwright.api.workers import dtype_name
 
-    return dtype_name(asked.dtype, machine)
+    return dtype_name(request.dtype, machine)
 
 
 def _check(file: str | None, out: str | None, num_processes: int | None, batch_size: int | None) -> None:
@@ -224,10 +224,10 @@ def _check(file: str | None, out: str | None, num_processes: int | None, batch_s
         check_answer_file(Path(out))
 
 
-def _is_plain(asked: GenerateAsked, chat: bool) -> bool:
+def _is_plain(request: GenerationRequest, chat: bool) -> bool:
     """Return whether texts are continued; ``chat``: the model was trained for conversations."""
-    plain = asked.plain or not chat
-    if plain and asked.system is not None:
+    plain = request.plain or not chat
+    if plain and request.system is not None:
         raise RequestError("--system: has no effect for a model that continues texts; remove it")
     return plain
 
@@ -236,27 +236,27 @@ def _say(text: str) -> None:
     say(text, end="")
 
 
-def _prepare(asked: GenerateAsked, machine: Machine, processes: int, work: Path) -> None:
+def _prepare(request: GenerationRequest, machine: Machine, processes: int, work: Path) -> None:
     """Find the model, read the rows and tokenize them, once."""
-    from trainwright.inference.asking import Asker, read_questions
     from trainwright.inference.finding import find_model
     from trainwright.inference.loading import DTYPES, check_fits
+    from trainwright.inference.prompts import PromptEncoder, read_questions
     from trainwright.models.load import load_config, load_tokenizer
 
-    found = find_model(asked.model, asked.adapter, asked.checkpoint)
-    check_fits(found, DTYPES[asked.dtype], machine, processes)
+    found = find_model(request.model, request.adapter, request.checkpoint)
+    check_fits(found, DTYPES[request.dtype], machine, processes)
     found.save(work / "found.json")
-    questions = read_questions(str(asked.file), "--file")
+    questions = read_questions(str(request.file), "--file")
     for note in questions.notes:
         say(note, file=sys.stderr)
     tokenizer = load_tokenizer(found.section)
-    plain = _is_plain(asked, tokenizer.chat_template is not None)
-    asker = Asker(tokenizer, plain=plain, system=asked.system)
+    plain = _is_plain(request, tokenizer.chat_template is not None)
+    encode = PromptEncoder(tokenizer, plain=plain, system=request.system)
     positions = getattr(load_config(found.section, tokenizer).get_text_config(), "max_position_embeddings", None)
     prompts = []
     for row, question, place in zip(questions.rows, questions.asked, questions.places, strict=True):
         try:
-            prompts.append(asker(question))
+            prompts.append(encode(question))
             if positions is not None and len(prompts[-1]) >= positions:
                 raise RequestError(f"{len(prompts[-1]):,} tokens, but the model has only {positions:,} positions")
             if FIELD in row:
@@ -267,17 +267,17 @@ def _prepare(asked: GenerateAsked, machine: Machine, processes: int, work: Path)
     (work / "questions.json").write_text(json.dumps(about, default=str), encoding="utf-8")
 
 
-def _answer(asked: GenerateAsked, work: Path, world: World) -> None:
+def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     """Answer this rank's share of the rows; rank 0 writes all answers, or nothing."""
     from trainwright.api.workers import counted
     from trainwright.inference.answer_file import write_answers
     from trainwright.inference.answering import answer_all
-    from trainwright.inference.finding import Found
+    from trainwright.inference.finding import FoundModel
     from trainwright.inference.loading import DTYPES, load
     from trainwright.inference.stopping import stop_of
 
     about = json.loads((work / "questions.json").read_text(encoding="utf-8"))
-    loaded = load(Found.open(work / "found.json"), DTYPES[asked.dtype], world.device)
+    loaded = load(FoundModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not about["plain"])
     done = counted(world, "answers", len(about["prompts"]))
     with loaded.lm.for_generation() as model:
@@ -285,14 +285,14 @@ def _answer(asked: GenerateAsked, work: Path, world: World) -> None:
             model,
             loaded.tokenizer,
             about["prompts"],
-            asked.sampling(),
+            request.sampling(),
             stop,
             world,
-            rows=asked.batch_size,
+            rows=request.batch_size,
             done=done,
         )
     if world.is_main:
         texts = [answer.text if about["plain"] else answer.text.strip() for answer in answers]
-        assert asked.out is not None
-        write_answers(Path(asked.out), [{**row, FIELD: text} for row, text in zip(about["rows"], texts, strict=True)])
+        assert request.out is not None
+        write_answers(Path(request.out), [{**row, FIELD: text} for row, text in zip(about["rows"], texts, strict=True)])
         (work / _ANSWERS).write_text(json.dumps(texts), encoding="utf-8")

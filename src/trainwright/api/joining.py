@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.api.apart import answer, apart
+from trainwright.api.separate_process import answer, run_in_process
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, Interrupted, RequestError, Stopped, error_of
 from trainwright.launch.group.environment import Variables, launcher_of
 
 if TYPE_CHECKING:
-    from trainwright.api.training import TrainingAsked
-    from trainwright.launch.group.joined import JoinAsked
+    from trainwright.api.training import TrainingRequest
+    from trainwright.launch.group.joined import JoinRequest
     from trainwright.parallel.world import RankInfo
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
@@ -25,21 +25,23 @@ def launcher(nodes: int | None) -> str | None:
     return launcher_of(Variables(os.environ), nodes or 1)
 
 
-def join(asked: TrainingAsked, name: str, progress: bool) -> Path:
+def join(request: TrainingRequest, name: str, progress: bool) -> Path:
     """Train as one of the processes that the launcher ``name`` has started; return the run directory. Raises like
     `train`.
     """
-    from trainwright.launch.group.joined import JoinAsked
+    from trainwright.launch.group.joined import JoinRequest
 
-    if given := [key for key in _OF_OUR_LAUNCHER if getattr(asked, key) is not None]:
+    if given := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
         raise RequestError(f"{given[0]}: {name} started the processes and sets their rendezvous; remove it")
-    overrides = tuple(asked.with_number())
-    seconds = asked.rendezvous_timeout or JoinAsked.seconds
-    joined = JoinAsked(asked.recipe, overrides, asked.resume, seconds, asked.force, next(_started), os.getppid())
-    return apart(_join, joined, progress=progress)
+    overrides = tuple(request.with_number())
+    seconds = request.rendezvous_timeout or JoinRequest.seconds
+    joined = JoinRequest(
+        request.recipe, overrides, request.resume, seconds, request.force, next(_started), os.getppid()
+    )
+    return run_in_process(_join, joined, progress=progress)
 
 
-def _join(asked: JoinAsked) -> Path:
+def _join(request: JoinRequest) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
     from trainwright.launch.ending.stop import interruptible
     from trainwright.launch.group.joined import run_joined
@@ -59,7 +61,7 @@ def _join(asked: JoinAsked) -> Path:
 
     try:
         with interruptible():
-            code = run_joined(asked, prepare, train, tell)
+            code = run_joined(request, prepare, train, tell)
     except Interrupted:
         raise Stopped("stopped before the first step; nothing was changed") from None
     if failed:

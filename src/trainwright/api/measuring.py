@@ -14,13 +14,13 @@ from trainwright.errors import RequestError
 from trainwright.paths import user_path
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.asked import Asked
+    from trainwright.evaluation.request import EvaluationRequest
     from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 
 
 @dataclass(frozen=True)
-class MeasureAsked:
+class MeasureRequest:
     """The options of ``trainwright eval``; None: not given."""
 
     model: str
@@ -64,7 +64,7 @@ class MeasureAsked:
         return {f"--{name.replace('_', '-')}": value for name, value in given.items()}
 
 
-def measure(options: MeasureAsked) -> tuple[Path, list[str]]:
+def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
     """Measure; return the directory of the results, and the table. Changes this process."""
     from trainwright.api.agents import may_be_agent, measure_agent
     from trainwright.api.workers import in_processes, process_count, work_directory
@@ -81,18 +81,18 @@ def measure(options: MeasureAsked) -> tuple[Path, list[str]]:
     if given := [name for name, value in trial.items() if value is not None]:
         raise RequestError(f"--{given[0]}: has no effect, because {model} is not an agent that acts in an environment")
     machine = detect()
-    asked = _checked(options, machine)
+    request = _checked(options, machine)
     processes = process_count(machine, options.num_processes)
     with work_directory("eval") as work:
         in_processes(
-            functools.partial(_prepare, asked, machine, processes, work),
-            functools.partial(_entry, asked, work),
-            modules=[_module(asked)],
+            functools.partial(_prepare, request, machine, processes, work),
+            functools.partial(_entry, request, work),
+            modules=[_module(request)],
             machine=machine,
             processes=processes,
             work=work,
         )
-        report = import_module(_module(asked)).report_of(asked, work)
+        report = import_module(_module(request)).report_of(request, work)
         lines = written(report, directory)
     return directory, lines
 
@@ -109,10 +109,10 @@ def written(report: Any, directory: Path) -> list[str]:
     return lines
 
 
-def _checked(options: MeasureAsked, machine: Machine) -> Asked:
+def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
     """Return the request, after checking that its options are consistent. Raises RequestError."""
     from trainwright.api.workers import dtype_name
-    from trainwright.evaluation.asked import Asked
+    from trainwright.evaluation.request import EvaluationRequest
 
     on_benchmark = options.benchmark is not None or _of_benchmarks(options.metrics)
     if on_benchmark:
@@ -129,7 +129,7 @@ def _checked(options: MeasureAsked, machine: Machine) -> Asked:
         from trainwright.data.sources.reading import check_source
 
         check_source(options.data, "--data", options.format == "documents")
-    shared = {field.name for field in fields(Asked)}
+    shared = {field.name for field in fields(EvaluationRequest)}
     given = {name: value for name, value in asdict(options).items() if name in shared and value is not None}
     checked = {
         "metrics": names,
@@ -139,22 +139,22 @@ def _checked(options: MeasureAsked, machine: Machine) -> Asked:
         "task_directory": options.lm_eval_include,
         "on_benchmark": on_benchmark,
     }
-    return Asked(**{**given, **checked})
+    return EvaluationRequest(**{**given, **checked})
 
 
-def _prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
-    import_module(_module(asked)).prepare(asked, machine, processes, work)
+def _prepare(request: EvaluationRequest, machine: Machine, processes: int, work: Path) -> None:
+    import_module(_module(request)).prepare(request, machine, processes, work)
 
 
-def _entry(asked: Asked, work: Path, world: World) -> None:
+def _entry(request: EvaluationRequest, work: Path, world: World) -> None:
     from trainwright.api.workers import counted
 
-    import_module(_module(asked)).work_on(asked, work, world, functools.partial(counted, world))
+    import_module(_module(request)).work_on(request, work, world, functools.partial(counted, world))
 
 
-def _module(asked: Asked) -> str:
+def _module(request: EvaluationRequest) -> str:
     """Return the module that does the work; both have ``prepare``, ``work_on`` and ``report_of``."""
-    return "trainwright.evaluation.unlearning.work" if asked.on_benchmark else "trainwright.evaluation.work"
+    return "trainwright.evaluation.unlearning.work" if request.on_benchmark else "trainwright.evaluation.work"
 
 
 def _of_benchmarks(named: str | None) -> bool:
@@ -168,7 +168,7 @@ def _of_benchmarks(named: str | None) -> bool:
     return bool({*_split(named)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
 
 
-def _benchmark_metrics(options: MeasureAsked) -> tuple[str, ...]:
+def _benchmark_metrics(options: MeasureRequest) -> tuple[str, ...]:
     """Return the metrics by name; empty: those that lack nothing. Raises RequestError."""
     from trainwright.evaluation.unlearning.registry import METRICS
 

@@ -7,7 +7,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
-from trainwright.api.apart import apart
+from trainwright.api.separate_process import run_in_process
 from trainwright.errors import RequestError
 from trainwright.models.merged import Merged
 from trainwright.paths import user_path
@@ -15,7 +15,7 @@ from trainwright.paths import user_path
 if TYPE_CHECKING:
     import torch
 
-    from trainwright.inference.finding import Found
+    from trainwright.inference.finding import FoundModel
 
 
 def merge(
@@ -47,7 +47,7 @@ def merge(
         trainwright.errors.RequestError: no adapter to merge: ...
     """
     words = fspath(model), fspath(out), None if adapter is None else fspath(adapter), dtype
-    return apart(merged, *words, progress=progress)
+    return run_in_process(merged, *words, progress=progress)
 
 
 def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merged:
@@ -62,7 +62,7 @@ def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merg
         return work_in(found.section, found.seed, user_path(out), dtype_of(dtype))
 
 
-def check_finished(found: Found) -> None:
+def check_finished(found: FoundModel) -> None:
     """Raise RequestError for an adapter that exists only in a checkpoint."""
     if found.checkpoint is not None and found.section.adapter.type != "none":
         raise RequestError(

@@ -142,8 +142,8 @@ def plan(
     if price is not None and tokens is None:
         raise RequestError("--price: needs --tokens, such as 20x")
     with Activity(sys.stderr if progress else None, "reading the recipe, its model and its data"):
-        asked = _asked(recipe, overrides, model, sequence_length, global_batch_size, steps)
-        facts, budget = _facts(asked, full=model is not None), None
+        to_plan = _recipe_to_plan(recipe, overrides, model, sequence_length, global_batch_size, steps)
+        facts, budget = _facts(to_plan, full=model is not None), None
         if tokens is not None:
             from trainwright.planning.budget import tokens_of, with_budget
 
@@ -152,15 +152,15 @@ def plan(
             budget = tokens_of(tokens, facts.workload)
             facts = facts._replace(workload=with_budget(facts.workload, budget))
         doing("planning")
-        made = _made(asked, facts, None if on is None else str(on))
-    if progress and made.basis.said is not None:
+        made = _made(to_plan, facts, None if on is None else str(on))
+    if progress and made.basis.message is not None:
         from trainwright.text import say
 
-        say(made.basis.said, file=sys.stderr)
+        say(made.basis.message, file=sys.stderr)
     return Plan(made, budget, price)
 
 
-def _asked(
+def _recipe_to_plan(
     recipe: Recipe | str | PathLike[str] | None,
     overrides: tuple[str, ...],
     model: str | None,
@@ -200,7 +200,7 @@ def _facts(recipe: schema.Recipe, full: bool) -> Facts:
 def _made(recipe: schema.Recipe, facts: Facts, on: str | None) -> Details:
     from trainwright.activity import doing
     from trainwright.machine.describe import cluster_of
-    from trainwright.machine.written import machine_of
+    from trainwright.machine.machine_file import machine_of
     from trainwright.planning.plan import constraints_of, installed, make_plan
     from trainwright.planning.resolve import filled, possible
     from trainwright.planning.step_time.basis import Basis, basis_of

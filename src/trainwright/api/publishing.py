@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
-from trainwright.api.apart import apart
 from trainwright.api.merging import check_finished, dtype_of
+from trainwright.api.separate_process import run_in_process
 from trainwright.errors import MachineError, RequestError
 from trainwright.paths import user_path
 from trainwright.text import plural
 
 if TYPE_CHECKING:
-    from trainwright.inference.finding import Found
+    from trainwright.inference.finding import FoundModel
 
 _DTYPES = {"safetensors": ("fp32", "bf16", "fp16"), "gguf": ("f16", "f32"), "adapter": ()}
 
@@ -56,7 +56,7 @@ def export(
         'tiny.gguf'
     """
     which = None if checkpoint is None else str(checkpoint)
-    return apart(exported, fspath(model), Path(out), to, dtype, which, progress=progress)
+    return run_in_process(exported, fspath(model), Path(out), to, dtype, which, progress=progress)
 
 
 def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str | None) -> Path:
@@ -77,11 +77,11 @@ def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str 
             _write_adapter(found, out)
         else:
             _refuse_existing(out)
-            _write_whole(found, out, dtype)
+            _write_model(found, out, dtype)
     return out
 
 
-def _write_gguf(found: Found, out: Path, precision: str) -> None:
+def _write_gguf(found: FoundModel, out: Path, precision: str) -> None:
     from tempfile import TemporaryDirectory
 
     from trainwright.models.gguf.export import export_gguf
@@ -93,11 +93,11 @@ def _write_gguf(found: Found, out: Path, precision: str) -> None:
         directory = _plain_directory(found)
         if directory is None:
             directory = Path(place) / "model"
-            _write_whole(found, directory, None)
+            _write_model(found, directory, None)
         export_gguf(directory, out, precision)  # type: ignore[arg-type]
 
 
-def _write_adapter(found: Found, out: Path) -> None:
+def _write_adapter(found: FoundModel, out: Path) -> None:
     from shutil import copytree
 
     from trainwright.models.files.save import replacing
@@ -117,7 +117,7 @@ def _refuse_existing(out: Path) -> None:
         raise RequestError(f"--out: {out} already exists; choose a new directory")
 
 
-def _plain_directory(found: Found) -> Path | None:
+def _plain_directory(found: FoundModel) -> Path | None:
     """Return where the full model already exists; None if it has to be merged or loaded."""
     from trainwright.models.source import resolve
 
@@ -126,7 +126,7 @@ def _plain_directory(found: Found) -> Path | None:
     return resolve(found.section).directory
 
 
-def _write_whole(found: Found, out: Path, dtype: str | None) -> None:
+def _write_model(found: FoundModel, out: Path, dtype: str | None) -> None:
     """Write the full model as a directory: merged, or loaded with a checkpoint's tensors and saved."""
     import torch
 
@@ -210,7 +210,7 @@ def push(
         >>> "config.json" in upload.files, upload.url
         (True, None)
     """
-    return apart(pushed, Path(run), repository, private, dry_run, message, progress=progress)
+    return run_in_process(pushed, Path(run), repository, private, dry_run, message, progress=progress)
 
 
 def pushed(run: Path, repository: str, private: bool, dry_run: bool, message: str) -> Upload:

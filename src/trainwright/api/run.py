@@ -11,7 +11,7 @@ from trainwright.paths import user_path
 
 if TYPE_CHECKING:
     from trainwright.api.recipe import Recipe
-    from trainwright.observe.reader import Event
+    from trainwright.observe.reader import EventRecord
 
 
 class Run:
@@ -83,7 +83,7 @@ class Run:
         final = self.directory / "final"
         return final if final.is_dir() else None
 
-    def events(self, kind: str | None = None) -> list[Event]:
+    def events(self, kind: str | None = None) -> list[EventRecord]:
         """Return the rows of ``events.jsonl``, each a dict, without those that a resumed run repeated.
 
         Args:
@@ -130,7 +130,7 @@ class Run:
         return f"Run({str(self.directory)!r})"
 
 
-def _flat(event: Event) -> dict[str, Any]:
+def _flat(event: EventRecord) -> dict[str, Any]:
     metrics = event.get("metrics")
     kept = {key: value for key, value in event.items() if key not in ("event", "metrics")}
     return {**kept, **metrics} if isinstance(metrics, dict) else kept

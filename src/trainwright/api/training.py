@@ -9,15 +9,15 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.api.apart import apart
 from trainwright.api.joining import join, launcher
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.run import Run
+from trainwright.api.separate_process import run_in_process
 from trainwright.errors import Interrupted, RequestError, Stopped
 
 if TYPE_CHECKING:
-    from trainwright.launch.request import Request
-    from trainwright.launch.start import Meeting
+    from trainwright.launch.request import RunRequest
+    from trainwright.launch.start import NodeRendezvous
     from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
     from trainwright.recipe.yaml_text import Tree
@@ -67,7 +67,7 @@ def train(
         >>> run.status, len(run.columns("step")["loss"])
         ('finished', 2)
     """
-    asked = TrainingAsked(
+    options = TrainingRequest(
         source_of(recipe),
         overrides,
         None,
@@ -79,7 +79,7 @@ def train(
         None if accelerate_config is None else Path(accelerate_config),
         force,
     )
-    return _run(asked, progress)
+    return _run(options, progress)
 
 
 def resume(
@@ -115,17 +115,17 @@ def resume(
         trainwright.errors.RequestError: --resume: nowhere is not a run: it has no recipe.yaml
     """
     source = None if recipe is None else source_of(recipe)
-    asked = TrainingAsked(source, overrides, fspath(run), num_processes, force=force)
-    return _run(asked, progress)
+    options = TrainingRequest(source, overrides, fspath(run), num_processes, force=force)
+    return _run(options, progress)
 
 
-def _run(asked: TrainingAsked, progress: bool) -> Run:
-    name = launcher(asked.nodes)
-    return Run(apart(_train, asked, progress=progress) if name is None else join(asked, name, progress))
+def _run(options: TrainingRequest, progress: bool) -> Run:
+    name = launcher(options.nodes)
+    return Run(run_in_process(_train, options, progress=progress) if name is None else join(options, name, progress))
 
 
 @dataclass(frozen=True)
-class TrainingAsked:
+class TrainingRequest:
     """A request to train. ``resume``: a run directory, "" for the recipe's newest run, or None for a new run."""
 
     recipe: Path | Tree | None
@@ -156,14 +156,14 @@ class TrainingAsked:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedTraining:
     """A run that can be started. ``notes``: settings around it that are not followed, one line each."""
 
-    request: Request
+    request: RunRequest
     resolved: Resolved
     machine: Machine
     notes: tuple[str, ...]
-    meeting: Meeting | None
+    rendezvous: NodeRendezvous | None
 
     def start(self, force: bool = False) -> Path:
         """Train, with ``force`` even if it does not fit; return the run directory. Changes this process.
@@ -171,13 +171,15 @@ class Prepared:
         Raises:
             As `train`.
         """
-        from trainwright.launch.start import Work, start
+        from trainwright.launch.start import WorkerFunctions, start
         from trainwright.worker import prepare, work
 
         if not force:
             self.resolved.plan.refuse_shortage()
         counted = functools.partial(self._planned_again, force) if self.resolved.estimated else None
-        return start(self.request, self.resolved, self.machine, Work(prepare, work), self.meeting, counted)
+        return start(
+            self.request, self.resolved, self.machine, WorkerFunctions(prepare, work), self.rendezvous, counted
+        )
 
     def _planned_again(self, force: bool) -> Resolved:
         """Plan with the lengths of the prepared data."""
@@ -189,7 +191,7 @@ class Prepared:
         return resolved
 
 
-def prepare(asked: TrainingAsked) -> Prepared:
+def prepare(options: TrainingRequest) -> PreparedTraining:
     """Read, plan and check the request, without torch and before anything is written.
 
     Raises:
@@ -198,37 +200,37 @@ def prepare(asked: TrainingAsked) -> Prepared:
     """
     from trainwright.activity import doing
     from trainwright.launch.group.environment import refuse_worker
+    from trainwright.launch.ignored_settings import refuse_more_nodes
     from trainwright.launch.request import check_request, for_nodes, request_of, resolve_request
-    from trainwright.launch.surroundings import refuse_more_nodes
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
 
-    overrides, meaning = asked.with_number(), None
-    words = [*asked.words(), *overrides[len(asked.overrides) :]]
-    nodes, node_rank, rendezvous = asked.nodes, asked.node_rank, asked.rendezvous
-    if asked.accelerate_config is not None:
-        from trainwright.launch.accelerate.recipe import meaning_here
+    overrides, translation = options.with_number(), None
+    words = [*options.words(), *overrides[len(options.overrides) :]]
+    nodes, node_rank, rendezvous = options.nodes, options.node_rank, options.rendezvous
+    if options.accelerate_config is not None:
+        from trainwright.launch.accelerate.recipe import find_translation
 
-        file = asked.accelerate_config
-        meaning = meaning_here(file, words, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous)
-        if meaning.nodes > 1:
-            nodes, node_rank, rendezvous = meaning.nodes, meaning.node_rank, meaning.rendezvous
+        file = options.accelerate_config
+        translation = find_translation(file, words, nodes=nodes, node_rank=node_rank, rendezvous=rendezvous)
+        if translation.nodes > 1:
+            nodes, node_rank, rendezvous = translation.nodes, translation.node_rank, translation.rendezvous
     count = nodes or 1
     refuse_worker("train", count)
     refuse_more_nodes(words, nodes)
-    meeting = _meeting(count, node_rank, rendezvous, asked.rendezvous_timeout)
+    met = _node_rendezvous(count, node_rank, rendezvous, options.rendezvous_timeout)
     doing("reading the recipe")
-    request = request_of(asked.recipe, overrides, asked.resume, meaning)
+    request = request_of(options.recipe, overrides, options.resume, translation)
     machine = with_device(detect(), request.recipe.parallel.device)
     request = for_nodes(request, machine, count)
     doing("planning")
     resolved = resolve_request(request, machine, count)
     check_request(request, resolved.recipe, creates=not node_rank)
-    notes = () if node_rank else _notes(asked, nodes, resolved)
-    return Prepared(request, resolved, machine, notes, meeting)
+    notes = () if node_rank else _notes(options, nodes, resolved)
+    return PreparedTraining(request, resolved, machine, notes, met)
 
 
-def _train(asked: TrainingAsked) -> Path:
+def _train(options: TrainingRequest) -> Path:
     """Prepare and train, in a process that does nothing else."""
     import sys
 
@@ -239,26 +241,28 @@ def _train(asked: TrainingAsked) -> Path:
     try:
         with interruptible():
             with Activity(sys.stderr):
-                prepared = prepare(asked)
+                prepared = prepare(options)
             for line in prepared.notes:
                 say(f"note: {line}", file=sys.stderr)
-            return prepared.start(asked.force)
+            return prepared.start(options.force)
     except Interrupted:
-        kept = "nothing was kept" if asked.resume is None else "the run is as it was"
+        kept = "nothing was kept" if options.resume is None else "the run is as it was"
         raise Stopped(f"stopped before the first step; {kept}") from None
 
 
-def _notes(asked: TrainingAsked, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
+def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
     from trainwright.launch.accelerate.reading import default_path
-    from trainwright.launch.surroundings import not_followed
+    from trainwright.launch.ignored_settings import ignored_settings
 
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
-    default = default_path() if asked.accelerate_config is None and default_path().is_file() else None
-    return tuple(not_followed(nodes, processes, default))
+    default = default_path() if options.accelerate_config is None and default_path().is_file() else None
+    return tuple(ignored_settings(nodes, processes, default))
 
 
-def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds: float | None) -> Meeting | None:
+def _node_rendezvous(
+    nodes: int, node_rank: int | None, rendezvous: str | None, seconds: float | None
+) -> NodeRendezvous | None:
     """Return the rendezvous of several nodes; None for one node. Raises RequestError."""
     if nodes == 1:
         options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
@@ -275,7 +279,7 @@ def _meeting(nodes: int, node_rank: int | None, rendezvous: str | None, seconds:
     if node_rank >= nodes:
         raise RequestError(f"--node-rank: nodes are counted from 0, so with {nodes} nodes the last is {nodes - 1}")
     from trainwright.launch.request import parse_place
-    from trainwright.launch.start import Meeting
+    from trainwright.launch.start import NodeRendezvous
 
     host, port = parse_place(rendezvous)
-    return Meeting(nodes, node_rank, host, port, seconds or 600.0)
+    return NodeRendezvous(nodes, node_rank, host, port, seconds or 600.0)

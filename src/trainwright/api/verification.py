@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity, doing
-from trainwright.api.apart import apart
 from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.separate_process import run_in_process
 from trainwright.doctor.comparison import Comparison
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
-    from trainwright.launch.accelerate.meaning import Meaning
+    from trainwright.launch.accelerate.translation import Translation
     from trainwright.recipe.yaml_text import Tree
 
 
@@ -51,11 +51,11 @@ def verify(
         trainwright.errors.RequestError: parallel.strategy: this recipe runs on one process here (single), ...
     """
     config = None if accelerate_config is None else Path(accelerate_config)
-    return apart(compare, VerifyAsked(source_of(recipe), overrides, steps, config), progress=progress)
+    return run_in_process(compare, VerifyRequest(source_of(recipe), overrides, steps, config), progress=progress)
 
 
 @dataclass(frozen=True)
-class VerifyAsked:
+class VerifyRequest:
     """A request to compare, with the number of steps."""
 
     recipe: Path | Tree
@@ -64,7 +64,7 @@ class VerifyAsked:
     accelerate_config: Path | None = None
 
 
-def compare(asked: VerifyAsked) -> Comparison:
+def compare(options: VerifyRequest) -> Comparison:
     """Run both sides and show them on standard output. Changes this process."""
     from trainwright.launch.group.environment import refuse_worker
     from trainwright.launch.request import check_request, request_of, resolve_request
@@ -72,9 +72,11 @@ def compare(asked: VerifyAsked) -> Comparison:
     from trainwright.machine.detect import detect
 
     refuse_worker("verify")
-    meaning = None if asked.accelerate_config is None else _meaning(asked.accelerate_config, asked.overrides)
+    translation = (
+        None if options.accelerate_config is None else _translation(options.accelerate_config, options.overrides)
+    )
     with Activity(sys.stderr, "planning"):
-        request = request_of(asked.recipe, list(asked.overrides), None, meaning)
+        request = request_of(options.recipe, list(options.overrides), None, translation)
         machine = with_device(detect(), request.recipe.parallel.device)
         resolved = resolve_request(request, machine).recipe
         # Check the second side before the first one runs, so that the user does not wait in vain.
@@ -83,17 +85,17 @@ def compare(asked: VerifyAsked) -> Comparison:
         from trainwright.doctor.verify import verify as compared
         from trainwright.worker import prepare
 
-    return compared(resolved, machine, asked.steps, prepare, sys.stdout)
+    return compared(resolved, machine, options.steps, prepare, sys.stdout)
 
 
-def _meaning(file: Path, overrides: tuple[str, ...]) -> Meaning:
-    from trainwright.launch.accelerate.recipe import meaning_here
+def _translation(file: Path, overrides: tuple[str, ...]) -> Translation:
+    from trainwright.launch.accelerate.recipe import find_translation
 
     alone = any(word.startswith("parallel.num_processes=") for word in overrides)
-    meaning = meaning_here(file, overrides, nodes=1 if alone else None)
-    if meaning.nodes > 1:
+    translation = find_translation(file, overrides, nodes=1 if alone else None)
+    if translation.nodes > 1:
         raise RequestError(
-            f"{file}: num_machines is {meaning.nodes}, but verify uses this machine only; set the number of "
+            f"{file}: num_machines is {translation.nodes}, but verify uses this machine only; set the number of "
             "processes: parallel.num_processes=2"
         )
-    return meaning
+    return translation

@@ -71,9 +71,9 @@ def doctor(
 def _check_machine(
     checks: tuple[str, ...], ports: tuple[int, ...], directories: tuple[str, ...], as_json: bool
 ) -> None:
-    from trainwright.api.doctor.machine import MachineAsked, examine_machine
+    from trainwright.api.doctor.machine import MachineRequest, examine_machine
 
-    report = examine_machine(MachineAsked(checks, ports, directories))
+    report = examine_machine(MachineRequest(checks, ports, directories))
     if as_json:
         import json
 
@@ -130,14 +130,14 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
     if cause is not None and unknown is not None:
         from trainwright.diagnosis.explain import shortened
 
-        lines.append(f"also there, and not known: {_place(log, unknown.number, [])}: {shortened(unknown.text)}")
+        lines.append(f"also in the log, but unknown: {_place(log, unknown.number, [])}: {shortened(unknown.text)}")
     return lines
 
 
 def _explanation(diagnosis: Diagnosis, cause: Finding, log: LogText) -> list[str]:
-    said = "only a consequence is in this log" if diagnosis.is_only_follow_up else "cause"
+    heading = "only a consequence is in this log" if diagnosis.is_only_follow_up else "cause"
     return [
-        f"{said}: {cause.error.title} [{cause.error.name}] ({_place(log, cause.line.number, cause.ranks)})",
+        f"{heading}: {cause.error.title} [{cause.error.name}] ({_place(log, cause.line.number, cause.ranks)})",
         f"  {cause.excerpt}",
         f"why:    {cause.error.cause}",
         *(f"here:   {detail}" for detail in diagnosis.details),

@@ -1,4 +1,4 @@
-"""``trainwright machine``: this machine or one that is described, and the catalogue of cards."""
+"""``trainwright machine``: this machine or one that is described, and the catalog of cards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from trainwright.text import plural, say
 
 if TYPE_CHECKING:
-    from trainwright.machine.catalogue import Card
+    from trainwright.machine.catalog import Card
     from trainwright.machine.describe import Cluster
     from trainwright.machine.machine import Machine
     from trainwright.machine.measured.calibration import Calibration
@@ -41,7 +41,7 @@ def show(
 
     machine = calibration = measurement = None
     if on is not None:
-        from trainwright.machine.written import machine_of
+        from trainwright.machine.machine_file import machine_of
 
         cluster, calibration, measurement = machine_of(on)
     else:
@@ -54,7 +54,7 @@ def show(
         calibration = current_calibration(machine)
         quick = measured(machine, USUAL)
         measurement = quick.found
-        for line in filter(None, (quick.said, quick.trouble)):
+        for line in filter(None, (quick.message, quick.trouble)):
             say(line, file=sys.stderr)
     if as_json:
         import json
@@ -89,11 +89,11 @@ def calibrate(
     from trainwright.machine.detect import detect
     from trainwright.machine.measured.calibration import as_json as values
     from trainwright.machine.measured.calibration import calibration_file
-    from trainwright.machine.measured.contradictions import keep_trusted
+    from trainwright.machine.measured.contradictions import save_if_reliable
 
     machine = detect()
     found = measure(machine, say=lambda text: say(text, file=sys.stderr))
-    refused = keep_trusted(found, machine)
+    refused = save_if_reliable(found, machine)
     if as_json:
         say(json.dumps(values(found), indent=1), wrap=False)
     else:
@@ -106,8 +106,8 @@ def calibrate(
 
 @app.command()
 def cards() -> None:
-    """List the cards of the catalogue with their datasheets."""
-    from trainwright.machine.catalogue import cards as all_cards
+    """List the cards of the catalog with their datasheets."""
+    from trainwright.machine.catalog import cards as all_cards
 
     columns = "".join(f"{precision:>7}" for precision in _PRECISIONS)
     say(f"{'card':<19}{'GB':>4}{'GB/s':>7}{columns}{'W':>6}  link (each way)")
@@ -137,7 +137,7 @@ def _lines(cluster: Cluster) -> list[tuple[str, str]]:
     if cluster.network is not None:
         rate = cluster.network.bandwidth
         node = rate * cluster.devices_per_node * 8 / 1e9
-        lines.append(("network", f"{node:,.0f} Gb/s a node, {rate / 1e9:.3g} GB/s a device each way"))
+        lines.append(("network", f"{node:,.0f} Gb/s per node, {rate / 1e9:.3g} GB/s per device each way"))
     lines += [("host", _host(cluster))]
     lines += [("assumed", text) for text in cluster.assumptions]
     lines += [("note", card.note)] if card.note else []
@@ -156,7 +156,7 @@ def _device(cluster: Cluster) -> str:
 
 def _device_memory(cluster: Cluster) -> str:
     card = cluster.card
-    text = f"{card.memory_bytes / 2**30:.2f} GiB a device for programs, {card.nominal_bytes / 1e9:.0f} GB nominal"
+    text = f"{card.memory_bytes / 2**30:.2f} GiB per device for programs, {card.nominal_bytes / 1e9:.0f} GB nominal"
     if cluster.device_free_bytes is not None:
         text += f", {cluster.device_free_bytes / 2**30:.2f} GiB free"
     return text
@@ -187,8 +187,8 @@ def _calibration(machine: Machine) -> str:
         return f"of {found.measured}, out of date ({', '.join(changed)}): run `trainwright machine calibrate` again"
     errors = summary(found.errors("product/"))
     text = f"of {found.measured}; held-out matrix products are predicted within {errors}"
-    if found.distrust is not None:
-        text += f"; {found.distrust}, so plans do not use it: measure again without them"
+    if found.unreliable_reason is not None:
+        text += f"; {found.unreliable_reason}, so plans do not use it: measure again without them"
     return text
 
 

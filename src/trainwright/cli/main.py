@@ -15,7 +15,7 @@ from trainwright.cli import (
     doctor,
     launch,
     machine,
-    named,
+    names_in_help,
     plan,
     recipe,
     setup,
@@ -40,7 +40,7 @@ app = typer.Typer(
 app.command("train", cls=train.TrainCommand)(train.train)
 app.command("ablate")(ablate.ablate)
 app.command("collect")(collect.collect)
-app.command("plan", cls=named.NamesInHelp)(plan.plan)
+app.command("plan", cls=names_in_help.NamesInHelp)(plan.plan)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
 app.command("eval")(evaluate.evaluate)
@@ -77,8 +77,8 @@ def main() -> None:
     try:
         app()
     except TrainwrightError as error:
-        said = str(error) if error.exit_code == EXIT_STOPPED else f"error: {error}"
-        for line in (said, *getattr(error, "__notes__", ())):
+        message = str(error) if error.exit_code == EXIT_STOPPED else f"error: {error}"
+        for line in (message, *getattr(error, "__notes__", ())):
             say(line, file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception:

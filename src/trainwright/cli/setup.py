@@ -53,9 +53,9 @@ def setup(
 def _show(path: Path, is_default: bool) -> None:
     import shutil
 
-    from trainwright.launch.accelerate.meaning import interpret
     from trainwright.launch.accelerate.reading import read
     from trainwright.launch.accelerate.showing import show
+    from trainwright.launch.accelerate.translation import interpret
     from trainwright.machine.detect import detect
 
     if is_default and not path.is_file():
@@ -173,21 +173,21 @@ def _yes_or_no(text: str) -> bool:
 
 def _say_how_to_use(path: Path, answers: Answers, machine: Machine, is_default: bool) -> None:
     from trainwright.launch.accelerate.machine import becomes_ddp
-    from trainwright.launch.accelerate.meaning import interpret
     from trainwright.launch.accelerate.reading import read
     from trainwright.launch.accelerate.showing import accelerate_remarks, commands
+    from trainwright.launch.accelerate.translation import interpret
 
     option = "" if is_default else f" --config-file {path}"
     accelerate_option = "" if is_default else f" --config_file {path}"
     number = f"{answers.processes} process{'es' * (answers.processes > 1)}"
     say(f"wrote {path}: {number}, {answers.strategy}, mixed precision {answers.precision}\n")
     source = read(path)
-    meaning = interpret(source)
-    for command in commands(meaning, machine):
+    translation = interpret(source)
+    for command in commands(translation, machine):
         of_scripts = command.endswith("SCRIPT")
         say(f"  {command}{'    your own Accelerate or torch script' * of_scripts}")
-    if not becomes_ddp(meaning, machine):
+    if not becomes_ddp(translation, machine):
         say(f"  accelerate launch{accelerate_option} SCRIPT")
     say(f"  trainwright setup --show{option}    its effect here")
-    for remark in accelerate_remarks(source, meaning):
+    for remark in accelerate_remarks(source, translation):
         say(f"note: {remark}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.activity import Activity
-from trainwright.cli.named import NamesInHelp
+from trainwright.cli.names_in_help import NamesInHelp
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ def train(
 
     Ends with 0: finished, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
-    from trainwright.api.training import TrainingAsked, prepare
+    from trainwright.api.training import TrainingRequest, prepare
     from trainwright.launch.request import split_words
 
     recipe, overrides = split_words(arguments or [])
-    asked = TrainingAsked(
+    asked = TrainingRequest(
         recipe,
         overrides,
         resume,

@@ -28,7 +28,7 @@ def verify(
     Losses and gradient norms are shown side by side; nothing is written under runs/. Ends with 0: the same run, 4: they
     differ or one failed, 2: wrong request, 3: unfit machine, 75: stopped.
     """
-    from trainwright.api.verification import VerifyAsked, compare
+    from trainwright.api.verification import VerifyRequest, compare
 
-    if not compare(VerifyAsked(recipe, tuple(overrides or ()), steps, accelerate_config)).is_same:
+    if not compare(VerifyRequest(recipe, tuple(overrides or ()), steps, accelerate_config)).is_same:
         raise typer.Exit(EXIT_TRAINING)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.bounded import TokenizerError
 from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.kinds import Kind
-from trainwright.data.rows.layouts import Layout, columns_not_used
+from trainwright.data.rows.kinds import RowReader
+from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.sources.reading import iterate_source, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _BATCH = 64
-_CORPUS = Layout("corpus")  # for documents, which have no layout
+_CORPUS = RowLayout("corpus")  # for documents, which have no layout
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Checked:
     """The result for one source; ``problems`` are the first errors with their places, ``wrong`` counts all."""
 
     source: str
-    layout: Layout = Layout("")  # noqa: RUF009
+    layout: RowLayout = RowLayout("")  # noqa: RUF009
     rows: int = 0
     examples: int = 0
     tokens: int = 0
@@ -69,7 +69,7 @@ class Checked:
         return found
 
 
-def check_sources(recipe: Recipe, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> list[Checked]:
+def check_sources(recipe: Recipe, kind: RowReader, tokenizer: PreTrainedTokenizerBase) -> list[Checked]:
     """Check all sources of a recipe's training and validation data."""
     data = recipe.data
     sources = list(zip(data.source_keys, data.sources, strict=True))
@@ -83,7 +83,7 @@ def check_sources(recipe: Recipe, kind: Kind, tokenizer: PreTrainedTokenizerBase
 
 def check_rows(
     source: str,
-    kind: Kind,
+    kind: RowReader,
     wanted: str,
     *,
     key: str,
@@ -110,8 +110,8 @@ def check_rows(
     if not first:
         raise RequestError(f"{key}: {source} has no rows")
     columns = list(dict.fromkeys(name for _, row in first for name in row))
-    look = functools.partial(_layout, kind, [row for _, row in first], wanted, f"{key}: {source}")
-    found.layout = look(columns)
+    layout_for = functools.partial(_layout, kind, [row for _, row in first], wanted, f"{key}: {source}")
+    found.layout = layout_for(columns)
     encode = None if tokenizer is None else _encoder(tokenizer, found.layout)
     try:
         everything = chain(first, rows)
@@ -121,7 +121,7 @@ def check_rows(
     except RequestError as error:  # an error of the file, not of a row
         found.problem(str(error))
     found.notes += source_notes(source, key, documents)
-    layout = look(columns)  # of all rows, as in training
+    layout = layout_for(columns)  # of all rows, as in training
     if layout.read_as:
         found.notes.append(f"read: {layout.read_as}")
     if unused := layout.unused(columns):
@@ -167,7 +167,7 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, layout: str) -> Encode:
     return functools.partial(encode_texts, tokenizer) if layout == "text" else ChatEncoder(tokenizer).encode
 
 
-def _layout(kind: Kind, first: list[Row], wanted: str, where: str, columns: list[str]) -> Layout:
+def _layout(kind: RowReader, first: list[Row], wanted: str, where: str, columns: list[str]) -> RowLayout:
     try:
         return kind.layout(columns, first, wanted)
     except RequestError as error:
@@ -175,13 +175,13 @@ def _layout(kind: Kind, first: list[Row], wanted: str, where: str, columns: list
 
 
 def _check_batch(
-    batch: list[tuple[str, Row]], kind: Kind, found: Checked, encode: Encode | None, max_length: int | None
+    batch: list[tuple[str, Row]], kind: RowReader, found: Checked, encode: Encode | None, max_length: int | None
 ) -> None:
     taken: list[tuple[str, list[Any]]] = []
     for place, row in batch:
         found.rows += 1
         try:
-            taken.append((place, [text for _, text in kind.documents(row, found.layout, found.remarks)]))
+            taken.append((place, [text for _, text in kind.sequences(row, found.layout, found.remarks)]))
         except NoTarget as reason:
             found.left_out[str(reason)] += 1
         except RequestError as error:

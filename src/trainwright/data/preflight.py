@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.kinds import Kind, kind_of_rows
+from trainwright.data.rows.kinds import RowReader, kind_of_rows
 from trainwright.data.sources.reading import check_source, files_of, place_of
 from trainwright.data.sources.registry import registered_source
 from trainwright.errors import RequestError
@@ -43,7 +43,7 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
         raise RequestError("model.chat_template: has no effect on plain text rows; remove it, or use conversations")
 
 
-def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
+def _layout(section: SourceSection, key: str, kind: RowReader) -> str | None:
     source, documents = section.source, section.format == "documents"
     registered = registered_source(source, key)
     rows = check_source(source, key, documents) if registered is None else [dict(registered.example)]
@@ -56,7 +56,7 @@ def _layout(section: SourceSection, key: str, kind: Kind) -> str | None:
         raise RequestError(f"{key}: {source}: {error}") from None
     for index, row in enumerate(rows):
         try:
-            kind.documents(row, layout)
+            kind.sequences(row, layout)
         except NoTarget:
             pass  # left out and counted when the data is prepared
         except RequestError as error:

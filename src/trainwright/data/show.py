@@ -19,9 +19,9 @@ Pieces = list[tuple[str, bool]]
 _SAMPLED_BATCHES = 64
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, dataset: TokenDataset, document: int) -> Pieces:
-    """Return a document as runs of text ``(text, whether its tokens are targets)``, including control tokens."""
-    tokens, targets = dataset.document(document)
+def pieces(tokenizer: PreTrainedTokenizerBase, dataset: TokenDataset, sequence: int) -> Pieces:
+    """Return a sequence as runs of text ``(text, whether its tokens are targets)``, including control tokens."""
+    tokens, targets = dataset.sequence(sequence)
     ids, flags = tokens.tolist(), [False, *targets[1:].tolist()]  # the first token is never predicted
     runs: Pieces = []
     end, before = 0, ""

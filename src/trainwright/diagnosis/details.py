@@ -39,8 +39,8 @@ def _memory(lines: Sequence[Line]) -> list[str]:
         return []
     found = []
     amounts = {"requested": _ASKED, "free": _FREE, "in all": _CAPACITY}
-    said = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _first(pattern, line.text))]
-    found.append(f"{', '.join(said)} on the GPU")
+    listed = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _first(pattern, line.text))]
+    found.append(f"{', '.join(listed)} on the GPU")
     unused, asked = _bytes(_UNUSED, line.text), _bytes(_ASKED, line.text)
     if unused is not None and asked is not None and unused >= asked:
         found.append(
@@ -97,13 +97,13 @@ def _where(waited: dict[int, _Waited]) -> str:
     places: dict[_Waited, list[int]] = {}
     for rank, place in sorted(waited.items()):
         places.setdefault(place, []).append(rank)
-    said = [
+    listed = [
         f"{ranks_in_words(ranks)} in collective {place.number} ({place.kind}{place.sizes})"
         for place, ranks in sorted(places.items(), key=lambda item: item[0].number)
     ]
     same_number = len({place.number for place in places}) < len(places)
     disagree = "; ranks ran different operations as the same collective" if same_number else ""
-    return f"waited: {'; '.join(said)}{disagree}"
+    return f"waited: {'; '.join(listed)}{disagree}"
 
 
 def _behind(waited: dict[int, _Waited], enqueued: dict[int, int]) -> list[str]:
@@ -133,8 +133,8 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    said = ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
-    return f"rank{'s' * (len(ranks) > 1)} {said}"
+    listed = ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def _reported(lines: Sequence[Line]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is known about one kind of error: how it is recognised, what causes it and what to do."""
+"""What is known about one kind of error: how it is recognized, what causes it and what to do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KnownError:
     Attributes:
         name: the identifier in output, for programs and links.
         title: what happened, in a few words.
-        patterns: regular expressions; any of them in a line recognises the error.
+        patterns: regular expressions; any of them in a line recognizes the error.
         cause: why it happens.
         fixes: what to do, the most likely first.
         role: whether it explains other errors or follows from them.
@@ -45,10 +45,10 @@ class KnownError:
 
     def matches(self, line: str) -> bool:
         """Return whether a line of a log reports this error."""
-        return bool(self._recognised.search(line)) and not (self.unless and self._excluded.search(line))
+        return bool(self._recognized.search(line)) and not (self.unless and self._excluded.search(line))
 
     @cached_property
-    def _recognised(self) -> re.Pattern[str]:
+    def _recognized(self) -> re.Pattern[str]:
         return _any(self.patterns)
 
     @cached_property

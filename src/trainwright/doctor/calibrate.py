@@ -19,7 +19,7 @@ from trainwright.errors import MachineError, Stopped, TrainwrightError
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import preload_libraries
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, Setting, versions
+from trainwright.machine.measured.calibration import Calibration, ProcessRates, versions
 
 SECONDS = 50.0  # in total, including imports and starting processes
 LIMIT = 57.0  # seconds after which a machine is too busy to be measured; with the final work it stays below a minute
@@ -119,13 +119,13 @@ def _in_processes(
     return found
 
 
-def _setting(machine: Machine, count: int, threads: int | None, found: dict[str, Any]) -> Setting:
+def _setting(machine: Machine, count: int, threads: int | None, found: dict[str, Any]) -> ProcessRates:
     from trainwright.doctor.calibrate_fits import curve_of
     from trainwright.doctor.calibrate_passes import exchange, in_step, split
 
     samples, passes, sharded = split(found["samples"])
     curves = {name: curve_of(name, rows) for name, rows in samples.items()}
-    alone = Setting(count, threads, curves, launch=found["launch"], overlap=found["overlap"])
+    alone = ProcessRates(count, threads, curves, launch=found["launch"], overlap=found["overlap"])
     steps = replace(alone, in_step={precision: in_step(alone, precision, rows) for precision, rows in passes.items()})
     return replace(steps, exchange=exchange(steps, machine, sharded)) if sharded else steps
 

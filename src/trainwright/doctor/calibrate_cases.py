@@ -1,7 +1,7 @@
 """The cases of a calibration: the operations of a training step, over the sizes of models.
 
 Each case is one operation at one size, run as in training: the same kernels, newly allocated outputs, gradients by
-autograd. Names and sizes are those of ``machine.measured.calibration.Setting``.
+autograd. Names and sizes are those of ``machine.measured.calibration.ProcessRates``.
 """
 
 from __future__ import annotations

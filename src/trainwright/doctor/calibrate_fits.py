@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.machine.measured.calibration import FORMS, Curve, Sample
+from trainwright.machine.measured.calibration import FORMS, Curve, TimedSample
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -27,14 +27,14 @@ def curve_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve:
 
     Each row has ``sizes``, ``seconds`` and ``held_out``.
     """
-    samples = tuple(Sample(tuple(row["sizes"]), row["seconds"], row["held_out"]) for row in rows)
+    samples = tuple(TimedSample(tuple(row["sizes"]), row["seconds"], row["held_out"]) for row in rows)
     form = _FORM.get(name.partition("/")[0], "table")
     if form == "table":
         return Curve(form, samples)
     return Curve(form, samples, fit(form, [sample for sample in samples if not sample.held_out]))
 
 
-def fit(form: str, samples: Sequence[Sample]) -> tuple[float, ...]:
+def fit(form: str, samples: Sequence[TimedSample]) -> tuple[float, ...]:
     """Return non-negative coefficients with the least sum of squared relative errors."""
     rows = np.array([[term / sample.seconds for term in FORMS[form](*sample.sizes)] for sample in samples])
     scale = rows.max(axis=0)

@@ -17,9 +17,9 @@ import numpy as np
 from trainwright.doctor.calibrate_fits import Numbers, non_negative
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, Setting
+from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, ProcessRates
 from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.operations import MicroBatch
+from trainwright.planning.operations import BatchShape
 from trainwright.planning.step_time.measured_blocks import MIXED, llama, on_cpu
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
@@ -38,7 +38,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 _VOCABULARY = 256
 # Typical values (of AVX-512 servers): factors on products, attention and memory-bound kernels, seconds per kernel;
-# seconds per collective and the factor on it. Fits are regularized towards them with the weight ``_HELD``, where a pass
+# seconds per collective and the factor on it. Fits are regularized toward them with the weight ``_HELD``, where a pass
 # has weight 1, so that similar or disturbed passes do not distort them.
 _IN_STEP = (1.1, 1.05, 2.0, 2e-5)
 _EXCHANGE = (2.5e-3, 1.1)
@@ -82,11 +82,11 @@ class SmallModel:
         return tuple(self.length + round(0.1 * self.length * place / max(1, self.documents - 1)) for place in spread)
 
     @property
-    def batch(self) -> MicroBatch:
+    def batch(self) -> BatchShape:
         """The micro-batch of its documents."""
         tokens = sum(self.lengths)
         documents = tuple((length, 1) for length in self.lengths)
-        return MicroBatch(1, tokens, documents, tokens - self.documents, True, False)
+        return BatchShape(1, tokens, documents, tokens - self.documents, True, False)
 
 
 # Few and many tokens, narrow and wide matrices, short and long documents.
@@ -139,7 +139,7 @@ def split(samples: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Rows]
     return curves, parts["passes"], parts["sharded"]
 
 
-def in_step(setting: Setting, precision: str, rows: Rows) -> InStep:
+def in_step(setting: ProcessRates, precision: str, rows: Rows) -> InStep:
     """Return the factors with which the setting's curves predict the measured passes."""
     works = [_priced(model, precision, setting) for model in _MODELS]
     terms = np.array([[w.products, w.attention, w.traffic, w.launches] for w in works])
@@ -149,7 +149,7 @@ def in_step(setting: Setting, precision: str, rows: Rows) -> InStep:
     return InStep(products, attention, traffic, host, off)
 
 
-def exchange(setting: Setting, machine: Machine, sharded: Mapping[str, Rows]) -> Exchanged:
+def exchange(setting: ProcessRates, machine: Machine, sharded: Mapping[str, Rows]) -> Exchanged:
     """Return the seconds per collective and the factor on it that predict the measured sharded passes."""
     terms: list[list[float]] = []
     rest: list[float] = []
@@ -170,7 +170,7 @@ def exchange(setting: Setting, machine: Machine, sharded: Mapping[str, Rows]) ->
 def _fitted(
     terms: Numbers, rest: Numbers, rows: Rows, usual: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return coefficients of ``terms`` [M, N], regularized towards ``usual``, and errors of the held-out rows."""
+    """Return coefficients of ``terms`` [M, N], regularized toward ``usual``, and errors of the held-out rows."""
     wanted = np.array([row["seconds"] for row in rows])
     used = np.array([not row["held_out"] for row in rows])
     units = np.array(usual)
@@ -181,13 +181,13 @@ def _fitted(
     return tuple(map(float, found * units)), tuple(map(float, off))
 
 
-def _priced(model: SmallModel, precision: str, setting: Setting) -> Work:
+def _priced(model: SmallModel, precision: str, setting: ProcessRates) -> Work:
     run, pricing = on_cpu(model.architecture, model.batch, precision, setting)
     loss = Work(loss=pricing.logits(model.batch.targets * _VOCABULARY))
     return sum((pricing.pass_and_back(part) for part in (run.embedding, *run.blocks, run.head)), loss)
 
 
-def _sharded_seconds(model: SmallModel, precision: str, setting: Setting, machine: Machine) -> float:
+def _sharded_seconds(model: SmallModel, precision: str, setting: ProcessRates, machine: Machine) -> float:
     """Return the seconds of a step of the model without the optimizer."""
     count, tokens = setting.processes, model.batch.tokens
     workload = Workload(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.machine.measured.calibration import Calibration, Curve, Setting, summary
+from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates, summary
 from trainwright.text import size
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -37,7 +37,7 @@ def lines(calibration: Calibration) -> Iterator[str]:
     yield f"other programs used the cores during {calibration.disturbance:.0%} of the measurements"
 
 
-def _products(setting: Setting) -> Iterator[str]:
+def _products(setting: ProcessRates) -> Iterator[str]:
     shape = _SHOWN_PRODUCT["cpu" if setting.threads else "cuda"]
     size = " x ".join(map(str, shape))
     yield f"  {f'matrix products, GFLOP/s at {size}':<46}{'x @ W^T':>10}{'dy @ W':>10}{'dy^T @ x':>10}  off by"
@@ -48,7 +48,7 @@ def _products(setting: Setting) -> Iterator[str]:
         yield f"    {precision:<44}{rates}  {_errors(curves)}"
 
 
-def _traffic(setting: Setting) -> Iterator[str]:
+def _traffic(setting: ProcessRates) -> Iterator[str]:
     yield f"  {'read and written, GB/s':<46}" + "".join(f"{size(count):>10}" for count in _SHOWN_BYTES) + "  off by"
     for precision in _seen(setting, "traffic"):
         for kind in _KINDS:
@@ -56,9 +56,9 @@ def _traffic(setting: Setting) -> Iterator[str]:
             yield f"    {f'{precision} {kind}':<44}{_rates(curve)}  {_errors([curve])}"
 
 
-def _attention(setting: Setting) -> Iterator[str]:
+def _attention(setting: ProcessRates) -> Iterator[str]:
     lengths = (128, 512, 2048)
-    yield f"  {'attention, ns a token and channel':<46}" + "".join(f"{n:>10,}" for n in lengths) + "  off by"
+    yield f"  {'attention, ns per token and channel':<46}" + "".join(f"{n:>10,}" for n in lengths) + "  off by"
     for precision in _seen(setting, "attention"):
         for direction in ("forward", "backward"):
             curve = setting.curves[f"attention/{precision}/{direction}"]
@@ -66,7 +66,7 @@ def _attention(setting: Setting) -> Iterator[str]:
             yield f"    {f'{precision} {direction}':<44}{times}  {_errors([curve])}"
 
 
-def _others(setting: Setting) -> Iterator[str]:
+def _others(setting: ProcessRates) -> Iterator[str]:
     for name, text, unit in (
         ("optimizer", "AdamW, million elements/s", 1e6),
         ("host_optimizer", "AdamW in the host's memory, million elements/s", 1e6),
@@ -85,7 +85,7 @@ def _others(setting: Setting) -> Iterator[str]:
     yield f"  {'a small kernel, us':<46}{setting.launch * 1e6:>10.1f}"
 
 
-def _collectives(setting: Setting) -> Iterator[str]:
+def _collectives(setting: ProcessRates) -> Iterator[str]:
     if setting.processes == 1:
         return
     yield f"  {'collectives of all processes':<46}{'alpha us':>10}{'GB/s':>10}{'':>10}  off by"
@@ -97,7 +97,7 @@ def _collectives(setting: Setting) -> Iterator[str]:
     yield f"  {'of a collective hidden by computing':<46}{setting.overlap:>10.0%}"
 
 
-def _in_step(setting: Setting) -> Iterator[str]:
+def _in_step(setting: ProcessRates) -> Iterator[str]:
     if not setting.in_step:
         return
     yield f"  {'in a step, times as long as alone':<46}{'products':>10}{'attention':>10}{'memory':>10}  off by"
@@ -111,7 +111,7 @@ def _in_step(setting: Setting) -> Iterator[str]:
         yield f"    {collectives:<44}{exchange.factor:>10.2f}{'':>20}  {summary(exchange.errors)}"
 
 
-def _seen(setting: Setting, group: str) -> list[str]:
+def _seen(setting: ProcessRates, group: str) -> list[str]:
     """Return the precisions of a group of curves."""
     return list(dict.fromkeys(name.split("/")[1] for name in setting.curves if name.startswith(f"{group}/")))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from trainwright.observe.reader import Event, read_events
+from trainwright.observe.reader import EventRecord, read_events
 
 # Relative, by `train.mixed_precision`: the effect of summation order within a few steps.
 TOLERANCES = {"no": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
@@ -21,7 +21,7 @@ class Comparison:
     """The steps of a reference and of another run, from their events."""
 
     names: tuple[str, str]
-    steps: tuple[tuple[Event, Event], ...]
+    steps: tuple[tuple[EventRecord, EventRecord], ...]
     tolerance: float
 
     @classmethod
@@ -52,7 +52,7 @@ class Comparison:
                 return f"at step {pair[0]['step']} {reason}"
         return None
 
-    def _parting(self, pair: tuple[Event, Event]) -> str | None:
+    def _parting(self, pair: tuple[EventRecord, EventRecord]) -> str | None:
         one, other = pair
         for field in _EXACT:
             if one[field] != other[field]:
@@ -91,7 +91,7 @@ class Comparison:
         width = None if stream.isatty() else 120
         Console(file=stream, highlight=False, markup=False, emoji=False, width=width).print(table)
 
-    def _row(self, pair: tuple[Event, Event]) -> Sequence[str]:
+    def _row(self, pair: tuple[EventRecord, EventRecord]) -> Sequence[str]:
         cells = [str(pair[0]["step"])]
         for field in _CLOSE:
             one, other = (event[field] for event in pair)

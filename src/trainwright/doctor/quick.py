@@ -39,7 +39,7 @@ from trainwright.doctor.calibrate_cases import (
 from trainwright.doctor.calibrate_fits import curve_of
 from trainwright.doctor.undisturbed import Stopwatch, Timed, least
 from trainwright.launch.process import die_with_parent
-from trainwright.machine.measured.calibration import Calibration, Setting, as_json
+from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
 from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH
 from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
 
@@ -84,7 +84,7 @@ def main() -> None:
     json.dump(as_json(made), sys.stdout)
 
 
-def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Setting:
+def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> ProcessRates:
     """Return the setting, including earlier measurements of products of other shapes."""
     place = found["processes"], found["threads"]
     rows: dict[str, dict[tuple[float, ...], dict[str, Any]]] = {}
@@ -93,7 +93,7 @@ def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> S
         sample = {"sizes": row["sizes"], "seconds": row["seconds"], "held_out": False}
         rows.setdefault(row["curve"], {})[tuple(row["sizes"])] = sample
     curves = {name: curve_of(name, list(samples.values())) for name, samples in rows.items()}
-    return Setting(*place, curves, launch=found["launch"])
+    return ProcessRates(*place, curves, launch=found["launch"])
 
 
 def sides_of(cores: int) -> tuple[Side, ...]:

@@ -29,7 +29,7 @@ from trainwright.recipe.sections.model import ModelSection
 from trainwright.text import count, say, size
 
 if TYPE_CHECKING:
-    from trainwright.observe.reader import Event
+    from trainwright.observe.reader import EventRecord
 
 _SHOW_SECONDS = 5.0
 _BYTES = 16  # of a parameter: fp32 master weight, gradient and AdamW's two moments
@@ -75,7 +75,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
             ]
             try:
                 for side in sides:
-                    rehearse(side, steps, stopping)
+                    run_side(side, steps, stopping)
             except TrainwrightError as error:
                 if kept := error.exit_code == EXIT_TRAINING:  # its message names a log
                     error.add_note(f"the output of both sides is in {directory}")
@@ -171,7 +171,7 @@ def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tu
     raise MachineError(f"{problem}; not even one of its {layers} layers fits, so it cannot be compared")
 
 
-def rehearse(side: Side, steps: int, stopping: Stopping, *, is_shown: bool = True) -> None:
+def run_side(side: Side, steps: int, stopping: Stopping, *, is_shown: bool = True) -> None:
     """Take the first steps of a side in its run directory; only their events are kept.
 
     Raises:
@@ -199,11 +199,11 @@ def _work(side: Side, steps: int, is_shown: bool) -> int:
         reasons=(),
         observers=functools.partial(_observers, side.name, steps) if is_shown else tuple,
         stop_requested=stop_requested,
-        rehearse=steps,
+        trial_steps=steps,
     )
 
 
-def _observers(name: str, steps: int) -> Sequence[Callable[[Event], None]]:
+def _observers(name: str, steps: int) -> Sequence[Callable[[EventRecord], None]]:
     stream = console()
     return [] if stream is None else [_Shown(name, steps, stream)]
 
@@ -217,7 +217,7 @@ class _Shown:
         self._progress = progress_on(stream, _SHOW_SECONDS)
         self._remaining = Remaining({})
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: EventRecord) -> None:
         if event["event"] == "start":
             self._steps = min(self._steps, event["max_steps"])
             self._progress.write(f"{self._name}: {event['layout']}")

@@ -33,7 +33,7 @@ def evaluate(
     assert not isinstance(sums, MemoryShortage)
     metrics = task.metrics(strategy.world.sum(sums))
     if task.answers:
-        with strategy.whole() as (module, in_step):
+        with strategy.full_parameters() as (module, in_step):
             if in_step is not None:
                 tell(in_step)
             metrics |= task.answer_metrics(module, strategy.world, together=in_step is not None)
@@ -84,7 +84,7 @@ def generate(
 
     Args:
         tell: called with the reason if the ranks generate together, which is slower.
-        available_memory: see ``Strategy.whole``.
+        available_memory: see ``Strategy.full_parameters``.
 
     Raises:
         StopRequested: as ``evaluate``.
@@ -92,7 +92,7 @@ def generate(
     world, prompts = strategy.world, task.prompts
     if not prompts:
         return []
-    with strategy.whole(available_memory) as (module, in_step):
+    with strategy.full_parameters(available_memory) as (module, in_step):
         if in_step is not None:
             tell(in_step)
         # When generating together, all ranks answer the same prompts so that they run the module equally often.
@@ -101,7 +101,7 @@ def generate(
         for first in range(0, len(prompts), every):
             if (index := first + mine) < len(prompts):
                 texts[index] = task.generate(module, prompts[index])
-            world.break_point()
+            world.check_stop()
     for part in world.gather(texts):
         texts.update(part)
     return [(prompt, texts[index]) for index, prompt in enumerate(prompts)]

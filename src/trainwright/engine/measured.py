@@ -7,13 +7,13 @@ from statistics import mean, median
 
 import torch
 
-from trainwright.machine.measured.waiting import Waiting, usable_cores
+from trainwright.machine.measured.contention import CpuContention, usable_cores
 
 # The first steps are slower than the rest: memory is allocated, kernels are chosen or compiled.
 _WARM_UP_STEPS = 2
 
 
-class Measured:
+class RunMeasurements:
     """Collect the measured time and memory of the steps in this process."""
 
     def __init__(self, device: torch.device) -> None:
@@ -21,12 +21,12 @@ class Measured:
         self._seconds: list[float] = []
         self._rates: list[float] = []
         self._memory_bytes = 0
-        self._before: Waiting | None = None
+        self._before: CpuContention | None = None
 
     def step(self, seconds: float, tokens: int, memory_bytes: int) -> None:
         """Record one step: its time, its tokens, and the largest peak of any rank so far."""
         if self._before is None or len(self._seconds) == _WARM_UP_STEPS - 1:
-            self._before = Waiting.now()
+            self._before = CpuContention.now()
         self._seconds.append(seconds)
         self._rates.append(tokens / seconds)
         self._memory_bytes = max(self._memory_bytes, memory_bytes)
@@ -39,7 +39,7 @@ class Measured:
         speed, as plans predict it: steps differ in their tokens. ``tensors_bytes`` is added to ``memory_bytes`` if the
         latter counts only tensors, as on a GPU. ``steps``: the number of steps after the first, 0 if the speed is of
         the first ones. ``threads`` of this process, the number of ``processes`` and ``cores``, and what kept it from
-        computing: see `Waiting.since`.
+        computing: see `CpuContention.since`.
         """
         if not self._seconds or self._before is None:
             return {}
@@ -56,5 +56,5 @@ class Measured:
             "threads": torch.get_num_threads(),
             "processes": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             "cores": usable_cores(),
-            **Waiting.now().since(self._before),
+            **CpuContention.now().since(self._before),
         }

@@ -73,7 +73,7 @@ class Muon(Optimizer):
             ahead = grad.lerp(momentum, self._momentum)
             whole, row = (ahead, 0) if self.gather is None else self.gather(parameter, ahead)
             scale = _LIKE_ADAMW * math.sqrt(max(whole.shape))
-            update = orthogonalised(whole)[row : row + len(parameter)]
+            update = orthogonalized(whole)[row : row + len(parameter)]
             yield parameter, update.to(parameter.device) * scale
 
 
@@ -83,7 +83,7 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
     return parameter.dim() == 2 and not any("embed" in part or part in _EMBEDDINGS for part in parts)
 
 
-def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1 (Newton-Schulz).
 
     In bf16 on a GPU, as its authors do; in fp32 on a CPU.

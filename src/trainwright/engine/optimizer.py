@@ -15,7 +15,7 @@ from trainwright.recipe.schema import OptimizerSection
 def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
     """Return the function with which a strategy makes the recipe's optimizer over its parameters.
 
-    Vectors (norms, biases) have no weight decay: shrinking them towards zero is not useful. The engine sets the
+    Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful. The engine sets the
     learning rate of each step.
     """
 

@@ -86,12 +86,12 @@ def peak_memory(device: torch.device) -> float:
 
 
 def _detail(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    if found := _ASKED_CUDA.search(said):
+    text = " ".join(str(error).split())
+    if found := _ASKED_CUDA.search(text):
         asked, capacity, free = found.groups()
         return f"{asked} requested, {free} of {capacity} free"
-    found = _ASKED_CPU.search(said)
-    asked = f"{size(int(found[1]))} requested" if found else said[:200] or "no memory"
+    found = _ASKED_CPU.search(text)
+    asked = f"{size(int(found[1]))} requested" if found else text[:200] or "no memory"
     return ", ".join([asked, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
 
 

@@ -14,26 +14,26 @@ from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, peak_memory
-from trainwright.engine.policies.base import Gradients, Report, StepPolicy, Training
+from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy, Training
 from trainwright.engine.policies.halving import Halving
 from trainwright.errors import TrainingError
 
 
 @dataclass(frozen=True)
-class Passes:
+class StepPasses:
     """Compute the gradients of global batches.
 
     Args:
         policies: decide whether a batch is repeated.
-        asked: returns for a step whether this rank was asked to stop, and whether a checkpoint is due after it.
+        requests: returns for a step whether this rank was asked to stop, and whether a checkpoint is due after it.
     """
 
     training: Training
     halving: Halving
     policies: Sequence[StepPolicy]
-    asked: Callable[[int], tuple[bool, bool]]
+    requests: Callable[[int], tuple[bool, bool]]
 
-    def gradients(self, step: int, batch: GlobalBatch) -> Gradients:
+    def gradients(self, step: int, batch: GlobalBatch) -> StepGradients:
         """Return the gradients of a global batch, repeated while a policy asks for it.
 
         Raises:
@@ -50,16 +50,16 @@ class Passes:
             self._refuse(step, found)
         return found
 
-    def _attempt(self, step: int, batch: GlobalBatch) -> Gradients:
+    def _attempt(self, step: int, batch: GlobalBatch) -> StepGradients:
         world = self.training.strategy.world
         done = self.halving.guard_passes(step, batch, functools.partial(self.forward_backward, step, batch))
         shortage = done if isinstance(done, MemoryShortage) else None
         losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, MemoryShortage) else done
-        memory, (stop, save) = peak_memory(world.device), self.asked(step)
-        own = Report(sum(losses), float(stop), memory, float(shortage is not None), float(save))
-        reports = [Report(*rank) for rank in world.gather_floats(list(own))]
+        memory, (stop, save) = peak_memory(world.device), self.requests(step)
+        own = RankReport(sum(losses), float(stop), memory, float(shortage is not None), float(save))
+        reports = [RankReport(*rank) for rank in world.gather_floats(list(own))]
         loss = sum(rank.loss for rank in reports) / batch.weight
-        return Gradients(batch, loss, norm, reports, losses, statistics, shortage)
+        return StepGradients(batch, loss, norm, reports, losses, statistics, shortage)
 
     def forward_backward(self, step: int, batch: GlobalBatch) -> tuple[list[float], float, list[float]]:
         """Add the gradients of this rank's share of a global batch to the model.
@@ -89,7 +89,7 @@ class Passes:
         norm = strategy.gradient_norm() / progress.loss_scale
         return torch.stack(totals).tolist(), norm, torch.stack(statistics).sum(0).tolist() if statistics else []
 
-    def _refuse(self, step: int, found: Gradients) -> None:
+    def _refuse(self, step: int, found: StepGradients) -> None:
         """Raise before a non-finite loss or gradient reaches the weights, naming the examples."""
         task, strategy = self.training.task, self.training.strategy
         world, batch = strategy.world, found.batch

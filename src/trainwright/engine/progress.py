@@ -19,7 +19,7 @@ _IN_A_ROW = 10
 
 
 @dataclass
-class Losses:
+class LossStatistics:
     """Running mean and variance of the loss; ``odd``: the number of consecutive losses far above the mean."""
 
     seen: int = 0
@@ -60,16 +60,16 @@ class Noise:
 
         Return None while the estimate is only noise.
         """
-        (norm, size), (whole_norm, whole_size) = small, large
-        squared = (whole_size * whole_norm**2 - size * norm**2) / (whole_size - size)
-        trace = (norm**2 - whole_norm**2) / (1 / size - 1 / whole_size)
+        (norm, size), (full_norm, full_size) = small, large
+        squared = (full_size * full_norm**2 - size * norm**2) / (full_size - size)
+        trace = (norm**2 - full_norm**2) / (1 / size - 1 / full_size)
         self.squared = 0.9 * self.squared + 0.1 * squared
         self.trace = 0.9 * self.trace + 0.1 * trace
         return self.trace / self.squared if self.squared > 0 and self.trace > 0 else None
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """The progress of a run: everything a checkpoint holds that is not a tensor."""
 
     step: int = 0  # also the position in the stream
@@ -79,22 +79,22 @@ class Progress:
     best_step: int | None = None
     loss_scale: float = 1.0  # fp16 only: factor on the loss so that small gradients do not vanish
     steps_at_scale: int = 0
-    losses: Losses = field(default_factory=Losses)  # for train.skip_loss_spikes
+    losses: LossStatistics = field(default_factory=LossStatistics)  # for train.skip_loss_spikes
     noise: Noise = field(default_factory=Noise)  # for train.gradient_noise_scale
     pending: str | None = None  # what a stop interrupted after the step: EVALUATION, or GENERATION alone
 
     @classmethod
-    def of(cls, saved: dict[str, Any]) -> Progress:
+    def of(cls, saved: dict[str, Any]) -> TrainingProgress:
         """Build from the content of a checkpoint. Raises ValueError if it is invalid."""
         saved = dict(saved)
         try:
-            losses, noise = Losses(**saved.pop("losses", {})), Noise(**saved.pop("noise", {}))
+            losses, noise = LossStatistics(**saved.pop("losses", {})), Noise(**saved.pop("noise", {}))
             found = cls(**saved, losses=losses, noise=noise)
         except TypeError as error:
             raise ValueError(str(error)) from error
         for values in (found, losses, noise):
             for name, value in vars(values).items():
-                if name != "pending" and not isinstance(value, (int, float, Losses, Noise, type(None))):
+                if name != "pending" and not isinstance(value, (int, float, LossStatistics, Noise, type(None))):
                     raise ValueError(f"{name} is no number")
         if not isinstance(found.step, int) or found.step < 0:
             raise ValueError(f"its step is {found.step}")

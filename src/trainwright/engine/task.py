@@ -105,11 +105,11 @@ class Task(Protocol):
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether an adapter with these parameters leaves the model unchanged."""
 
-    def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+    def read_back(self, module: nn.Module, directory: Path, *, all_parameters: bool) -> None:
         """Check that an exported adapter, applied to the base model again, gives the trained model's logits.
 
         Args:
-            module: as for generation; if not ``whole``, all ranks run it together.
+            module: as for generation; if not ``all_parameters``, all ranks run it together.
 
         Raises:
             TrainingError: the logits differ.

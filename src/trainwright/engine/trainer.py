@@ -14,12 +14,12 @@ from trainwright.engine.checkpoints.checkpointing import Checkpointing
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Step
-from trainwright.engine.measured import Measured
-from trainwright.engine.passes import Passes
-from trainwright.engine.policies.base import Gradients, StepPolicy, Training
+from trainwright.engine.measured import RunMeasurements
+from trainwright.engine.passes import StepPasses
+from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.engine.policies.builtin import GradientNoise, LossScale, LossSpikes
 from trainwright.engine.policies.halving import Halving
-from trainwright.engine.progress import EVALUATION, GENERATION, Progress
+from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
 from trainwright.engine.schedule import Schedule
 from trainwright.parallel.world import StopRequested
 
@@ -41,8 +41,8 @@ class Trainer:
     Args:
         stop_requested: called after every step; true on any rank ends the run after a checkpoint.
         updating: called before the weights are changed.
-        change_asked: called on rank 0 after a checkpoint; true ends the run there, to continue with another plan. None:
-            never.
+        change_requested: called on rank 0 after a checkpoint; true ends the run there, to continue with another
+            plan. None: never.
         policies: the step policies of the recipe, called after the built-in ones.
     """
 
@@ -51,7 +51,7 @@ class Trainer:
     checkpoints: Checkpoints
     stop_requested: Callable[[], bool]
     updating: Callable[[], None] = lambda: None
-    change_asked: Callable[[], bool] | None = None
+    change_requested: Callable[[], bool] | None = None
     policies: Sequence[Callable[[Training], StepPolicy]] = ()
 
     def __post_init__(self) -> None:
@@ -63,11 +63,11 @@ class Trainer:
         ours = (LossScale, GradientNoise, LossSpikes)
         self._policies = [self._halving, *(policy(self.training) for policy in (*ours, *self.policies))]
         self._checkpointing = Checkpointing(self.training, self.checkpoints, self._policies)
-        self._passes = Passes(self.training, self._halving, self._policies, self._asked)
-        self._measured = Measured(self.world.device)
+        self._passes = StepPasses(self.training, self._halving, self._policies, self._requests)
+        self._measured = RunMeasurements(self.world.device)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """Return the progress of the run."""
         return self.training.progress
 
@@ -92,7 +92,7 @@ class Trainer:
             export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
         except StopRequested:
             if self.progress.step:
-                self._checkpointing.save(last_chance=True)
+                self._checkpointing.save(required=True)
             self._finish("stopped", begun, self.checkpoints.path(self.progress.step) if self.progress.step else None)
             return False
         self._finish("finished", begun, final)
@@ -105,29 +105,29 @@ class Trainer:
         self.strategy.module.train()
         self.events.announce("compiling" if self.training.recipe.train.compile is True else "the first step")
         while self.progress.step < self.max_steps:
-            said = self._step()
+            result = self._step()
             last = self.progress.step == self.max_steps
             every = self.training.recipe.evaluate.every
             if last or (every is not None and self.progress.step % every == 0):
                 self.progress.pending = EVALUATION
-            if said.stop:
+            if result.stop:
                 raise StopRequested
             improved = self._evaluate()
-            if last or improved or said.save:
-                self._checkpointing.save(last_chance=False)
-                if not last and self._is_to_change():
+            if last or improved or result.save:
+                self._checkpointing.save(required=False)
+                if not last and self._should_change_plan():
                     raise StopRequested
 
-    def _is_to_change(self) -> bool:
+    def _should_change_plan(self) -> bool:
         """Return whether the run, which has just been saved, continues with another plan; the same on every rank."""
-        if self.change_asked is None or self._checkpointing.step != self.progress.step:
+        if self.change_requested is None or self._checkpointing.step != self.progress.step:
             return False
-        return bool(self.world.broadcast(self.world.is_main and self.change_asked()))
+        return bool(self.world.broadcast(self.world.is_main and self.change_requested()))
 
-    def rehearse(self, steps: int, *, fullest: bool = False) -> bool:
+    def run_steps(self, steps: int, *, largest: bool = False) -> bool:
         """Take the first steps of the run and keep only their events; return False if a signal stopped it first.
 
-        With ``fullest``, repeat the step with the largest micro-batch ``steps`` times instead: if it fits, all steps
+        With ``largest``, repeat the step with the largest micro-batch ``steps`` times instead: if it fits, all steps
         fit.
 
         Raises:
@@ -135,17 +135,17 @@ class Trainer:
         """
         self._halving.enabled = False
         self.strategy.module.train()
-        steps = steps if fullest else min(steps, self.max_steps)
-        first = self._fullest_step() if fullest else 0
+        steps = steps if largest else min(steps, self.max_steps)
+        first = self._largest_step() if largest else 0
         for done in range(steps):
-            self.progress.step = first if fullest else done
+            self.progress.step = first if largest else done
             if self._step().stop and done < steps - 1:
                 return False
         return True
 
-    def _fullest_step(self) -> int:
+    def _largest_step(self) -> int:
         looked_at = min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.training.recipe.train.global_batch_size)
-        return self.task.stream.fullest(max(1, looked_at))
+        return self.task.stream.largest_step(max(1, looked_at))
 
     def _step(self) -> _StepResult:
         """Take one optimizer step; return the decisions that follow from it on every rank."""
@@ -169,10 +169,10 @@ class Trainer:
             policy.after(step)
         return _StepResult(stop=any(rank.stop for rank in found.reports), save=bool(found.reports[0].save))
 
-    def _asked(self, step: int) -> tuple[bool, bool]:
+    def _requests(self, step: int) -> tuple[bool, bool]:
         return self.stop_requested(), self._checkpointing.is_due(step)
 
-    def _metrics(self, step: int, found: Gradients) -> dict[str, float]:
+    def _metrics(self, step: int, found: StepGradients) -> dict[str, float]:
         metrics = self.task.metrics(self.world.sum(found.statistics)) if found.statistics else {}
         metrics.pop("loss", None)
         for policy in self._policies:
@@ -188,7 +188,7 @@ class Trainer:
         return 1.0 if limit is None or norm <= limit else limit / norm
 
     def _record(
-        self, step: int, found: Gradients, learning_rate: float, metrics: dict[str, float], seconds: float
+        self, step: int, found: StepGradients, learning_rate: float, metrics: dict[str, float], seconds: float
     ) -> None:
         progress, batch = self.progress, found.batch
         progress.step = step

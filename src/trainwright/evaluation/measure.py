@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trainwright.evaluation.columns import Column, Estimate, difference
 from trainwright.evaluation.metrics.registry import LIKELIHOODS, Judge
-from trainwright.evaluation.rows import EncodedRows, Prompts
+from trainwright.evaluation.rows import EncodedRows, RowPrompts
 from trainwright.inference.answering import answer_all
 from trainwright.inference.batching import Done
 from trainwright.inference.generation import Answer
@@ -54,7 +54,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A model's columns over the rows, by metric.
 
     Attributes:
@@ -74,7 +74,7 @@ class Measured:
     answered: list[int]
     notes: list[str] = field(default_factory=list)
 
-    def of_source(self, part: int) -> Measured:
+    def of_source(self, part: int) -> Measurement:
         """Return the results for the rows of one source."""
         rows = [place for place, each in enumerate(self.origins.parts) if each == part]
         questions = [index for index, place in enumerate(self.answered) if self.origins.parts[place] == part]
@@ -92,7 +92,7 @@ class Measured:
         file.write_text(json.dumps({**asdict(self), "columns": columns}), encoding="utf-8")
 
     @classmethod
-    def open(cls, file: Path) -> Measured:
+    def open(cls, file: Path) -> Measurement:
         """Read what ``save`` wrote."""
         saved = json.loads(file.read_text(encoding="utf-8"))
         columns = {
@@ -117,7 +117,7 @@ def measure(
     batch: int | None = None,
     scored: Done = lambda examples: None,
     answered: Done = lambda examples: None,
-) -> Measured | None:
+) -> Measurement | None:
     """Score the rows and generate the answers asked for. Every rank must call; rank 0 gets the full result.
 
     Args:
@@ -138,11 +138,11 @@ def measure(
     ordered = {name: columns[name] for name in names}
     samples = _samples(loaded, rows, origins, ordered, answers)
     places = rows.prompts.places if judges else []
-    return Measured(origin, rows.dataset.fingerprint, ordered, samples, origins, places)
+    return Measurement(origin, rows.dataset.fingerprint, ordered, samples, origins, places)
 
 
 def answer_prompts(
-    loaded: Loaded, prompts: Prompts, sampling: Sampling, world: World, batch: int | None, answered: Done
+    loaded: Loaded, prompts: RowPrompts, sampling: Sampling, world: World, batch: int | None, answered: Done
 ) -> list[Answer]:
     """Return the model's answers, as turns of a conversation."""
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=True)
@@ -219,14 +219,14 @@ def answer_probability(losses: Floats, count: int) -> float:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MetricDifferences:
     """The differences, first minus second, by metric."""
 
     differences: dict[str, Estimate]
     notes: list[str] = field(default_factory=list)
 
 
-def compare(one: Measured, other: Measured) -> Comparison:
+def compare(one: Measurement, other: Measurement) -> MetricDifferences:
     """Return the paired differences of all comparable metrics. Both must be measured on the same rows."""
     names = [name for name in one.columns if name in other.columns]
     notes = []
@@ -236,4 +236,4 @@ def compare(one: Measured, other: Measured) -> Comparison:
             "compared"
         )
         names = [name for name in names if name not in LIKELIHOODS]
-    return Comparison({name: difference(one.columns[name], other.columns[name]) for name in names}, notes)
+    return MetricDifferences({name: difference(one.columns[name], other.columns[name]) for name in names}, notes)

@@ -36,9 +36,9 @@ class ValidationQuestions:
         self._tokenizer = tokenizer
         self._sampling = Sampling(max_new_tokens=section.max_new_tokens)
         self._judges = judges(section.metrics, section.answer_pattern, section.json_schema)
-        answers = [n for n in range(validation.document_count) if validation.role(n) == CHOSEN]  # without rejected ones
-        whole = [n for n in answers if validation.document_length(n) < longest]
-        spans = {n: last_run(validation.document(n)[1]) for n in whole}
+        answers = [n for n in range(validation.sequence_count) if validation.role(n) == CHOSEN]  # without rejected ones
+        whole = [n for n in answers if validation.sequence_length(n) < longest]
+        spans = {n: last_run(validation.sequence(n)[1]) for n in whole}
         asked = [n for n in whole if spans[n][0] > 0]
         if not asked:
             raise RequestError(
@@ -48,7 +48,7 @@ class ValidationQuestions:
         self._prompts: list[list[int]] = []
         self._references: list[str] = []
         for number in chosen:
-            tokens = validation.document(number)[0].tolist()
+            tokens = validation.sequence(number)[0].tolist()
             begin, end = spans[number]
             self._prompts.append(tokens[:begin])
             self._references.append(str(tokenizer.decode(tokens[begin:end], skip_special_tokens=True)).strip())

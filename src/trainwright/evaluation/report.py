@@ -19,7 +19,7 @@ from typing import Any
 from trainwright import __version__
 from trainwright.errors import RequestError
 from trainwright.evaluation.columns import CONFIDENCE, Estimate, estimate
-from trainwright.evaluation.measure import Comparison, Measured
+from trainwright.evaluation.measure import Measurement, MetricDifferences
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Report:
     """
 
     settings: Mapping[str, Any]
-    measured: Measured | None = None
-    against: Measured | None = None
-    comparison: Comparison | None = None
+    measured: Measurement | None = None
+    against: Measurement | None = None
+    comparison: MetricDifferences | None = None
     harness: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Report] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ class Report:
 
     def write(self, directory: Path) -> None:
         """Write all files to the new ``directory``. Raises RequestError if they cannot be written."""
-        with whole_directory(directory) as scratch:
+        with complete_directory(directory) as scratch:
             self._write(scratch)
 
     def _write(self, directory: Path) -> None:
@@ -105,7 +105,7 @@ class Report:
 
 
 @contextmanager
-def whole_directory(directory: Path) -> Iterator[Path]:
+def complete_directory(directory: Path) -> Iterator[Path]:
     """Provide a temporary directory that is renamed to the new ``directory`` once everything is written.
 
     Raises:
@@ -125,11 +125,11 @@ def whole_directory(directory: Path) -> Iterator[Path]:
 _HEAD = ("metric", "value", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
 
 
-def _estimates(measured: Measured | None) -> dict[str, Estimate]:
+def _estimates(measured: Measurement | None) -> dict[str, Estimate]:
     return {} if measured is None else {name: estimate(column) for name, column in measured.columns.items()}
 
 
-def _described(measured: Measured, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+def _described(measured: Measurement, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     metrics = {name: asdict(found) for name, found in estimates.items()}
     return {"model": measured.origin, "metrics": metrics, "notes": measured.notes}
 
@@ -176,7 +176,7 @@ def _between(found: Estimate, words: Any) -> str:
     return "one row" if found.low is None or found.high is None else f"{words(found.low)} to {words(found.high)}"
 
 
-def _write_samples(file: Path, measured: Measured) -> None:
+def _write_samples(file: Path, measured: Measurement) -> None:
     write_text(file, "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in measured.samples))
 
 

@@ -21,19 +21,19 @@ from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.token_rows import splits_long, windows_of
 from trainwright.errors import RequestError
-from trainwright.inference.asking import last_answer
+from trainwright.inference.prompts import last_answer
 from trainwright.recipe.sections.data import SourceSection
 from trainwright.text import they
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH = 256  # rows rendered and tokenised at a time
+_BATCH = 256  # rows rendered and tokenized at a time
 _SEED = 0
 
 
 @dataclass(frozen=True)
-class Rows:
+class EvaluationRows:
     """Texts and conversations of one or several sources.
 
     Attributes:
@@ -63,9 +63,9 @@ class Rows:
         """Return the indices of the rows that ask something."""
         return [place for place, example in enumerate(self.examples) if not isinstance(example, str)]
 
-    def chosen(self, places: Sequence[int]) -> Rows:
+    def chosen(self, places: Sequence[int]) -> EvaluationRows:
         """Return some of the rows."""
-        return Rows(
+        return EvaluationRows(
             self.sources,
             [self.examples[place] for place in places],
             [self.numbers[place] for place in places],
@@ -94,7 +94,7 @@ class Rows:
         return example
 
 
-def joined(several: Sequence[Rows]) -> Rows:
+def joined(several: Sequence[EvaluationRows]) -> EvaluationRows:
     """Return the rows of several sources, one after another."""
     parts: list[int] = []
     sources: tuple[SourceSection, ...] = ()
@@ -103,10 +103,10 @@ def joined(several: Sequence[Rows]) -> Rows:
         sources += rows.sources
     examples = [example for rows in several for example in rows.examples]
     notes = list(dict.fromkeys(note for rows in several for note in rows.notes))
-    return Rows(sources, examples, [number for rows in several for number in rows.numbers], parts, notes)
+    return EvaluationRows(sources, examples, [number for rows in several for number in rows.numbers], parts, notes)
 
 
-def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) -> Rows:
+def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) -> EvaluationRows:
     """Read the rows of ``source``.
 
     Args:
@@ -124,7 +124,7 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
     except RequestError as error:
         raise RequestError(f"{key}: {source.source}: {error}") from None
     numbers = list(range(len(table)) if only is None else only)
-    rows = Rows((source,), numbers=numbers, parts=[0] * len(numbers))
+    rows = EvaluationRows((source,), numbers=numbers, parts=[0] * len(numbers))
     remarks: Counter[str] = Counter()
     for index, row in enumerate(table if only is None else table.select(numbers)):
         try:
@@ -153,7 +153,7 @@ def drawn(total: int, count: int | None) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class RowPrompts:
     """The prompts for a model, with one entry for each question.
 
     Attributes:
@@ -183,7 +183,7 @@ class EncodedRows:
     dataset: TokenDataset
     windows: list[int]
     last_turn: list[int]
-    prompts: Prompts
+    prompts: RowPrompts
     cut: int
     split: int
     notes: list[str]
@@ -198,12 +198,12 @@ class EncodedRows:
     def open(cls, directory: Path) -> EncodedRows:
         """Read what ``save`` wrote."""
         rest = json.loads((directory / "rows.json").read_text(encoding="utf-8"))
-        prompts = Prompts(**rest.pop("prompts"))
+        prompts = RowPrompts(**rest.pop("prompts"))
         return cls(TokenDataset.open(directory / "tokens"), prompts=prompts, **rest)
 
 
 def encode(
-    rows: Rows,
+    rows: EvaluationRows,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int | None,
@@ -243,7 +243,7 @@ def encode(
         if not is_text and rows.answer(place).get("tool_calls"):
             called[place] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
     dataset = TokenDataset.from_examples(pairs, fingerprint(pairs))
-    prompts = Prompts() if encoder is None else _prompts(rows, encoder, asked, called, key)
+    prompts = RowPrompts() if encoder is None else _prompts(rows, encoder, asked, called, key)
     notes = [*rows.notes, *([] if encoder is None else encoder.notes)]
     return EncodedRows(dataset, windows, last_turn, prompts, cut, split, notes)
 
@@ -257,7 +257,7 @@ def fingerprint(pairs: Sequence[Encoded]) -> str:
 
 
 def _encoded(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, encoder: ChatEncoder | None, key: str
+    rows: EvaluationRows, tokenizer: PreTrainedTokenizerBase, encoder: ChatEncoder | None, key: str
 ) -> Iterator[Encoded]:
     start = 0
     for is_text, alike in groupby(rows.examples, lambda example: isinstance(example, str)):
@@ -272,11 +272,13 @@ def _encoded(
             start += len(batch)
 
 
-def _prompts(rows: Rows, encoder: ChatEncoder, asked: Sequence[int], called: Mapping[int, str], key: str) -> Prompts:
+def _prompts(
+    rows: EvaluationRows, encoder: ChatEncoder, asked: Sequence[int], called: Mapping[int, str], key: str
+) -> RowPrompts:
     """Return the questions of the rows ``asked``; ``called`` has the references of answers that call tools."""
     references = [called.get(place, str(rows.answer(place)["content"])).strip() for place in asked]
     try:
-        return Prompts(list(asked), encoder.prompts([rows.question(place) for place in asked]), references)
+        return RowPrompts(list(asked), encoder.prompts([rows.question(place) for place in asked]), references)
     except TurnsError as error:
         raise RequestError(f"{key}: {rows.place(asked[error.index])}: {error}") from None
 

@@ -76,7 +76,7 @@ def over_ranks(
                 waiting = [half for each in (part, *waiting) for half in _parts(each, largest)]
             else:
                 shortage = f"rank {world.rank}: {results.detail}"
-        world.break_point()
+        world.check_stop()
     everyone = world.gather((shortage, found))
     if failed := [why for why, _ in everyone if why is not None]:
         raise MachineError(

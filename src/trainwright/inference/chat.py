@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from trainwright.data.rows.turns import Message
 from trainwright.errors import RequestError
-from trainwright.inference.asking import Asker, Question
 from trainwright.inference.generation import Answer, answer_batch
 from trainwright.inference.loading import Loaded
+from trainwright.inference.prompts import PromptEncoder, Question
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import Stop, stop_of
 from trainwright.text import say
@@ -65,7 +65,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class Speaker:
+class ChatSession:
     """Answer questions one at a time, and write the answers as they are generated.
 
     Args:
@@ -82,7 +82,7 @@ class Speaker:
         plain: bool,
         system: str | None = None,
     ) -> None:
-        self.asker = Asker(loaded.tokenizer, plain=plain, system=system)
+        self.encode = PromptEncoder(loaded.tokenizer, plain=plain, system=system)
         self._loaded = loaded
         self._sampling = sampling
         self._write = write
@@ -98,7 +98,7 @@ class Speaker:
             KeyboardInterrupt: with the answer so far as its argument.
         """
         tokenizer = self._loaded.tokenizer
-        prompt = self.asker(question)
+        prompt = self.encode(question)
         stream = TextStream(tokenizer, self._stop, self._write, strip=not self._plain)
         tokens: list[int] = []
 
@@ -119,7 +119,7 @@ class Speaker:
         return found[0]
 
 
-def chat(speaker: Speaker, lines: Iterator[str], write: Callable[[str], None]) -> None:
+def chat(session: ChatSession, lines: Iterator[str], write: Callable[[str], None]) -> None:
     """Answer every line in the context of all earlier ones, until there are no more.
 
     Args:
@@ -128,18 +128,18 @@ def chat(speaker: Speaker, lines: Iterator[str], write: Callable[[str], None]) -
     """
     conversation: list[Message] = []
     for line in lines:
-        said = line.strip()
-        if said == "/exit":
+        text = line.strip()
+        if text == "/exit":
             return
-        if said == "/reset":
+        if text == "/reset":
             conversation = []
             write("new conversation\n")
             continue
-        if not said:
+        if not text:
             continue
-        conversation.append({"role": "user", "content": said})
+        conversation.append({"role": "user", "content": text})
         try:
-            text = speaker.answer(conversation).text
+            text = session.answer(conversation).text
         except KeyboardInterrupt as stopped:
             text = str(stopped)
         except RequestError as error:
@@ -150,7 +150,7 @@ def chat(speaker: Speaker, lines: Iterator[str], write: Callable[[str], None]) -
         conversation.append({"role": "assistant", "content": text.strip()})
 
 
-def typed(prompt: str) -> Iterator[str]:
+def read_lines(prompt: str) -> Iterator[str]:
     """Yield lines from standard input, with ``prompt`` before each if it is a terminal; ctrl-D or ctrl-C ends them."""
     if not sys.stdin.isatty():
         yield from sys.stdin

@@ -23,7 +23,7 @@ _ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundModel:
     """A model before any of its weights are read.
 
     Attributes:
@@ -49,7 +49,7 @@ class Found:
         file.write_text(json.dumps({**values, "checkpoint": checkpoint}), encoding="utf-8")
 
     @classmethod
-    def open(cls, file: Path) -> Found:
+    def open(cls, file: Path) -> FoundModel:
         """Return what was saved, without the run."""
         values = json.loads(file.read_text(encoding="utf-8"))
         section = ModelSection.model_validate(values["section"])
@@ -59,7 +59,7 @@ class Found:
 
 def find_model(
     model: str, adapter: str | None = None, checkpoint: str | None = None, *, of_texts: bool = True
-) -> Found:
+) -> FoundModel:
     """Find ``model``, with the ``adapter`` (a directory) on it.
 
     Args:
@@ -77,7 +77,7 @@ def find_model(
         found = _of_run(path, checkpoint)
     else:
         _refuse_choice(checkpoint, f"{model} is not a run")
-        found = _of_adapter(path) if (path / _ADAPTER).is_file() else Found(model, ModelSection(name=model))
+        found = _of_adapter(path) if (path / _ADAPTER).is_file() else FoundModel(model, ModelSection(name=model))
     if of_texts and found.recipe is not None and not found.recipe.has_texts:
         raise RequestError(
             f"{model}: is of a run of {found.recipe.task}, which acts in an environment and reads no texts; "
@@ -91,7 +91,7 @@ def _refuse_choice(checkpoint: str | None, why: str) -> None:
         raise RequestError(f"--checkpoint {checkpoint}: {why}; --checkpoint is for run directories")
 
 
-def _of_run(run: Path, wanted: str | None) -> Found:
+def _of_run(run: Path, wanted: str | None) -> FoundModel:
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
     steps = checkpoints.steps()
     has_final = (run / _FINAL).is_dir()
@@ -119,20 +119,20 @@ def _of_run(run: Path, wanted: str | None) -> Found:
     return _checkpoint(newest.path)
 
 
-def _final(run: Path) -> Found:
+def _final(run: Path) -> FoundModel:
     recipe = load_recipe(run / _RECIPE)
     directory = run / _FINAL
     if (directory / _ADAPTER).is_file():
         section = _adapted(recipe.model, directory)
     else:
         section = ModelSection(name=str(directory))
-    return Found(str(directory), section, recipe.train.seed, recipe=recipe, run=run)
+    return FoundModel(str(directory), section, recipe.train.seed, recipe=recipe, run=run)
 
 
-def _checkpoint(path: Path) -> Found:
+def _checkpoint(path: Path) -> FoundModel:
     recipe = load_recipe(path / _RECIPE)
     run = path.parent.parent if (path.parent.parent / _RECIPE).is_file() else None
-    return Found(str(path), recipe.model, recipe.train.seed, checkpoint=path, recipe=recipe, run=run)
+    return FoundModel(str(path), recipe.model, recipe.train.seed, checkpoint=path, recipe=recipe, run=run)
 
 
 def _opened(path: Path) -> Path:
@@ -150,12 +150,12 @@ def _reasons(refused: list[str]) -> str:
     return f": {'; '.join(refused)}" if refused else ""
 
 
-def _of_adapter(path: Path) -> Found:
+def _of_adapter(path: Path) -> FoundModel:
     run = path.resolve().parent
     if path.resolve().name == _FINAL and (run / _RECIPE).is_file():
         return _final(run)
     base = _base_section(path)
-    return replace(_with_adapter(Found(str(base.name), base), str(path)), origin=f"{path} on {base.name}")
+    return replace(_with_adapter(FoundModel(str(base.name), base), str(path)), origin=f"{path} on {base.name}")
 
 
 def _base_section(path: Path) -> ModelSection:
@@ -182,7 +182,7 @@ def _json(file: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _with_adapter(found: Found, adapter: str) -> Found:
+def _with_adapter(found: FoundModel, adapter: str) -> FoundModel:
     directory = user_path(adapter)
     if not (directory / _ADAPTER).is_file() and (directory / _FINAL / _ADAPTER).is_file():
         directory = directory / _FINAL

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.errors import RequestError
-from trainwright.inference.sampling import Chooser, Sampling
+from trainwright.inference.sampling import Sampler, Sampling
 from trainwright.inference.stopping import Stop
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def answer_batch(
             supported.
     """
     rows = [_Row(number, new_token_limit(model, prompt, sampling)) for number, prompt in enumerate(prompts)]
-    choose = Chooser(sampling, range(len(prompts)) if examples is None else examples)
+    choose = Sampler(sampling, range(len(prompts)) if examples is None else examples)
     with torch.no_grad():
         _write(model, tokenizer, prompts, rows, choose, stop, on_token)
     return [row.answer(tokenizer, stop) for row in rows]
@@ -105,7 +105,7 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     rows: list[_Row],
-    choose: Chooser,
+    choose: Sampler,
     stop: Stop,
     on_token: OnToken | None,
 ) -> None:

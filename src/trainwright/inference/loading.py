@@ -14,7 +14,7 @@ from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import MachineError, RequestError
-from trainwright.inference.finding import Found
+from trainwright.inference.finding import FoundModel
 from trainwright.machine.machine import Machine
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
@@ -45,7 +45,7 @@ class Loaded:
     chat: bool
 
 
-def load(found: Found, dtype: torch.dtype, device: torch.device) -> Loaded:
+def load(found: FoundModel, dtype: torch.dtype, device: torch.device) -> Loaded:
     """Load a model, including the checkpoint's tensors.
 
     Raises:
@@ -67,7 +67,7 @@ def load(found: Found, dtype: torch.dtype, device: torch.device) -> Loaded:
         return Loaded(lm.to(device).eval(), tokenizer, tokenizer.chat_template is not None)
 
 
-def check_fits(found: Found, dtype: torch.dtype, machine: Machine, processes: int) -> None:
+def check_fits(found: FoundModel, dtype: torch.dtype, machine: Machine, processes: int) -> None:
     """Raise MachineError if ``processes`` of this machine cannot hold a full copy of the model each."""
     with for_users():
         needed = parameter_count(load_config(found.section)) * dtype.itemsize
@@ -86,10 +86,10 @@ def check_fits(found: Found, dtype: torch.dtype, machine: Machine, processes: in
 
 
 def probe(vocabulary: int) -> Batch:
-    """Return two short documents of arbitrary tokens in one pack, to check a model with."""
+    """Return two short sequences of arbitrary tokens in one pack, to check a model with."""
     generator = torch.Generator().manual_seed(0)
-    documents = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]
-    dataset = TokenDataset.from_examples([(ids, [True] * len(ids)) for ids in documents], "probe")
+    sequences = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]
+    dataset = TokenDataset.from_examples([(ids, [True] * len(ids)) for ids in sequences], "probe")
     return collate_examples(dataset, (0, 1), packed=True)
 
 
@@ -99,10 +99,10 @@ def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:
     with checkpoint.reader() as read, torch.no_grad():
         for name, parameter in lm.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(read(f"model.{name}", Shard.whole(parameter)))
+                parameter.copy_(read(f"model.{name}", Shard.full(parameter)))
         for name, buffer in lm.named_buffers():
             if name in persistent:
-                buffer.copy_(read(f"model.{name}", Shard.whole(buffer)))
+                buffer.copy_(read(f"model.{name}", Shard.full(buffer)))
 
 
 @contextmanager
@@ -111,5 +111,5 @@ def for_users() -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        said = str(error).replace("model.adapter.start_from", "--adapter").replace("model.name", "MODEL")
-        raise RequestError(said) from error
+        message = str(error).replace("model.adapter.start_from", "--adapter").replace("model.name", "MODEL")
+        raise RequestError(message) from error

@@ -28,7 +28,7 @@ class Sampling:
     seed: int = 0
 
 
-class Chooser:
+class Sampler:
     """Choose the next token of every row of a batch.
 
     Args:

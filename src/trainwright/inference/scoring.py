@@ -44,7 +44,7 @@ def score(
     done: Done = lambda examples: None,
     together: bool = False,
 ) -> list[TokenScores]:
-    """Score the targets of every example, each a document, on every rank. Every rank must call, with the full model.
+    """Score the targets of every example, each a sequence, on every rank. Every rank must call, with the full model.
 
     Args:
         lm: on the world's device; unless it supports packing, examples are padded to the longest of a batch.
@@ -60,10 +60,10 @@ def score(
         pairs = zip(_parts(losses.float(), counts), _parts(correct, counts), strict=True)
         return [TokenScores(*pair) for pair in pairs]
 
-    return _over_documents(lm, dataset, world, work, tokens, done, together)
+    return _over_sequences(lm, dataset, world, work, tokens, done, together)
 
 
-def score_standardised(
+def score_standardized(
     lm: CausalLM, dataset: TokenDataset, world: World, *, done: Done = lambda examples: None
 ) -> list[npt.NDArray[np.float32]]:
     """Return the standardized log-likelihoods of the targets of every example [targets]; see ``score`` and
@@ -71,12 +71,12 @@ def score_standardised(
     """
 
     def work(batch: Batch, counts: Sequence[int]) -> list[npt.NDArray[np.float32]]:
-        return _parts(lm.standardised_log_likelihood(batch), counts)
+        return _parts(lm.standardized_log_likelihood(batch), counts)
 
-    return _over_documents(lm, dataset, world, work, None, done, False)
+    return _over_sequences(lm, dataset, world, work, None, done, False)
 
 
-def _over_documents(
+def _over_sequences(
     lm: CausalLM,
     dataset: TokenDataset,
     world: World,

@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError, error_of
 from trainwright.launch.ending import oom_killer, stop
-from trainwright.launch.ending.answering import Answering
 from trainwright.launch.ending.failure import (
     Ended,
     Failure,
@@ -46,6 +45,7 @@ from trainwright.launch.ending.failure import (
     slot_records,
 )
 from trainwright.launch.ending.stop import START_METHOD, Stopping
+from trainwright.launch.ending.stop_watcher import StopWatcher
 from trainwright.launch.group.nodes import Nodes, NodesLost
 from trainwright.launch.group.rendezvous import LOOPBACK, host_store
 from trainwright.launch.process import enter_process, forking, threads_allowed
@@ -104,7 +104,7 @@ def launch_once(
     for rank in ranks:
         error_file(logs, rank).unlink(missing_ok=True)
     rendezvous = _OneNode(processes) if nodes is None else _SeveralNodes(processes, nodes, number)
-    rendezvous.answering = Answering(stopping, functools.partial(rendezvous.alive, first))
+    rendezvous.watcher = StopWatcher(stopping, functools.partial(rendezvous.alive, first))
     stopping.flags.fresh.value = stopping.flags.closing.value = 0
     slots = {rank: new_slot() for rank in ranks}
     killed_for_memory = oom_killer.kills()
@@ -142,7 +142,7 @@ def _decide(
             return None
         return relaunch.decide(failure.ran_out)
 
-    return decide() if nodes is None else nodes.once_more(decide)
+    return decide() if nodes is None else nodes.agree_on_relaunch(decide)
 
 
 def _joint_code(codes: list[int]) -> int:
@@ -183,7 +183,7 @@ class _OneNode(RendezvousHandler):
         self._processes = processes
         self._run_id = uuid.uuid4().hex
         self._store: Store | None = None
-        self.answering: Answering | None = None
+        self.watcher: StopWatcher | None = None
         self._workers: list[multiprocessing.process.BaseProcess] = []
 
     def get_backend(self) -> str:
@@ -199,8 +199,8 @@ class _OneNode(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         # The agent calls this repeatedly while its workers run: poll them here.
-        if self.answering is not None:
-            self.answering.look()
+        if self.watcher is not None:
+            self.watcher.check()
         return 0
 
     def get_run_id(self) -> str:
@@ -239,21 +239,21 @@ class _SeveralNodes(_OneNode):
     def next_rendezvous(self) -> RendezvousInfo:
         nodes = self._nodes
         nodes.running = True
-        info = RendezvousStoreInfo(nodes.meeting.address, self._port())
-        store = PrefixStore(f"agents/{self._number}", nodes.meeting.store)
+        info = RendezvousStoreInfo(nodes.rendezvous.address, self._port())
+        store = PrefixStore(f"agents/{self._number}", nodes.rendezvous.store)
         return RendezvousInfo(store, nodes.index, nodes.count, info)
 
     def _port(self) -> int:
         """Return the port of the workers' store: the nodes' own for the first launch, another for each later one,
         because process groups leave their keys in the store.
         """
-        meeting, key = self._nodes.meeting, f"workers/{self._number}"
+        rendezvous, key = self._nodes.rendezvous, f"workers/{self._number}"
         if not self._number:
-            return meeting.store_port
-        if meeting.index == 0:
-            self._store = store = host_store(meeting.address, 0, "")
-            meeting.publish(key, store.port)
-        return int(meeting.wait_for(key, self._nodes.poll))
+            return rendezvous.store_port
+        if rendezvous.index == 0:
+            self._store = store = host_store(rendezvous.address, 0, "")
+            rendezvous.publish(key, store.port)
+        return int(rendezvous.wait_for(key, self._nodes.poll))
 
     def num_nodes_waiting(self) -> int:
         self._nodes.poll()
@@ -284,13 +284,13 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, flags: stop.Flags, rendezvous: _OneNode, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._told = flags
+        self._flags = flags
         self._workers_of = rendezvous
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # The workers are ended during the call below.
         if any(self._workers_of.exit_codes(0).values()):
-            self._told.closing.value = 1
+            self._flags.closing.value = 1
         return super()._monitor_workers(worker_group)
 
 

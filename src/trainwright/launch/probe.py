@@ -11,7 +11,7 @@ from pathlib import Path
 from trainwright.engine.policies.halving import halved, with_rows
 from trainwright.errors import EXIT_FINISHED, MachineError, Stopped
 from trainwright.launch import run_directory
-from trainwright.launch.ending.oom_killer import be_killed_first
+from trainwright.launch.ending.oom_killer import raise_oom_score
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import stop_requested
 from trainwright.machine.cache import cache_root
@@ -60,7 +60,7 @@ def probe(recipe: str, stopping: Stopping) -> ProbeResult:
     if not isinstance(ended, int):
         ran_out = ended.ran_out is not None
         return ProbeResult(False, memory_bytes, step_time, ran_out, ended.message)
-    assert ended == EXIT_FINISHED, "a rehearsal that nobody stops is finished"
+    assert ended == EXIT_FINISHED, "a trial run that nobody stops is finished"
     return ProbeResult(True, memory_bytes, step_time)
 
 
@@ -94,7 +94,7 @@ def _work(run: Path) -> int:
     """Run in every worker."""
     from trainwright.launch.run_worker import run_worker
 
-    be_killed_first(_FIRST_TO_BE_KILLED)
+    raise_oom_score(_FIRST_TO_BE_KILLED)
     return run_worker(
         run,
         cache=cache_root(),
@@ -102,8 +102,8 @@ def _work(run: Path) -> int:
         reasons=(),
         observers=lambda: (),
         stop_requested=stop_requested,
-        rehearse=_STEPS,
-        fullest=True,
+        trial_steps=_STEPS,
+        largest=True,
     )
 
 

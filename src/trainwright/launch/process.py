@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainwright import errors
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
-from trainwright.launch.ending.oom_killer import be_killed_first
+from trainwright.launch.ending.oom_killer import raise_oom_score
 from trainwright.launch.ending.stop import (
     START_METHOD,
     STOP_SIGNALS,
@@ -42,8 +42,8 @@ __all__ = [
     "console",
     "die_with_parent",
     "enter_process",
+    "ignore_closed_output",
     "limit_threads",
-    "outlive_output",
     "preload_libraries",
     "preload_worker",
     "run_in_child",
@@ -67,7 +67,7 @@ def enter_process(log: Path, *, parent: int | None, keep_console: bool) -> None:
     global _console
     if parent is not None:
         die_with_parent(parent)
-        be_killed_first()
+        raise_oom_score()
     sys.stdout.flush()
     sys.stderr.flush()
     if keep_console:
@@ -79,7 +79,7 @@ def enter_process(log: Path, *, parent: int | None, keep_console: bool) -> None:
     sys.stdout, sys.stderr = lossy_text(1, "utf-8", "backslashreplace"), lossy_text(2, "utf-8", "backslashreplace")
 
 
-def outlive_output() -> None:
+def ignore_closed_output() -> None:
     """Ignore failing writes to standard output and error from now on."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -153,7 +153,7 @@ def threads_allowed() -> int:
 
 def preload_libraries() -> None:
     """Import once, in the parent, what every forked process needs. Starts no thread and runs no operation."""
-    # Ask the driver's management library whether there are GPUs: initialising CUDA itself in the parent
+    # Ask the driver's management library whether there are GPUs: initializing CUDA itself in the parent
     # would make it unusable in every forked worker.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch.distributed.launcher.api  # noqa: F401

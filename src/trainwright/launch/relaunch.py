@@ -68,7 +68,7 @@ class Relaunch:
         return any(event["event"] == "start" and event["time"] >= self._begun for event in events)
 
 
-def is_replan_asked(run: Path) -> bool:
+def is_replan_requested(run: Path) -> bool:
     """Return whether the run is to stop after its next checkpoint, to continue with another plan."""
     return (run / REPLAN).is_file()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch import run_directory
-from trainwright.launch.resuming import continued
+from trainwright.launch.resuming import resumed_recipe
 from trainwright.machine.machine import Machine
 from trainwright.paths import user_path
 from trainwright.planning.processes import choose_processes, with_processes
@@ -21,12 +21,12 @@ from trainwright.recipe.yaml_text import Tree
 from trainwright.registries import KEYS
 
 if TYPE_CHECKING:
-    from trainwright.launch.accelerate.meaning import Meaning
+    from trainwright.launch.accelerate.translation import Translation
     from trainwright.planning.resolve import Resolved
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """A request. `run` is the run to continue, None for a new one; `stem` names a new one.
 
     `chosen`: the keys of the recipe whose values were chosen automatically when the run began, and not set since.
@@ -60,8 +60,8 @@ def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def request_of(
-    recipe: Path | Tree | None, overrides: list[str], resume: str | None, meaning: Meaning | None = None
-) -> Request:
+    recipe: Path | Tree | None, overrides: list[str], resume: str | None, translation: Translation | None = None
+) -> RunRequest:
     """Return the request for ``recipe``; an Accelerate file overrides it, and ``overrides`` override both.
 
     `resume` is None for a new run, else the run directory, or "" for the recipe's newest run. Raises RequestError.
@@ -70,14 +70,14 @@ def request_of(
         raise RequestError("no recipe; pass one, for instance: trainwright train recipes/sft/tiny.yaml")
     if resume is None:
         assert recipe is not None
-        overrides, reasons = _under(overrides, meaning, recipe, resumed=False)
-        return Request(load_recipe(recipe, overrides), _stem_of(recipe), None, reasons)
+        overrides, reasons = _under(overrides, translation, recipe, resumed=False)
+        return RunRequest(load_recipe(recipe, overrides), _stem_of(recipe), None, reasons)
     run = _run_of(resume, recipe, overrides)
     own = run / run_directory.RECIPE
-    overrides, reasons = _under(overrides, meaning, recipe or own, resumed=recipe is None)
-    goes_on = continued(run, recipe, overrides)
-    everything = tuple(dict.fromkeys((*goes_on.reasons, *reasons)))
-    return Request(goes_on.recipe, run_directory.stem_of(own), run, everything, goes_on.chosen)
+    overrides, reasons = _under(overrides, translation, recipe or own, resumed=recipe is None)
+    found = resumed_recipe(run, recipe, overrides)
+    everything = tuple(dict.fromkeys((*found.reasons, *reasons)))
+    return RunRequest(found.recipe, run_directory.stem_of(own), run, everything, found.chosen)
 
 
 def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Path:
@@ -99,7 +99,7 @@ def _file(recipe: Path | Tree) -> Path | None:
     return recipe.file if isinstance(recipe, Tree) else recipe
 
 
-def for_started(request: Request, processes: int, launcher: str) -> Request:
+def for_started(request: RunRequest, processes: int, launcher: str) -> RunRequest:
     """Return the request for the number of processes that a launcher has started.
 
     Raises MachineError if the recipe sets another number, RequestError if its strategy does not support this number.
@@ -122,7 +122,7 @@ def for_started(request: Request, processes: int, launcher: str) -> Request:
     return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 
 
-def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
+def for_nodes(request: RunRequest, machine: Machine, nodes: int) -> RunRequest:
     """Return the request for several equal machines, of which `machine` is one.
 
     parallel.num_processes counts the processes of all of them. Raises RequestError if they cannot be divided equally,
@@ -150,7 +150,7 @@ def for_nodes(request: Request, machine: Machine, nodes: int) -> Request:
     return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 
 
-def resolve_request(request: Request, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
+def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
     """Resolve the values left to auto, for `nodes` machines like this one.
 
     `check_gpus` is False if the processes' GPUs are counted elsewhere: a launcher may show each process only its own.
@@ -162,7 +162,7 @@ def resolve_request(request: Request, machine: Machine, nodes: int = 1, check_gp
     return replace(resolved, reasons=(*request.reasons, *resolved.reasons), chosen=chosen)
 
 
-def check_request(request: Request, recipe: Recipe, creates: bool = True) -> None:
+def check_request(request: RunRequest, recipe: Recipe, creates: bool = True) -> None:
     """Check everything that can be checked without torch, before anything is written. Raises RequestError.
 
     `creates` is False if another node creates the run directory, and may have done so already.
@@ -210,12 +210,12 @@ def is_bare_resume(following: str | None) -> bool:
 
 
 def _under(
-    overrides: list[str], meaning: Meaning | None, path: Path | Tree, *, resumed: bool
+    overrides: list[str], translation: Translation | None, path: Path | Tree, *, resumed: bool
 ) -> tuple[list[str], tuple[str, ...]]:
-    if meaning is None:
+    if translation is None:
         return overrides, ()
     from trainwright.launch.accelerate.recipe import join
 
-    joined = join(meaning, path, overrides, resumed=resumed)
-    notes = (f"{meaning.source}: {', '.join(note.keys)}: {note.reason}" for note in meaning.notes)
+    joined = join(translation, path, overrides, resumed=resumed)
+    notes = (f"{translation.source}: {', '.join(note.keys)}: {note.reason}" for note in translation.notes)
     return joined.overrides, (*joined.reasons, *notes)

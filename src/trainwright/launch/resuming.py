@@ -21,7 +21,7 @@ from trainwright.recipe.strategy_spec import spec_of
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
 from trainwright.registries import STRATEGIES
 
-# Sections and keys that may change when a run is continued.
+# Sections and keys that may change when a run is resumed.
 _FREE = (
     ("parallel",),
     ("checkpoint",),
@@ -47,7 +47,7 @@ _LAYOUT = tuple(
 _ABSENT = object()
 
 
-class Continued(NamedTuple):
+class ResumedRecipe(NamedTuple):
     """The recipe a run continues with, the reason for each of its values, and the keys that the user did not write."""
 
     recipe: Recipe
@@ -55,10 +55,10 @@ class Continued(NamedTuple):
     chosen: tuple[str, ...]
 
 
-def continued(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> Continued:
+def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> ResumedRecipe:
     """Return the run's own recipe, changed by ``overrides`` and the recipe at ``path``, if given.
 
-    A value that the recipe leaves to auto keeps the run's value; an override with auto chooses it anew.
+    A value that the recipe leaves to auto keeps the run's value; an override with auto chooses it again.
 
     Raises:
         RequestError: a difference would make it another run; lists every such key, both values, and how to continue.
@@ -66,7 +66,7 @@ def continued(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> 
     own = run / run_directory.RECIPE
     before = load_recipe(own)
     chosen = run_directory.chosen(run)
-    reset = dict(_anew(before, read_merged(path, overrides), chosen))
+    reset = dict(_chosen_again(before, read_merged(path, overrides), chosen))
     anew = [f"{dotted(key)}={json.dumps(value)}" for key, value in reset.items()]
     asked = load_with_origins(own if path is None else path, [*anew, *overrides])
     changes = _changes(before, asked)
@@ -84,7 +84,7 @@ def continued(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> 
     kept = [line for line in run_directory.reasons(run) if _holds(line, recipe)]
     asked_for = {dotted(change.path) for change in told}
     still_chosen = tuple(key for key in chosen if key not in asked_for)
-    return Continued(recipe, (*kept, *(line for line in lines if line not in kept)), still_chosen)
+    return ResumedRecipe(recipe, (*kept, *(line for line in lines if line not in kept)), still_chosen)
 
 
 class _Change(NamedTuple):
@@ -102,15 +102,15 @@ class _Change(NamedTuple):
         return any(self.path[: len(free)] == free for free in _FREE)
 
     def differences(self, run: Path) -> Iterator[str]:
-        said = f"({self.origin})"
+        origin = f"({self.origin})"
         if self.path == _DIRECTORY:
-            yield f"{dotted(self.path)}: {run} in the run, now {self.new} {said}"
+            yield f"{dotted(self.path)}: {run} in the run, now {self.new} {origin}"
         elif self.path in _MAY_GROW:
             longer = "; only the length of a run can change"
-            yield f"{dotted(self.path)}: {_text(self.old)} in the run, now {_text(self.new)} {said}{longer}"
+            yield f"{dotted(self.path)}: {_text(self.old)} in the run, now {_text(self.new)} {origin}{longer}"
         else:
             for path, old, new in _parts(self.path, self.old, self.new):
-                yield f"{dotted(path)}: {_text(old)} in the run, now {_text(new)} {said}"
+                yield f"{dotted(path)}: {_text(old)} in the run, now {_text(new)} {origin}"
 
     def line(self) -> str:
         key, new = dotted(self.path), _text(self.new)
@@ -149,29 +149,29 @@ def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, o
             yield from _parts((*path, key), was, now)
 
 
-def _anew(before: Recipe, said: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the values that depended on the run's strategy and number of processes, if these change and ``said`` does
+def _chosen_again(before: Recipe, stated: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
+    """Yield the values that depended on the run's strategy and number of processes, if these change and ``stated`` does
     not set them; each with the value that leaves it open.
 
     Args:
         chosen: the keys whose values nobody wrote when the run began.
     """
     parallel = before.parallel
-    spread = _asked(said, _PROCESSES, parallel.num_processes)
-    strategy = _asked(said, _STRATEGY, parallel.strategy)
+    spread = _is_requested(stated, _PROCESSES, parallel.num_processes)
+    strategy = _is_requested(stated, _STRATEGY, parallel.strategy)
     if spread:
         # Without sharding the choice depends only on the number of processes, so it is made again for another number.
-        if not spec_of(parallel.strategy).shards and _value(said, _STRATEGY) == "auto":
+        if not spec_of(parallel.strategy).shards and _value(stated, _STRATEGY) == "auto":
             yield _STRATEGY, "auto"
-        if _value(said, _ACCUMULATION) == "auto":
+        if _value(stated, _ACCUMULATION) == "auto":
             yield _ACCUMULATION, "auto"
-    from_or_to_one = any(_is_one_process(name) for name in (parallel.strategy, _value(said, _STRATEGY)))
+    from_or_to_one = any(_is_one_process(name) for name in (parallel.strategy, _value(stated, _STRATEGY)))
     if strategy and not spread and from_or_to_one and dotted(_PROCESSES) in chosen:
         yield _PROCESSES, "auto"
     if not (spread or strategy):
         return
     for key in _LAYOUT:
-        if dotted(key) in chosen and key not in said.origins:
+        if dotted(key) in chosen and key not in stated.origins:
             yield key, type(parallel).model_fields[key[1]].default
 
 
@@ -179,9 +179,9 @@ def _is_one_process(strategy: object) -> bool:
     return strategy in STRATEGIES.names() and spec_of(str(strategy)).is_one_process
 
 
-def _asked(said: Tree, key: KeyPath, before: object) -> bool:
+def _is_requested(stated: Tree, key: KeyPath, before: object) -> bool:
     """Return whether a value other than ``before`` is set; auto counts as set in an override, but not in a recipe."""
-    origin, value = said.origins.get(key), _value(said, key)
+    origin, value = stated.origins.get(key), _value(stated, key)
     left_open = origin is None or (value == "auto" and origin.line is not None)
     return not left_open and value != before
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
-from trainwright.machine.measured.hold import hold
+from trainwright.machine.file_lock import lock_directory
 from trainwright.paths import user_path, write_file
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
@@ -200,7 +200,7 @@ def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
 def only_launch(directory: Path) -> Iterator[None]:
     """Lock the run; raise RequestError if another launch has it. The workers hold the lock until they end."""
     # The workers of a run that was just killed hold the lock until they are gone.
-    with hold(directory, f"--resume: {directory} is being trained by another process", _LEAVING_SECONDS):
+    with lock_directory(directory, f"--resume: {directory} is being trained by another process", _LEAVING_SECONDS):
         yield
 
 

@@ -27,16 +27,16 @@ from trainwright.launch import run_directory
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.limits import open_files_in_words
 from trainwright.launch.process import console, keep_freed_memory, set_fresh, threads_allowed
-from trainwright.launch.relaunch import is_replan_asked
+from trainwright.launch.relaunch import is_replan_requested
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.attention.described import describe_attention
 from trainwright.models.attention.packs import platform_of
 from trainwright.models.causal_lm import CausalLM, compile_blocks
-from trainwright.models.quantisation import count_parameters
+from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.plan_watch import PlanWatch, Watched
-from trainwright.parallel.layout import Layout
+from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import RankInfo, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
@@ -59,8 +59,8 @@ def run_worker(
     stop_requested: Callable[[], bool],
     predicted: Mapping[str, float] | None = None,
     fault: Mapping[str, Any] | None = None,
-    rehearse: int | None = None,
-    fullest: bool = False,
+    trial_steps: int | None = None,
+    largest: bool = False,
     rank_info: RankInfo | None = None,
     may_change: bool = False,
 ) -> int:
@@ -70,8 +70,8 @@ def run_worker(
         observers: called on rank 0 only; returns the observers of the events.
         predicted: the plan's predictions for the run.
         fault: why the run was relaunched, recorded as an event.
-        rehearse: take only this many steps, and keep only their events.
-        fullest: rehearse the step with the largest micro-batch.
+        trial_steps: take only this many steps, and keep only their events.
+        largest: repeat the step with the largest micro-batch.
         rank_info: rank information of this process; None: read it from the environment.
         may_change: whether the launcher can relaunch the run with another plan, if train.replan asks for it.
 
@@ -107,7 +107,7 @@ def run_worker(
             strategy, layout = _strategy(recipe, task, world)
         events = EventLog(run / "events.jsonl", observers()) if world.is_main else EventLog(None)
         may_change = may_change and recipe.train.replan == "auto"
-        if rehearse is None and world.is_main:
+        if trial_steps is None and world.is_main:
             watched = Watched.of(run, run_directory.plan_of(run), may_change)
             if watched is not None:
                 events.follow(PlanWatch(watched, events.emit))
@@ -123,7 +123,7 @@ def run_worker(
             checkpoints=checkpoints,
             stop_requested=stop_requested,
             updating=lambda: set_fresh(False),
-            change_asked=functools.partial(is_replan_asked, run) if may_change else None,
+            change_requested=functools.partial(is_replan_requested, run) if may_change else None,
             policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
         )
         task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
@@ -135,7 +135,9 @@ def run_worker(
         if fault is not None:
             events.emit(Fault(**fault))
         with open_files_in_words():
-            finished = trainer.run(run / "final") if rehearse is None else trainer.rehearse(rehearse, fullest=fullest)
+            finished = (
+                trainer.run(run / "final") if trial_steps is None else trainer.run_steps(trial_steps, largest=largest)
+            )
         events.close()
         return EXIT_FINISHED if finished else EXIT_STOPPED
     finally:
@@ -150,7 +152,7 @@ def _use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Layout]:
+def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, ModelLayout]:
     """Return the task's model distributed by the recipe's strategy, and its layout on this process."""
     save_activation_memory(
         task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
@@ -199,7 +201,7 @@ def _start(
     sizes: tuple[int, int],
     reasons: Sequence[str],
     predicted: Mapping[str, float],
-    layout: Layout,
+    layout: ModelLayout,
 ) -> Start:
     world = trainer.world
     first, steps = task.stream.global_batch(0), recipe.train.gradient_accumulation_steps

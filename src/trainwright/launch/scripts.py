@@ -13,8 +13,8 @@ from trainwright.errors import EXIT_STOPPED, MachineError, RequestError
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.launch.accelerate.meaning import Meaning
-    from trainwright.launch.accelerate.reading import Source
+    from trainwright.launch.accelerate.reading import AccelerateConfig
+    from trainwright.launch.accelerate.translation import Translation
     from trainwright.machine.machine import Machine
 
 
@@ -53,7 +53,7 @@ def launch_script(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScriptPlan:
     """The number of workers, their device and variables, and the file that sets them."""
 
     processes: int
@@ -78,7 +78,7 @@ def _check_script(script: str, module: bool) -> None:
         raise RequestError(f"--module: no module {script} in this directory or installed")
 
 
-def _plan(config_file: Path | None, num_processes: int | None, cpu: bool) -> Plan:
+def _plan(config_file: Path | None, num_processes: int | None, cpu: bool) -> ScriptPlan:
     from trainwright.launch.accelerate.reading import default_path, read
 
     if config_file is None and default_path().is_file():
@@ -97,44 +97,44 @@ def _plan(config_file: Path | None, num_processes: int | None, cpu: bool) -> Pla
     _check_gpus(processes, machine)
     if not machine.gpus:
         variables["ACCELERATE_USE_CPU"] = "true"
-    return Plan(processes, not machine.gpus, variables, None, machine.cpu_cores)
+    return ScriptPlan(processes, not machine.gpus, variables, None, machine.cpu_cores)
 
 
-def _plan_of_file(source: Source, num_processes: int | None, cpu: bool) -> Plan:
+def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool) -> ScriptPlan:
     from trainwright.launch.accelerate.environment import worker_environment
     from trainwright.launch.accelerate.machine import becomes_ddp, default_processes, require
-    from trainwright.launch.accelerate.meaning import interpret
+    from trainwright.launch.accelerate.translation import interpret
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
-    meaning = interpret(source)
-    meaning.refuse_problems(for_script=True)
-    if meaning.nodes > 1:
+    translation = interpret(source)
+    translation.refuse_problems(for_script=True)
+    if translation.nodes > 1:
         raise RequestError(
-            f"{source.place('num_machines')}: num_machines is {meaning.nodes}; launch starts processes on one machine "
-            "only; for several, start the script with torchrun on each"
+            f"{source.place('num_machines')}: num_machines is {translation.nodes}; launch starts processes on one "
+            "machine only; for several, start the script with torchrun on each"
         )
     if num_processes is not None:
-        meaning = replace(meaning, processes=num_processes)
+        translation = replace(translation, processes=num_processes)
     if cpu:
-        meaning = replace(meaning, device="cpu")
+        translation = replace(translation, device="cpu")
     machine = detect()
-    require(meaning, machine, for_script=True)
-    os.environ.update(meaning.device_environment())
+    require(translation, machine, for_script=True)
+    os.environ.update(translation.device_environment())
     refuse_unusable(detect())
-    on_cpu = meaning.device == "cpu" or not machine.gpus
-    if becomes_ddp(meaning, machine):
-        raise _sharded_on_cpu(meaning)
-    processes = meaning.processes or default_processes(detect())
-    variables = worker_environment(source, meaning, on_cpu=on_cpu)
-    return Plan(processes, on_cpu, variables, source.name, machine.cpu_cores)
+    on_cpu = translation.device == "cpu" or not machine.gpus
+    if becomes_ddp(translation, machine):
+        raise _sharded_on_cpu(translation)
+    processes = translation.processes or default_processes(detect())
+    variables = worker_environment(source, translation, on_cpu=on_cpu)
+    return ScriptPlan(processes, on_cpu, variables, source.name, machine.cpu_cores)
 
 
-def _sharded_on_cpu(meaning: Meaning) -> MachineError:
+def _sharded_on_cpu(translation: Translation) -> MachineError:
     return MachineError(
-        f"{meaning.source}: on a CPU Accelerate runs {meaning.distributed_type} as plain DDP, without sharding; set "
-        "distributed_type: MULTI_CPU to accept that. Recipes are also sharded on CPUs: trainwright train RECIPE "
-        f"--accelerate-config {meaning.source}"
+        f"{translation.source}: on a CPU Accelerate runs {translation.distributed_type} as plain DDP, without "
+        "sharding; set distributed_type: MULTI_CPU to accept that. Recipes are also sharded on CPUs: trainwright "
+        f"train RECIPE --accelerate-config {translation.source}"
     )
 
 
@@ -147,7 +147,7 @@ def _check_gpus(processes: int, machine: Machine) -> None:
         )
 
 
-def _run(script: str, module: bool, arguments: tuple[str, ...], plan: Plan, logs: Path | None) -> int:
+def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan, logs: Path | None) -> int:
     from trainwright.launch import run_directory
     from trainwright.launch.ending.stop import Stopping
     from trainwright.launch.limits import check_limits
@@ -168,7 +168,7 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: Plan, logs
         return launch_workers(entry, processes=plan.processes, logs=directory, stopping=stopping)
 
 
-def _announce(script: str, plan: Plan, logs: Path) -> None:
+def _announce(script: str, plan: ScriptPlan, logs: Path) -> None:
     number = f"{plan.processes} process{'es' * (plan.processes > 1)}"
     by = f", by {plan.file}" if plan.file else ""
     device = "the CPU" if plan.on_cpu else f"GPU{'s' * (plan.processes > 1)}"

@@ -20,18 +20,18 @@ from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingErro
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
 from trainwright.launch.limits import check_limits
-from trainwright.launch.process import limit_threads, outlive_output, preload_worker, run_in_child
+from trainwright.launch.process import ignore_closed_output, limit_threads, preload_worker, run_in_child
 from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.launch.group.nodes import Nodes
-    from trainwright.launch.request import Request
+    from trainwright.launch.request import RunRequest
     from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
 
 
 @dataclass(frozen=True)
-class Meeting:
+class NodeRendezvous:
     """Where several nodes meet, the index of this one, and how long they wait for each other."""
 
     nodes: int
@@ -42,7 +42,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkerFunctions:
     """The functions that processes of a run execute.
 
     Attributes:
@@ -55,11 +55,11 @@ class Work:
 
 
 def start(
-    request: Request,
+    request: RunRequest,
     resolved: Resolved,
     machine: Machine,
-    work: Work,
-    meeting: Meeting | None = None,
+    work: WorkerFunctions,
+    rendezvous: NodeRendezvous | None = None,
     counted: Callable[[], Resolved] | None = None,
 ) -> Path:
     """Train to the end; return the run directory.
@@ -74,24 +74,24 @@ def start(
     """
     processes = resolved.recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
-    here = processes // (meeting.nodes if meeting else 1)
-    outlive_output()
+    here = processes // (rendezvous.nodes if rendezvous else 1)
+    ignore_closed_output()
     check_limits(here, processes)
     limit_threads(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
-    if (said := job_script_warning()) is not None:
-        say(f"warning: {said}", file=sys.stderr)
-    if meeting is None:
+    if (warning := job_script_warning()) is not None:
+        say(f"warning: {warning}", file=sys.stderr)
+    if rendezvous is None:
         with Stopping() as stopping:
             return _Launch(request, resolved, work, stopping, here, counted=counted).train()
     # Imports torch, so it comes after the thread limit.
-    from trainwright.launch.group.nodes import LinkedStopping, Node, Nodes
+    from trainwright.launch.group.nodes import LinkedStopping, NodeInfo, Nodes
     from trainwright.recipe.loading import dump_recipe
 
-    mine = Node.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
+    mine = NodeInfo.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
     with LinkedStopping() as linked:
-        with Activity(sys.stderr, f"waiting for the other nodes at {meeting.host}:{meeting.port}"):
-            place = meeting.host, meeting.port
-            nodes = Nodes.meet(meeting.node_rank, meeting.nodes, place, meeting.seconds, mine, linked)
+        with Activity(sys.stderr, f"waiting for the other nodes at {rendezvous.host}:{rendezvous.port}"):
+            place = rendezvous.host, rendezvous.port
+            nodes = Nodes.meet(rendezvous.node_rank, rendezvous.nodes, place, rendezvous.seconds, mine, linked)
         try:
             return _Launch(request, resolved, work, linked, here, nodes).train()
         finally:
@@ -108,9 +108,9 @@ class _Launch:
         nodes: all nodes of the run, if there are several.
     """
 
-    request: Request
+    request: RunRequest
     resolved: Resolved
-    work: Work
+    work: WorkerFunctions
     stopping: Stopping
     processes: int
     nodes: Nodes | None = None
@@ -153,7 +153,7 @@ class _Launch:
 
             if nodes is not None:
                 run = nodes.open(make)
-                nodes.telling(functools.partial(self._get_ready, run))
+                nodes.reporting_failure(functools.partial(self._get_ready, run))
                 nodes.all_ready()
                 return run
             run = make()[0]
@@ -217,5 +217,5 @@ def _left(run: Path, stopping: Stopping) -> str:
         return "stopped before the first checkpoint; nothing was kept"
     if stopping.left == CHECKPOINT:
         return "stopped after a checkpoint"
-    said = "killed" if stopping.left == NEWEST else "stopped before another step"
-    return f"{said}; the newest complete checkpoint is kept ({checkpoints.path(steps[-1])})"
+    outcome = "killed" if stopping.left == NEWEST else "stopped before another step"
+    return f"{outcome}; the newest complete checkpoint is kept ({checkpoints.path(steps[-1])})"

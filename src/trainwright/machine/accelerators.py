@@ -1,4 +1,4 @@
-"""Detect accelerators that are present but cannot be trained on, so that none is silently ignored in favour of the CPU.
+"""Detect accelerators that are present but cannot be trained on, so that none is silently ignored in favor of the CPU.
 
 Reads files of the kernel and its drivers below a given directory; imports no torch.
 """
@@ -90,7 +90,7 @@ def unusable(
     if visible is not None and visible.strip() in ("", "-1"):
         return ()  # the documented way to train on the CPU
     found = [*_nvidia(chosen, nvml, build, root, visible), *(_other(root) if not chosen else ())]
-    return tuple(found or ([] if chosen else _asked_for(variables)))
+    return tuple(found or ([] if chosen else _reserved(variables)))
 
 
 def installed_build() -> Build:
@@ -171,7 +171,7 @@ def _nvidia_gpus(root: Path) -> int:
     )
 
 
-def _asked_for(variables: Mapping[str, str]) -> Iterator[str]:
+def _reserved(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a message if a scheduler or the user reserved GPUs for this process and none is found."""
     names = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
     for name in names:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from trainwright.errors import RequestError
 from trainwright.machine.accelerators import TRAINED_ON, TRAINING_RUNS_ON
-from trainwright.machine.catalogue import Card, card_of_gpu, cards, find_card
+from trainwright.machine.catalog import Card, card_of_gpu, cards, find_card
 from trainwright.machine.links import STRICT, Link, network, pcie
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import cpu_card
@@ -82,7 +82,7 @@ def parse_machine(text: str) -> Cluster:
     """Return the machine that ``text`` describes, in the form ``FORM``.
 
     Raises:
-        RequestError: the text is malformed, or the card is not in the catalogue.
+        RequestError: the text is malformed, or the card is not in the catalog.
     """
     found = _SHAPE.match(re.sub(r"\s+", "", text).lower())
     if found is None or _NO_CARD.search(found["card"]):
@@ -97,7 +97,7 @@ def parse_machine(text: str) -> Cluster:
         )
     host = max(_LEAST_HOST_BYTES, 2 * devices * card.nominal_bytes)
     assumptions = [
-        f"{host / 2**30:.0f} GiB of host memory and {_CORES_PER_DEVICE * devices} cores a node",
+        f"{host / 2**30:.0f} GiB of host memory and {_CORES_PER_DEVICE * devices} cores per node",
         *([f"a device is {card.device}"] if card.device else []),
     ]
     count, rate = _adapters(text, found["network"], card, assumptions if nodes > 1 else [])
@@ -118,7 +118,7 @@ def parse_machine(text: str) -> Cluster:
 def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = None) -> Cluster:
     """Return ``machine`` as detected, or ``nodes`` like it connected by ``network_bits`` per second each.
 
-    A GPU that is not in the catalogue has the rates of the most similar card in it.
+    A GPU that is not in the catalog has the rates of the most similar card in it.
     """
     assumptions: list[str] = []
     if machine.described_by is not None:
@@ -131,7 +131,7 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
     if nodes > 1 and network_bits is None:
         count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
         network_bits = count * rate
-        assumptions.append(f"a network of {network_bits / 1e9:g} Gb/s a node")
+        assumptions.append(f"a network of {network_bits / 1e9:g} Gb/s per node")
     return Cluster(
         name=f"{f'{nodes}x' if nodes > 1 else ''}{devices}x{card.name}",
         nodes=nodes,
@@ -161,7 +161,9 @@ def _adapters(text: str, written: str | None, card: Card, assumptions: list[str]
     """Return the number of network adapters of a node, and the bits per second of each."""
     if written is None:
         count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
-        assumptions.append(f"{count} network adapter{'s' * (count > 1)} of {rate / 1e9:g} Gb/s a node; @ sets another")
+        assumptions.append(
+            f"{count} network adapter{'s' * (count > 1)} of {rate / 1e9:g} Gb/s per node; @ sets another"
+        )
         return count, rate
     found = _NETWORK.match(written)
     if found is None or not float(found["rate"]) or found["count"] == "0":
@@ -186,11 +188,13 @@ def _card_of(gpu: Gpu, assumptions: list[str]) -> Card:
         return replace(known, memory_bytes=gpu.memory_bytes, host_link=host_link)
     like = min(
         (card for card in cards() if card.vendor == "NVIDIA"),
-        key=lambda card: (_apart(card.capability, gpu.capability), abs(math.log(card.memory_bytes / gpu.memory_bytes))),
+        key=lambda card: (
+            _distance(card.capability, gpu.capability),
+            abs(math.log(card.memory_bytes / gpu.memory_bytes)),
+        ),
     )
     assumptions.append(
-        f"{gpu.name} is not in the catalogue; assumed as fast as {like.name}; `trainwright machine calibrate` "
-        "measures it"
+        f"{gpu.name} is not in the catalog; assumed as fast as {like.name}; `trainwright machine calibrate` measures it"
     )
     return replace(
         like,
@@ -207,7 +211,7 @@ def _card_of(gpu: Gpu, assumptions: list[str]) -> Card:
     )
 
 
-def _apart(one: tuple[int, int], other: tuple[int, int]) -> int:
+def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
     """Return the distance between two compute capabilities."""
     return abs(10 * (one[0] - other[0]) + one[1] - other[1])
 

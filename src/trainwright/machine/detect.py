@@ -12,7 +12,7 @@ from trainwright.machine import cgroups
 from trainwright.machine.accelerators import Nvml, ask_nvml, installed_build, unusable
 from trainwright.machine.links import detect_links
 from trainwright.machine.machine import Gpu, Machine
-from trainwright.machine.measured.waiting import usable_cores
+from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.processor import detect_processor
 from trainwright.machine.system_files import read
 
@@ -23,7 +23,7 @@ def detect() -> Machine:
     Raises:
         RequestError: the file does not describe a machine.
     """
-    from trainwright.machine.written import described_machine
+    from trainwright.machine.machine_file import described_machine
 
     return described_machine() or _look()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.machine.catalogue import Card
+from trainwright.machine.catalog import Card
 from trainwright.machine.links import memory
 from trainwright.machine.system_files import read
 

@@ -23,7 +23,7 @@ from trainwright.models.attention.packs import DOCUMENTS, UnpackableError, regis
 from trainwright.models.losses.linear_cross_entropy import (
     Head,
     linear_cross_entropy,
-    standardised_log_likelihood,
+    standardized_log_likelihood,
     token_statistics,
 )
 from trainwright.models.losses.tied_embedding import shared_gradient
@@ -88,9 +88,9 @@ class CausalLM(nn.Module):
         """
         return token_statistics(self.head(batch), batch.targets)
 
-    def standardised_log_likelihood(self, batch: Batch) -> torch.Tensor:
+    def standardized_log_likelihood(self, batch: Batch) -> torch.Tensor:
         """Return the standardized log-likelihood of every target over the vocabulary [N], fp32, without gradients."""
-        return standardised_log_likelihood(self.head(batch), batch.targets)
+        return standardized_log_likelihood(self.head(batch), batch.targets)
 
     def head(self, batch: Batch) -> Head:
         """Return the hidden states [N, H] that predict the batch's targets, with the head that computes the logits."""
@@ -178,23 +178,23 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def check_model(model: CausalLM, batch: Batch, tolerance: float = 1e-3) -> None:
-    """Verify with this model that packed documents do not attend to each other and that its loss is correct.
+    """Verify with this model that packed sequences do not attend to each other and that its loss is correct.
 
     Args:
         model: on any device.
-        batch: a flat batch of at least two documents with targets; a few tokens each are enough.
+        batch: a flat batch of at least two sequences with targets; a few tokens each are enough.
         tolerance: for the loss of a token, in nats; the default is for fp32 models.
 
     Raises:
-        RequestError: the architecture mixes documents, or computes its logits in an unsupported way.
+        RequestError: the architecture mixes sequences, or computes its logits in an unsupported way.
     """
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            documents = list(_documents(batch))
-            alone = torch.cat([_plain_losses(model.model, document) for document in documents])
-            together = [batch] if model.packed else documents
+            sequences = list(_sequences(batch))
+            alone = torch.cat([_plain_losses(model.model, sequence) for sequence in sequences])
+            together = [batch] if model.packed else sequences
             losses = torch.cat([model.token_losses(part) for part in together])
         difference = (losses - alone).abs().max().item()
         problem = None if difference < tolerance else f"the loss of a token differs by {difference:.2g}"
@@ -208,12 +208,12 @@ def check_model(model: CausalLM, batch: Batch, tolerance: float = 1e-3) -> None:
         model.train(training)
     name = type(model.model).__name__
     if problem is not None and model.packed:
-        raise RequestError(f"data.pack_length: {name} does not keep packed documents apart ({problem}); set it to null")
+        raise RequestError(f"data.pack_length: {name} does not keep packed sequences apart ({problem}); set it to null")
     if problem is not None:
         raise RequestError(f"model: {name} computes its logits in an unsupported way ({problem})")
 
 
-def _documents(batch: Batch) -> Iterator[Batch]:
+def _sequences(batch: Batch) -> Iterator[Batch]:
     assert batch.boundaries is not None
     edges = batch.boundaries.tolist()
     for begin, end in itertools.pairwise(edges):
@@ -228,16 +228,16 @@ def _documents(batch: Batch) -> Iterator[Batch]:
         )
 
 
-def _plain_losses(model: PreTrainedModel, document: Batch) -> torch.Tensor:
-    """Return the losses [N] of one document as transformers computes them: its attention, its head, its logits."""
+def _plain_losses(model: PreTrainedModel, sequence: Batch) -> torch.Tensor:
+    """Return the losses [N] of one sequence as transformers computes them: its attention, its head, its logits."""
     attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        logits = model(input_ids=document.input_ids, use_cache=False).logits[0]
+        logits = model(input_ids=sequence.input_ids, use_cache=False).logits[0]
     finally:
         model.set_attn_implementation(attention)
-    chosen = logits.index_select(0, document.target_index).float()
-    return nn.functional.cross_entropy(chosen, document.targets, reduction="none")
+    chosen = logits.index_select(0, sequence.target_index).float()
+    return nn.functional.cross_entropy(chosen, sequence.targets, reduction="none")
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
@@ -264,7 +264,7 @@ def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile each block in place. The first passes are slow; packs of any length then use the same code."""
-    # What depends on the lengths of documents differs for every batch, so it runs uncompiled between compiled parts.
+    # What depends on the lengths of sequences differs for every batch, so it runs uncompiled between compiled parts.
     plain.each_document = torch.compiler.disable(plain.each_document)
     Documents.in_chunks = torch.compiler.disable(Documents.in_chunks)  # type: ignore[method-assign]
     Documents.block_mask = torch.compiler.disable(Documents.block_mask)  # type: ignore[method-assign]

@@ -136,10 +136,10 @@ def load_model(
     dtype = dtype or torch.float32
     config = load_config(model, tokenizer)
     source = resolve(model)
-    doing("initialising the model" if source.directory is None else f"loading the weights of {source.directory}")
+    doing("initializing the model" if source.directory is None else f"loading the weights of {source.directory}")
     if source.directory is None:
         loaded = fresh_model(config, seed, dtype)
-        _quantise(loaded, model.adapter)
+        _quantize(loaded, model.adapter)
     else:
         theirs = config if model.implementation == "transformers" else config_from(source.directory)
         loaded = _weights(source.directory, theirs, dtype, model.adapter)
@@ -203,7 +203,7 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
         )
     if unused := sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS)):
         logger.warning("%s: %d tensors are not used: %s", directory, len(unused), ", ".join(unused[:3]))
-    _quantise(model, adapter)
+    _quantize(model, adapter)
     _own_memory(model, dtype)
     return model
 
@@ -219,12 +219,12 @@ def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:
         raise RequestError(f"model.implementation: {error}; set it to transformers") from None
 
 
-def _quantise(model: PreTrainedModel, adapter: AdapterSection) -> None:
+def _quantize(model: PreTrainedModel, adapter: AdapterSection) -> None:
     if adapter.quantisation != "none":
         from trainwright.models.adapters.files import fully_trained
-        from trainwright.models.quantisation import quantise
+        from trainwright.models.quantization import quantize
 
-        quantise(model, adapter.quantisation, double=adapter.double_quantisation, keep=fully_trained(adapter))
+        quantize(model, adapter.quantisation, double=adapter.double_quantisation, keep=fully_trained(adapter))
 
 
 def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:

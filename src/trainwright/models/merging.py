@@ -46,7 +46,7 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
         RequestError: there is no adapter, ``out`` exists, or in ``dtype`` the result equals the base.
         TrainingError: the result does not compute the same as base and adapter.
     """
-    section = _unquantised(section)
+    section = _unquantized(section)
     _check_out(section, out)
     tokenizer = load_tokenizer(section)
     model = _with_adapter(section, seed, None, tokenizer)
@@ -72,7 +72,7 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
     return Merged(out, sum(changes), difference, sample)
 
 
-def _unquantised(section: ModelSection) -> ModelSection:
+def _unquantized(section: ModelSection) -> ModelSection:
     if section.adapter.type == "none" or section.adapter.start_from is None:
         what = (
             f"{section.name} is a full model" if Path(str(section.name)).exists() else f"{section.name} was not found"
@@ -170,7 +170,7 @@ def _verify(
     """
     from transformers import AutoModelForCausalLM
 
-    compute = torch.float32 if _has_room(directory, dtype) else dtype
+    compute = torch.float32 if _fits_in_memory(directory, dtype) else dtype
     size = load_config(section).get_text_config().vocab_size
     ids = torch.randint(size, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
     apart: Any = _with_adapter(section, seed, compute, tokenizer)
@@ -211,7 +211,7 @@ def _check_same(done: str, found: torch.Tensor, expected: torch.Tensor, compute:
         )
 
 
-def _has_room(directory: Path, dtype: torch.dtype) -> bool:
+def _fits_in_memory(directory: Path, dtype: torch.dtype) -> bool:
     """Return whether the model in ``directory``, stored in ``dtype``, fits in memory for a comparison in fp32."""
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return 4 / dtype.itemsize * stored * _CHECK_MEMORY < detect().usable_bytes

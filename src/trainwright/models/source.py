@@ -83,7 +83,7 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
     """
     if model.config is not None:
         kind = model.config.get("model_type", "model")
-        return ModelSource(None, dict(model.config), f"fresh {kind}, initialised from the seed")
+        return ModelSource(None, dict(model.config), f"fresh {kind}, initialized from the seed")
     if model.name is None:
         raise RequestError("model: neither name nor config is set; set model.name or model.config")
     found = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
@@ -186,7 +186,7 @@ def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | No
     from trainwright.models.gguf.reading import convert_gguf
 
     directory, precision = convert_gguf(file, key, say)
-    return Located(directory, f"{origin}, dequantised to {precision}", file, package)
+    return Located(directory, f"{origin}, dequantized to {precision}", file, package)
 
 
 def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
@@ -215,10 +215,10 @@ def _hub_snapshot(name: str, weights: bool) -> Path | None:
         directory = Path(snapshot_download(name, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    return directory if _is_whole(directory, weights) else None
+    return directory if _is_complete(directory, weights) else None
 
 
-def _is_whole(directory: Path, weights: bool) -> bool:
+def _is_complete(directory: Path, weights: bool) -> bool:
     if not any((directory / f).exists() for f in TOKENIZER_FILES):
         return False
     if weights:

@@ -79,12 +79,12 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
     """
     if (what := _other_kind(config, known)) is not None:
         raise RequestError(f"{where} is {what}; Trainwright trains decoder-only language models")
-    if (quantised := config.get("quantization_config")) is not None:
+    if (quantized := config.get("quantization_config")) is not None:
         # Models in mxfp4 were trained in four bits, so there is no original in bf16, but there are copies.
-        mxfp4 = isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
+        mxfp4 = isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
         which = "a copy of it in bf16, such as unsloth/gpt-oss-20b-BF16" if mxfp4 else "the model they were made from"
         raise RequestError(
-            f"{where} has quantised weights, which cannot be trained or merged into; use {which} "
+            f"{where} has quantized weights, which cannot be trained or merged into; use {which} "
             "(model.adapter.quantisation quantizes it while loading)"
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.recipe.files import read_json
 
-_QUANTISATION = {
+_QUANTIZATION = {
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})',
     "int8": "BitsAndBytesConfig(load_in_8bit=True)",
 }
@@ -35,15 +35,15 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
         )
     if base.is_fresh:
         return None
-    quantised, package = base.quantisation != "none", base.file is not None and base.package is not None
+    quantized, package = base.quantisation != "none", base.file is not None and base.package is not None
     before, arguments = _place(base, published)
-    if quantised and base.file is not None:
-        before.append(f"# trained with these quantised to {base.quantisation}; transformers loads a GGUF file as it is")
-    elif quantised:
-        how = _QUANTISATION[base.quantisation].format(double=base.double_quantisation)
+    if quantized and base.file is not None:
+        before.append(f"# trained with these quantized to {base.quantisation}; transformers loads a GGUF file as it is")
+    elif quantized:
+        how = _QUANTIZATION[base.quantisation].format(double=base.double_quantisation)
         arguments.append(f"quantization_config={how}")
     classes = ["AutoModelForCausalLM", "AutoTokenizer"]
-    classes += ["BitsAndBytesConfig"] * (quantised and base.file is None)
+    classes += ["BitsAndBytesConfig"] * (quantized and base.file is None)
     return "\n".join(
         [
             *(["from importlib.metadata import files", ""] if package else []),
@@ -83,7 +83,7 @@ def _place(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
     name = base.name
     is_path = Path(name).is_absolute()
     if base.file is None:
-        local = [f"# {Path(name).name} is not published; put it beside this file"] if is_path and published else []
+        local = [f"# {Path(name).name} is not published; put it next to this file"] if is_path and published else []
         return local, [_text(Path(name).name if local else name)]
     note = f"# {base.precision}, SHA-256 {base.sha256}"
     if base.package is not None:
@@ -93,7 +93,7 @@ def _place(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
     if not is_path:
         return [note], [_text(name), f"gguf_file={_text(base.gguf_file or base.file)}"]
     if published:
-        return [f"{note}; put {base.file} beside this file"], ['"."', f"gguf_file={_text(base.file)}"]
+        return [f"{note}; put {base.file} next to this file"], ['"."', f"gguf_file={_text(base.file)}"]
     directory = name if Path(name).is_dir() else str(Path(name).parent)
     return [note], [_text(directory), f"gguf_file={_text(base.gguf_file or base.file)}"]
 

@@ -193,7 +193,7 @@ class GivenWeights:
         """Copy this rank's part of the parameter ``name``, broadcast from rank 0, to ``block``."""
         name = name.removeprefix(self._prefix)
         own = self._tensors.pop(name, None)  # freed after the broadcast
-        self._let_go(0 if own is None else own.nbytes)
+        self._release(0 if own is None else own.nbytes)
         if world.size == 1:
             assert own is not None
             block.local.copy_(own)
@@ -205,7 +205,7 @@ class GivenWeights:
             if low < high:
                 local[low - begin : high - begin].copy_(sent[low - first : high - first])
 
-    def _let_go(self, count: int) -> None:
+    def _release(self, count: int) -> None:
         """Return memory of broadcast tensors to the system, because this rank's shards grow meanwhile."""
         self._sent += count
         if self._sent > _SENT_BYTES:

@@ -11,7 +11,7 @@ from typing import Any
 from trainwright import __version__, text
 from trainwright.models.adapters.base_model import BASE, BaseModel
 from trainwright.models.usage import asking, loading
-from trainwright.observe.reader import Event, read_events
+from trainwright.observe.reader import EventRecord, read_events
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe
@@ -47,7 +47,7 @@ def model_card(run: Path, name: str, weights: Path) -> str:
     return _without_paths("\n\n".join(sections) + "\n", recipe, *([] if base is None else [base.name]))
 
 
-def _front_matter(recipe: Recipe, start: Event, is_adapter: bool) -> Iterator[str]:
+def _front_matter(recipe: Recipe, start: EventRecord, is_adapter: bool) -> Iterator[str]:
     if recipe.has_texts:
         yield f"library_name: {'peft' if is_adapter else 'transformers'}"
         yield "pipeline_tag: text-generation"
@@ -55,7 +55,7 @@ def _front_matter(recipe: Recipe, start: Event, is_adapter: bool) -> Iterator[st
         yield "pipeline_tag: reinforcement-learning"
     name = recipe.model.name
     # A file that a package ships under a name of the Hub differs from the weights published there.
-    other = recipe.model.gguf_file is None and "dequantised" in start.get("weights", "")
+    other = recipe.model.gguf_file is None and "dequantized" in start.get("weights", "")
     if name is not None and not (_is_absolute(name) or Path(name).exists() or other):
         yield f"base_model: {name}"
         yield f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"
@@ -64,10 +64,10 @@ def _front_matter(recipe: Recipe, start: Event, is_adapter: bool) -> Iterator[st
     yield f"- {recipe.task}"
 
 
-def _introduction(recipe: Recipe, start: Event, is_adapter: bool, base: BaseModel | None) -> str:
+def _introduction(recipe: Recipe, start: EventRecord, is_adapter: bool, base: BaseModel | None) -> str:
     what = f"An adapter ({recipe.model.adapter.type})" if is_adapter else "A model"
     name = recipe.model.name
-    is_gguf = "dequantised" in start.get("weights", "")
+    is_gguf = "dequantized" in start.get("weights", "")
     of = start.get("weights", "a randomly initialized model") if name is None or is_gguf else name
     if base is not None:
         of = str(base)
@@ -92,7 +92,7 @@ def _usage(recipe: Recipe, name: str, weights: Path) -> str:
     return f"```python\n{lines}\n\n{asking(weights)}\n```"
 
 
-def _metrics(events: Sequence[Event]) -> Iterator[str]:
+def _metrics(events: Sequence[EventRecord]) -> Iterator[str]:
     measured = [event for event in events if event["event"] == "evaluate"]
     if not measured:
         yield "No evaluation on held-out data."
@@ -105,7 +105,7 @@ def _metrics(events: Sequence[Event]) -> Iterator[str]:
         yield f"| {name.replace('_', ' ')} | {'-' if before is None else text.metric(before)} | {text.metric(value)} |"
 
 
-def _curve(events: Sequence[Event]) -> Iterator[str]:
+def _curve(events: Sequence[EventRecord]) -> Iterator[str]:
     steps = [event for event in events if event["event"] == "step"]
     held_out = {event["step"]: event["metrics"].get("loss") for event in events if event["event"] == "evaluate"}
     chosen = {round(i * (len(steps) - 1) / max(1, _POINTS - 1)) for i in range(_POINTS)} if steps else set()

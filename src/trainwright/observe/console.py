@@ -8,9 +8,9 @@ from typing import TextIO
 from trainwright import text
 from trainwright.activity import Ticker
 from trainwright.data.tokens.lengths import repeated
-from trainwright.observe.beside_plan import compared, reasons_of
+from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.progress import progress_on
-from trainwright.observe.reader import EarlierEvents, Event, read_earlier, resumed_step
+from trainwright.observe.reader import EarlierEvents, EventRecord, read_earlier, resumed_step
 from trainwright.observe.remaining import Remaining
 
 _LINE_SECONDS = 5.0
@@ -30,7 +30,7 @@ class ConsoleObserver:
         self._run = Path(".")
         self._first_metrics: dict[str, float] = {}
         self._last_metrics: dict[str, float] = {}
-        self._last_step: Event = {}
+        self._last_step: EventRecord = {}
         self._predicted: dict[str, float] = {}
         self._told_write_error = False
         self._handlers = {
@@ -45,7 +45,7 @@ class ConsoleObserver:
             "finish": self._finish,
         }
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: EventRecord) -> None:
         """Show an event."""
         if "write_error" in event and not self._told_write_error:
             self._told_write_error = True
@@ -64,7 +64,7 @@ class ConsoleObserver:
     def _write(self, lines: str = "") -> None:
         self._progress.write(lines)
 
-    def _start(self, event: Event) -> None:
+    def _start(self, event: EventRecord) -> None:
         self._run = Path(event.get("run_directory", "."))
         self._predicted = event.get("predicted", {})
         self._resumed = resumed_step(event)
@@ -78,7 +78,7 @@ class ConsoleObserver:
         self._write()
         self._progress.begin(self._resumed or 0, self._remaining)
 
-    def _phase(self, event: Event) -> None:
+    def _phase(self, event: EventRecord) -> None:
         what = event["doing"] if event.get("step") is None else f"step {event['step']}: {event['doing']}"
         self._ticker = Ticker(lambda seconds, first: self._progress.during(what, seconds, first))
 
@@ -91,42 +91,42 @@ class ConsoleObserver:
         self._first_metrics = self._first_metrics or metrics
         self._last_metrics = metrics
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: EventRecord) -> None:
         self._last_step = event
         self._progress.step({**event, **self._utilisation(event)})
 
-    def _utilisation(self, event: Event) -> dict[str, float]:
+    def _utilisation(self, event: EventRecord) -> dict[str, float]:
         """Return the MFU, scaled from the plan's value at its predicted speed."""
         expected = self._predicted.get("tokens_per_second")
         if not expected or "mfu" not in self._predicted:
             return {}
         return {"mfu": self._predicted["mfu"] * event.get("tokens_per_second", 0.0) / expected}
 
-    def _evaluate(self, event: Event) -> None:
+    def _evaluate(self, event: EventRecord) -> None:
         metrics = event["metrics"]
         self._measured(metrics)
         shown = "  ".join(f"{name.replace('_', ' ')} {text.metric(value)}" for name, value in metrics.items())
         self._write(f"step {event['step']}: validation  {shown}")
 
-    def _generate(self, event: Event) -> None:
+    def _generate(self, event: EventRecord) -> None:
         self._write(f"step {event['step']}: sample")
         width = text.columns(self._stream)
         self._write(text.block(event["prompt"], "  > ", width))
         self._write(text.block(event["text"], "    ", width))
 
-    def _checkpoint(self, event: Event) -> None:
+    def _checkpoint(self, event: EventRecord) -> None:
         blocked = event.get("blocked_seconds", event["seconds"])
         self._write(
             f"step {event['step']}: checkpoint {event['path']} in {event['seconds']:.1f} s"
             + (f", training waited {blocked:.1f} s" if blocked < event["seconds"] else "")
         )
 
-    def _fault(self, event: Event) -> None:
+    def _fault(self, event: EventRecord) -> None:
         rank = "" if event.get("rank") is None else f" on rank {event['rank']}"
         action = f"; {event['action']}" if event.get("action") else ""
         self._write(f"fault: {event['kind']}{rank}: {event['detail']}{action}")
 
-    def _finish(self, event: Event) -> None:
+    def _finish(self, event: EventRecord) -> None:
         self._progress.close()
         self._write()
         self._write(f"{event['status']} at step {event['step']} after {self._took(event['seconds'])}")
@@ -142,7 +142,7 @@ class ConsoleObserver:
             self._row("" if number else "why", why)
         memory = self._last_step.get("memory_bytes")
         if memory and not any(label == "memory" for label, _ in rows):
-            self._row("peak memory", f"{text.size(memory)} on the fullest process")
+            self._row("peak memory", f"{text.size(memory)} on the process with the highest peak")
         for label, value in self._places(event):
             self._row(label, value)
 
@@ -153,7 +153,7 @@ class ConsoleObserver:
         since = f"since it was resumed at step {self._resumed}" if self._resumed else "since it was started again"
         return f"{text.duration(self._past.seconds + seconds)}, {text.duration(seconds)} of it {since}"
 
-    def _places(self, event: Event) -> list[tuple[str, str]]:
+    def _places(self, event: EventRecord) -> list[tuple[str, str]]:
         rows = [("run", f"{self._run}/  (recipe.yaml, events.jsonl, logs/, checkpoints/)")]
         if event["status"] == "finished" and event.get("path"):
             model = event["path"]
@@ -172,7 +172,7 @@ class ConsoleObserver:
         self._write(f"  {label:<{_LABEL}} {value}")
 
 
-def _banner(event: Event) -> list[tuple[str, str]]:
+def _banner(event: EventRecord) -> list[tuple[str, str]]:
     """Return label and value of every line; missing fields of the event are left out."""
     rows = [("task", str(event["task"]))]
     if "run_directory" in event:
@@ -196,19 +196,19 @@ def _banner(event: Event) -> list[tuple[str, str]]:
     return rows
 
 
-def _parameters(event: Event) -> str:
+def _parameters(event: EventRecord) -> str:
     total, trained = event["parameters"], event["trainable_parameters"]
     if total == trained:
         return f"{text.count(total)}, all trained"
     return f"{text.count(total)}, {text.count(trained)} trained ({trained / total:.2%})"
 
 
-def _processes(event: Event) -> str:
+def _processes(event: EventRecord) -> str:
     threads = f", {text.plural(event['threads'], 'thread')} each" if event.get("threads") else ""
     return f"{event['world_size']} on {event['device']}, strategy {event['strategy']}{threads}"
 
 
-def _batch(event: Event) -> str:
+def _batch(event: EventRecord) -> str:
     examples = text.plural(event["global_batch_size"], "example")
     steps, asked = event["gradient_accumulation_steps"], event.get("accumulation_asked")
     accumulated = "not accumulated" if steps == 1 else f"accumulated {steps} times"

@@ -12,11 +12,11 @@ from statistics import mean, median
 from typing import Any
 
 from trainwright.engine.events import Event, Notice
-from trainwright.machine.cache import keep
+from trainwright.machine.cache import try_write
 from trainwright.machine.detect import detect
+from trainwright.machine.measured.contention import CpuContention
 from trainwright.machine.measured.own_runs import remember, run_of
-from trainwright.machine.measured.waiting import Waiting
-from trainwright.observe.beside_plan import STOLEN, THROTTLED, WAITED
+from trainwright.observe.plan_comparison import STOLEN, THROTTLED, WAITED
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.registries import STRATEGIES
 
@@ -69,7 +69,7 @@ class PlanWatch:
         self._watched = watched
         self._emit = emit
         self._steps: list[tuple[float, float]] = []  # seconds, and tokens per second
-        self._before: Waiting | None = None
+        self._before: CpuContention | None = None
         self._faults = 0
 
     def __call__(self, event: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class PlanWatch:
     def _step(self, event: Mapping[str, Any]) -> None:
         self._steps.append((float(event["step_time"]), float(event["tokens_per_second"])))
         if len(self._steps) == _WARM_UP:
-            self._before, self._faults = Waiting.now(), _page_faults()
+            self._before, self._faults = CpuContention.now(), _page_faults()
         if len(self._steps) == _WARM_UP + _JUDGED:
             self._judge(int(event["step"]))
 
@@ -94,17 +94,19 @@ class PlanWatch:
         found = tokens / median(rate for _, rate in judged)
         if expected / _WRONG <= found <= expected * _WRONG:
             return
-        cause, slower = _outside(Waiting.now().since(self._before), (_page_faults() - self._faults) / _JUDGED)
+        cause, slower = _outside(CpuContention.now().since(self._before), (_page_faults() - self._faults) / _JUDGED)
         cause = cause or self._inside()
         offer = None if found < expected else self._offer(found, min(slower, found / expected))
-        said = f"the plan expected {expected:.3g} s a step, and the first {_JUDGED} took {found:.3g} s each: {cause}"
+        message = (
+            f"the plan expected {expected:.3g} s per step, and the first {_JUDGED} took {found:.3g} s each: {cause}"
+        )
         if offer is not None:
-            said += f". {_in_words(offer, found)}"
+            message += f". {_in_words(offer, found)}"
             if self._watched.replan:
-                said += "; the run switches after its next checkpoint (train.replan: auto)"
-                keep(self._watched.run / REPLAN, json.dumps(offer))
+                message += "; the run switches after its next checkpoint (train.replan: auto)"
+                try_write(self._watched.run / REPLAN, json.dumps(offer))
         details = {"step": step, "predicted": expected, "measured": found, "cause": cause, "offer": offer}
-        self._emit(Notice(message=said, kind="plan", details=details))
+        self._emit(Notice(message=message, kind="plan", details=details))
 
     def _inside(self) -> str:
         if self._watched.chosen.get("compile"):
@@ -144,13 +146,13 @@ class PlanWatch:
 def _outside(waiting: Mapping[str, float], faults: float) -> tuple[str | None, float]:
     """Return the known cause outside the prediction that makes steps slow, and by what factor."""
     throttled, waited, stolen = (waiting.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
-    for share, least, said in (
+    for share, least, reason in (
         (throttled, THROTTLED, f"the container's limit on CPU time stopped the run in {throttled:.0%} of its periods"),
         (waited, WAITED, f"other programs use the cores, for which the process waited {waited:.0%} of the time"),
         (stolen, STOLEN, f"the host of this virtual machine gave {stolen:.0%} of its CPU time to others"),
     ):
         if share >= least:
-            return said, 1 / max(_LEAST, 1 - share)
+            return reason, 1 / max(_LEAST, 1 - share)
     if faults > _FAULTS:
         return f"memory is low: {faults:.0f} pages per step were read from disk", math.inf
     return None, 1.0

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trainwright import text
-from trainwright.observe.reader import Event
+from trainwright.observe.reader import EventRecord
 from trainwright.observe.remaining import Remaining
 from trainwright.text import say
 
@@ -17,13 +17,13 @@ _REDRAW_SECONDS = 0.1
 _BAR = 24
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Show steps; `write` prints a line without disturbing the display."""
 
     def begin(self, done: int, remaining: Remaining) -> None:
         """Start with ``done`` steps."""
 
-    def step(self, event: Event) -> None:
+    def step(self, event: EventRecord) -> None:
         """Show a step."""
 
     def during(self, what: str, seconds: float, first: bool) -> None:
@@ -36,7 +36,7 @@ class Progress(Protocol):
         """Remove the display."""
 
 
-def progress_on(stream: TextIO, seconds: float) -> Progress:
+def progress_on(stream: TextIO, seconds: float) -> ProgressDisplay:
     """Return a bar if the stream supports it, else lines, one every ``seconds``."""
     return Bar(stream) if text.is_terminal(stream) else Lines(stream, seconds)
 
@@ -54,7 +54,7 @@ class Lines:
         """Start with ``done`` steps."""
         self._remaining = remaining
 
-    def step(self, event: Event) -> None:
+    def step(self, event: EventRecord) -> None:
         """Print a line every few seconds."""
         step, total = event["step"], self._remaining.total
         left = self._remaining.after(step, event.get("step_time", 0.0))
@@ -79,7 +79,7 @@ class Lines:
 
 
 class Bar:
-    """Progress bar for a terminal. Drawn from the loop, at most ten times a second, without a thread."""
+    """Progress bar for a terminal. Drawn from the loop, at most ten times per second, without a thread."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -113,7 +113,7 @@ class Bar:
         self._show([])
         self._progress.start()
 
-    def step(self, event: Event) -> None:
+    def step(self, event: EventRecord) -> None:
         """Move the bar."""
         self._done = event["step"]
         left = self._remaining.after(self._done, event.get("step_time", 0.0))
@@ -161,7 +161,7 @@ class Bar:
         self._progress.stop()
 
 
-def figures(event: Event) -> list[str]:
+def figures(event: EventRecord) -> list[str]:
     """Return loss, speed and, if known, bits per byte and MFU of a step event."""
     shown = [f"loss {text.metric(event['loss'])}"]
     if "bits_per_byte" in event.get("metrics", {}):

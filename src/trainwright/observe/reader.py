@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Event = dict[str, Any]
+EventRecord = dict[str, Any]
 
 # Other events about what a launch finds may precede its start event.
 _WORK = ("step", "evaluate", "generate", "checkpoint", "finish")
@@ -18,7 +18,7 @@ _PENDING = {"evaluation": ("evaluate", "generate"), "generation": ("generate",)}
 _NOT_JSON = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
-def read_events(path: Path) -> list[Event]:
+def read_events(path: Path) -> list[EventRecord]:
     """Return the events of `events.jsonl` in order, without those that a resumed run repeated.
 
     A run that was killed at step 57 and resumed from the checkpoint of step 40 has steps 41 to 57 twice; only the
@@ -31,11 +31,11 @@ def read_events(path: Path) -> list[Event]:
 class EarlierEvents:
     """The earlier launches of a run: the ``events`` that still count, and the ``seconds`` of training."""
 
-    events: list[Event]
+    events: list[EventRecord]
     seconds: float
 
 
-def read_earlier(path: Path, start: Event) -> EarlierEvents:
+def read_earlier(path: Path, start: EventRecord) -> EarlierEvents:
     """Return what precedes a run's newest ``start`` event; empty if there is no such file."""
     try:
         lines = [event for event in _lines(path) if event.get("time", 0.0) < start.get("time", float("inf"))]
@@ -44,7 +44,7 @@ def read_earlier(path: Path, start: Event) -> EarlierEvents:
     return EarlierEvents(_history([*lines, start])[:-1], sum(_spans(lines)))
 
 
-def _spans(events: Iterable[Event]) -> Iterator[float]:
+def _spans(events: Iterable[EventRecord]) -> Iterator[float]:
     """Yield the seconds that each launch trained, up to its last event."""
     begun = ended = None
     for event in events:
@@ -58,8 +58,8 @@ def _spans(events: Iterable[Event]) -> Iterator[float]:
         yield ended - begun
 
 
-def _history(events: Iterable[Event]) -> list[Event]:
-    history: list[Event] = []
+def _history(events: Iterable[EventRecord]) -> list[EventRecord]:
+    history: list[EventRecord] = []
     for event in events:
         if event["event"] == "start":
             # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
@@ -71,7 +71,7 @@ def _history(events: Iterable[Event]) -> list[Event]:
     return history
 
 
-def resumed_step(start: Event) -> int | None:
+def resumed_step(start: EventRecord) -> int | None:
     """Return the step a `start` event resumes from, a number or in a checkpoint's path; None for a fresh run."""
     value = start.get("resumed_from")
     if value is None or isinstance(value, int):
@@ -80,7 +80,7 @@ def resumed_step(start: Event) -> int | None:
     return int(number.group(1)) if number else None
 
 
-def _superseded(event: Event, kept: int, again: tuple[str, ...]) -> bool:
+def _superseded(event: EventRecord, kept: int, again: tuple[str, ...]) -> bool:
     """Return whether an event was repeated; ``again``: the kinds of events of step ``kept`` itself that are written
     again.
     """
@@ -88,7 +88,7 @@ def _superseded(event: Event, kept: int, again: tuple[str, ...]) -> bool:
     return isinstance(step, int) and (step > kept or (step == kept and event["event"] in again))
 
 
-def _lines(path: Path) -> Iterator[Event]:
+def _lines(path: Path) -> Iterator[EventRecord]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -99,9 +99,9 @@ def _lines(path: Path) -> Iterator[Event]:
                 yield _numbers(event) if event["event"] in ("step", "evaluate") else event
 
 
-def _numbers(event: Event) -> Event:
+def _numbers(event: EventRecord) -> EventRecord:
     """Convert the names of NaN and infinity, which JSON does not have, back to numbers."""
-    restored: Event = {}
+    restored: EventRecord = {}
     for key, value in event.items():
         if isinstance(value, dict):
             restored[key] = _numbers(value)

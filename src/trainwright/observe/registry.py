@@ -40,5 +40,5 @@ class _Guarded:
             self._observer(event)
         except Exception as error:
             self._observer = None
-            said = f"{type(error).__name__}: {error}"
-            self._tell(f"observer {self._name} failed at {event['event']} ({said}); it receives no more events")
+            reason = f"{type(error).__name__}: {error}"
+            self._tell(f"observer {self._name} failed at {event['event']} ({reason}); it receives no more events")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from trainwright.observe.reader import Event
+from trainwright.observe.reader import EventRecord
 
 # The events of one evaluation round: the evaluation and the samples after it.
 _ROUND_OF = {"evaluate": "evaluation", "generate": "evaluation", "checkpoint": "checkpoint"}
@@ -21,7 +21,7 @@ class Remaining:
         past: the earlier launches of the run.
     """
 
-    def __init__(self, start: Event, past: Sequence[Event] = ()) -> None:
+    def __init__(self, start: EventRecord, past: Sequence[EventRecord] = ()) -> None:
         self.total: int = start.get("max_steps") or 0
         self._every = {"evaluation": start.get("evaluate_every"), "checkpoint": start.get("checkpoint_every")}
         self._seconds = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
@@ -34,7 +34,7 @@ class Remaining:
         self._round: object = None
         self._last = time.monotonic()
 
-    def see(self, event: Event) -> None:
+    def see(self, event: EventRecord) -> None:
         """Attribute the time since the previous event to this one. Call for every event as it happens."""
         now = time.monotonic()
         seconds, self._last = now - self._last, now

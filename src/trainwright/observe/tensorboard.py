@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.observe.reader import Event, resumed_step
+from trainwright.observe.reader import EventRecord, resumed_step
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -33,7 +33,7 @@ class TensorBoardObserver:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[EventRecord | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._purge_step = 0
         self._closed = False
@@ -43,7 +43,7 @@ class TensorBoardObserver:
         """Return an observer that writes to the directory that ``trainwright tensorboard`` reads."""
         return cls(run / "tensorboard")
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: EventRecord) -> None:
         """Write the curves of an event."""
         if self._closed:
             return
@@ -82,7 +82,7 @@ class TensorBoardObserver:
         writer.close()
 
 
-def write_event(writer: SummaryWriter, event: Event) -> None:
+def write_event(writer: SummaryWriter, event: EventRecord) -> None:
     """Write the scalars and texts of one event; other events write nothing."""
     kind, step = event["event"], event.get("step")
     if kind == "step":

@@ -17,7 +17,7 @@ def memory_shortage(world: World, wanted: int, available: int | None) -> str | N
     Every rank must call this.
 
     Args:
-        room: bytes that this rank may use; None: most of the free memory.
+        available: bytes that this rank may use; None: most of the free memory.
     """
     available_by_rank = [
         each for (each,) in world.gather_floats([_USABLE * _free(world) if available is None else available])

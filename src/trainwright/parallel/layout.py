@@ -1,6 +1,6 @@
 """How a strategy holds a model, read from its live objects, and how it should according to the recipe.
 
-A strategy fills a ``Layout`` from what it built, not from its settings, so that the two can be compared.
+A strategy fills a ``ModelLayout`` from what it built, not from its settings, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PADDING = 0.15
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """One rank's view. The first four fields describe the largest trainable parameter, the counts all of them."""
 
     parameter: str
@@ -51,8 +51,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """Values of the fields of the same names in every rank's ``Layout``, according to the recipe."""
+class PlannedLayout:
+    """Values of the fields of the same names in every rank's ``ModelLayout``, according to the recipe."""
 
     placement: str
     forward_dtype: str
@@ -65,7 +65,7 @@ class Planned:
     updated_copies: int
 
 
-def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -> Planned:
+def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -> PlannedLayout:
     """Return the layout of a resolved recipe.
 
     Args:
@@ -80,7 +80,7 @@ def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -
         shards if part in spec.shards else 1 for part in ("parameters", "gradients", "optimizer state")
     )
     offloaded = spec.offloaded(parallel)
-    return Planned(
+    return PlannedLayout(
         placement=placement(spec.parameters_by if spec.shards_parameters else "whole", parts, ranks // parts),
         forward_dtype=dtype_name([dtype]),
         master_dtype="float32",
@@ -120,7 +120,7 @@ def dtype_name(dtypes: Iterable[torch.dtype]) -> str:
     return "+".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
 
-def copies_held(layouts: Sequence[Layout], counts: Iterable[int], planned: int) -> int | float:
+def copies_held(layouts: Sequence[ModelLayout], counts: Iterable[int], planned: int) -> int | float:
     """Return the number of copies of all elements on the ranks; ``planned`` if the difference is only padding."""
     copies = sum(counts) / max(1, layouts[0].elements)
     near = math.isclose(copies, planned, rel_tol=_PADDING) and copies > planned * 0.99

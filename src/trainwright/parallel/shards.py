@@ -24,7 +24,7 @@ class Shard:
     replicas: int = 1
 
     @classmethod
-    def whole(cls, tensor: torch.Tensor, replica: int = 0, replicas: int = 1) -> Shard:
+    def full(cls, tensor: torch.Tensor, replica: int = 0, replicas: int = 1) -> Shard:
         """Return a tensor that this rank holds in full."""
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), replica, replicas)
 

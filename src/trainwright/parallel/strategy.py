@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from trainwright.errors import RequestError
 from trainwright.extensions import load
-from trainwright.parallel.layout import Layout
+from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import ParallelSection
@@ -103,10 +103,12 @@ class Strategy(Protocol):
                 the loaded weights, of which no copy is kept to save memory; read them from their source to write them.
         """
 
-    def layout(self) -> Layout:
+    def layout(self) -> ModelLayout:
         """Return how this rank holds the model, from live objects. Uses no collective: ranks may disagree."""
 
-    def whole(self, available_memory: int | None = None) -> AbstractContextManager[tuple[nn.Module, str | None]]:
+    def full_parameters(
+        self, available_memory: int | None = None
+    ) -> AbstractContextManager[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation; every rank must enter.
 
         If they do not fit in ``available_memory`` bytes (None: most of the free memory) they are gathered in every

@@ -72,7 +72,7 @@ class World:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def break_point(self) -> None:
+    def check_stop(self) -> None:
         """Interrupt long work if a stop was requested. All ranks must call this at the same points, or none.
 
         Raises:
@@ -141,7 +141,7 @@ def join(device_type: str, rank_info: RankInfo | None = None, timeout: timedelta
     return World(rank_info.rank, rank_info.size, rank_info.local_rank, rank_info.local_size, device)
 
 
-def have_group(world: World) -> None:
+def ensure_process_group(world: World) -> None:
     """Create a process group of one if there is none, for libraries that require one."""
     if not dist.is_initialized():
         backend = "nccl" if world.device.type == "cuda" else "gloo"

@@ -21,7 +21,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", 2, "full")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How the model is distributed: a strategy and its options."""
 
     strategy: str
@@ -69,7 +69,7 @@ class Constraints:
         return (self.fixed[name],) if name in self.fixed else values
 
 
-LAYOUT_KEYS = tuple(field.name for field in fields(Layout) if field.name != "strategy")
+LAYOUT_KEYS = tuple(field.name for field in fields(ParallelLayout) if field.name != "strategy")
 
 
 def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted({most, *(n for n in fewer if 0 < n <= most)}, reverse=True))
 
 
-def layouts(processes: int, cluster: Cluster, constraints: Constraints) -> Iterator[Layout]:
+def layouts(processes: int, cluster: Cluster, constraints: Constraints) -> Iterator[ParallelLayout]:
     """Yield the layouts to try, the simpler ones first, which are preferred where two are equally fast."""
     asked = constraints.fixed.get("strategy")
     found = [
@@ -116,18 +116,20 @@ def layouts(processes: int, cluster: Cluster, constraints: Constraints) -> Itera
         and all(constraints.allows(key, getattr(layout, key)) for key in LAYOUT_KEYS)
     ]
     if not found and asked is not None and constraints.fixed.get("replicate_size", 1) == 1:  # requested explicitly
-        found.append(Layout(asked, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed}))
+        found.append(
+            ParallelLayout(asked, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed})
+        )
     yield from found
     if "replicate_size" in constraints.fixed and constraints.fixed["replicate_size"] > 1:
         yield from _with_replicas(processes, constraints)
 
 
-def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterator[Layout]:
+def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterator[ParallelLayout]:
     offloading = []
     for name, spec in all_specs().items() if asked is None else ((asked, spec_of(asked)),):
         if processes < spec.least_processes or processes > (spec.most_processes or processes):
             continue
-        found = [Layout(name, **values) for values in spec.layouts]
+        found = [ParallelLayout(name, **values) for values in spec.layouts]
         kept = [layout for layout in found if not layout.offloads]
         offloading += [layout for layout in found if layout.offloads]
         # On one process the strategies for several are tried only if requested.
@@ -149,14 +151,14 @@ def _replica_counts(processes: int, cluster: Cluster) -> list[int]:
     return counts if len(counts) <= 4 else [counts[0], counts[len(counts) // 2], counts[-2], counts[-1]]
 
 
-def _with_replicas(processes: int, constraints: Constraints) -> Iterator[Layout]:
+def _with_replicas(processes: int, constraints: Constraints) -> Iterator[ParallelLayout]:
     replicas = constraints.fixed["replicate_size"]
     if processes % replicas or processes == replicas:
         return
     for name, spec in all_specs().items():
         if "replicate_size" in spec.keys and constraints.allows("strategy", name):
             for reshard in constraints.options("reshard_after_forward", (False, True)):
-                yield Layout(name, replicas, reshard, constraints.fixed.get("offload_parameters", False))
+                yield ParallelLayout(name, replicas, reshard, constraints.fixed.get("offload_parameters", False))
 
 
 def micro_batches(workload: Workload, processes: int, constraints: Constraints) -> list[tuple[int, int]]:
@@ -222,7 +224,7 @@ def precisions(constraints: Constraints, rates: Rates) -> tuple[MixedPrecision, 
 
 
 def choice_of(
-    layout: Layout,
+    layout: ParallelLayout,
     processes: int,
     micro: tuple[int, int],
     recompute: Recompute,
@@ -246,6 +248,6 @@ def choice_of(
     )
 
 
-def layout_of(choice: Choice) -> Layout:
+def layout_of(choice: Choice) -> ParallelLayout:
     """Return the layout of a choice."""
-    return Layout(choice.strategy, **{key: getattr(choice, key) for key in LAYOUT_KEYS})
+    return ParallelLayout(choice.strategy, **{key: getattr(choice, key) for key in LAYOUT_KEYS})

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from trainwright.drawing import new_figure, save_chart
 from trainwright.planning.plan import Plan
-from trainwright.planning.search import Judged
+from trainwright.planning.search import Candidate
 from trainwright.planning.table import grouped
 
 _MOST_BARS = 14
-_COLOURS = {
+_COLORS = {
     "weights": "#2f5d8a",
     "optimizer": "#6fa3d0",
     "gradients": "#c78f3f",
@@ -26,17 +26,17 @@ def draw(plan: Plan, file: Path) -> None:
         RequestError: ``file`` has an unsupported format, or its directory does not exist.
         MachineError: matplotlib is not installed.
     """
-    candidates = list(plan.found.judged)[:_MOST_BARS]
+    candidates = list(plan.found.candidates)[:_MOST_BARS]
     figure = new_figure(9, 1.4 + 0.45 * len(candidates), "--chart")
     axes = figure.subplots()
     names = [_name(one) for one in candidates]
     left = [0.0] * len(candidates)
-    for group, colour in _COLOURS.items():
+    for group, color in _COLORS.items():
         widths = []
         for one in candidates:
             parts = grouped(one)
             widths.append(parts[group] / max(1, sum(parts.values())) * one.needed_bytes / 2**30)
-        axes.barh(names, widths, left=left, color=colour, label=group)
+        axes.barh(names, widths, left=left, color=color, label=group)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.axvline(plan.chosen.available_bytes / 2**30, color="#a33", linestyle="--", label="available")
     axes.invert_yaxis()
@@ -46,7 +46,7 @@ def draw(plan: Plan, file: Path) -> None:
     save_chart(figure, file)
 
 
-def _name(one: Judged) -> str:
+def _name(one: Candidate) -> str:
     choice = one.choice
     name = f"{one.layout.describe(choice.num_processes)} on {choice.num_processes}"
     batch = f"{choice.micro_batch_size}x{choice.gradient_accumulation_steps}, {choice.activation_checkpointing}"

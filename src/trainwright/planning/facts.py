@@ -15,12 +15,12 @@ from trainwright.models.supported import check_packable, check_trainable, unpack
 from trainwright.paths import user_path
 from trainwright.planning.architectures import traced
 from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.architectures.catalogue import KnownModel, find_model, known_model, nearest_models
+from trainwright.planning.architectures.catalog import KnownModel, find_model, known_model, nearest_models
 from trainwright.planning.architectures.configured import architecture_of_config, from_config
 from trainwright.planning.architectures.families import FAMILIES
-from trainwright.planning.operations import MicroBatch
-from trainwright.planning.task_needs import beside, trained
-from trainwright.planning.workload import Workload, adapter_of, quantisation_of
+from trainwright.planning.operations import BatchShape
+from trainwright.planning.task_needs import reference_work, trained
+from trainwright.planning.workload import Workload, adapter_of, quantization_of
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model_sizes import check_sizes
 
@@ -76,7 +76,7 @@ def facts_of(recipe: Recipe) -> Facts:
             target_fraction=lengths.target_fraction,
             windows=recipe.spec.corpus,
             adapter=adapter,
-            quantisation=quantisation_of(recipe.model),
+            quantisation=quantization_of(recipe.model),
             steps=_steps(recipe, lengths),
             evaluates=data.validation is not None,
             generates=bool(recipe.evaluate.prompts),
@@ -85,7 +85,7 @@ def facts_of(recipe: Recipe) -> Facts:
             most_batch_tokens=lengths.most_tokens(train.global_batch_size),
             optimizer=recipe.optimizer.name,
             batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
-            beside=beside(needs, architecture, adapted=adapter is not None),
+            reference=reference_work(needs, architecture, adapted=adapter is not None),
             trained=trained(needs, architecture, assumptions) if adapter is None else None,
             first_blocks=None if needs.last_block is None else needs.last_block + 1,
             max_length=data.max_length,
@@ -131,7 +131,7 @@ def architecture_of(model: ModelSection) -> Architecture:
         check_model(model)
         return architecture_of_config(_fresh(model), "model.config")
     assert model.name is not None, "a recipe has a name or a config"
-    if (known := _catalogued(model.name)) is not None:
+    if (known := _catalogd(model.name)) is not None:
         check_model(model)
         return known.architecture()
     file = _config_here(model.name) or _located(model) / "config.json"
@@ -167,14 +167,14 @@ def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
 
 
 def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
-    if (known := _catalogued(name)) is not None:
+    if (known := _catalogd(name)) is not None:
         return known.config, f"model.name: {name}"
     file = _config_here(name)
     content = read_json(file) if file is not None else None
     return (content, f"model.name: {file.parent}") if file is not None and isinstance(content, dict) else None
 
 
-def _catalogued(name: str) -> KnownModel | None:
+def _catalogd(name: str) -> KnownModel | None:
     return None if user_path(name).exists() else known_model(name)
 
 
@@ -222,7 +222,7 @@ def full_rows(recipe: Recipe) -> Facts:
         longest_document=document,
         max_length=document,
         adapter=adapter_of(recipe.model),
-        quantisation=quantisation_of(recipe.model),
+        quantisation=quantization_of(recipe.model),
         optimizer=recipe.optimizer.name,
         deterministic=train.deterministic,
     )
@@ -262,18 +262,18 @@ def _as_planned(architecture: Architecture, data: DataSection, assumptions: list
 
 def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, str]:
     """Return the architecture to plan for an unknown family, and a message about how it is planned."""
-    family, batch = architecture.family, MicroBatch(1, 64, ((32, 2),), 62, packed, masked=False)
+    family, batch = architecture.family, BatchShape(1, 64, ((32, 2),), 62, packed, masked=False)
     try:
         if architecture.config:
             traced.numbers(architecture.config, "none", 4, batch, input_wants=True)
             return (
                 architecture,
-                f"{family} is not in the catalogue: the memory of its blocks was traced with fake tensors",
+                f"{family} is not in the catalog: the memory of its blocks was traced with fake tensors",
             )
         reason = ""
     except traced.TraceError as error:
         reason = f" ({error})"
-    llama = f"{family} is not in the catalogue and cannot be traced{reason}: planned as a llama of the same sizes"
+    llama = f"{family} is not in the catalog and cannot be traced{reason}: planned as a llama of the same sizes"
     return replace(architecture, config=""), llama
 
 
@@ -324,7 +324,7 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
     data, seed = recipe.data, recipe.train.seed
     if needs.full:
         return Lengths((data.max_length,), None, 1.0)
-    each = needs.documents
+    each = needs.sequences_per_example
     found = recall(recipe.model, data, seed, cache_root(), each)
     if found is not None:
         return found

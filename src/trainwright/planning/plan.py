@@ -17,7 +17,7 @@ from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import with_processes
 from trainwright.planning.reasons import attention_of, reasons_of, shortage
-from trainwright.planning.search import Found, Judge, Judged, search
+from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
 from trainwright.planning.step_time.basis import Basis
 from trainwright.planning.step_time.corrections import corrections_of, model_of, way_of
 from trainwright.planning.step_time.rates import rates_of
@@ -46,13 +46,13 @@ class Plan:
     workload: Workload
     cluster: Cluster
     constraints: Constraints
-    chosen: Judged
-    found: Found
+    chosen: Candidate
+    found: SearchResult
     suggestions: tuple[Suggestion, ...]
     reasons: tuple[str, ...]
     assumptions: tuple[str, ...]
     basis: Basis
-    rivals: tuple[Judged, ...] = ()
+    rivals: tuple[Candidate, ...] = ()
 
     @property
     def calibrated(self) -> bool:
@@ -130,16 +130,16 @@ class Plan:
                 "basis": self.basis.kind,
                 **asdict(self.correction),
             },
-            "chosen": _judged_json(self.chosen),
+            "chosen": _candidate_json(self.chosen),
             "predicted": self.predicted(),
             "errors": _errors_json(self.chosen),
             "reasons": list(self.reasons),
             "attention": list(self.attention),
             "assumptions": list(self.assumptions),
             "workload": _workload_json(self.workload),
-            "candidates": [_judged_json(one) for one in self.found.judged],
-            "rivals": [_judged_json(one) for one in self.rivals],
-            "ways_out": [{"change": way.change, "chosen": _judged_json(way.judged)} for way in self.suggestions],
+            "candidates": [_candidate_json(one) for one in self.found.candidates],
+            "rivals": [_candidate_json(one) for one in self.rivals],
+            "ways_out": [{"change": way.change, "chosen": _candidate_json(way.candidate)} for way in self.suggestions],
         }
 
     def refuse_shortage(self) -> None:
@@ -170,14 +170,14 @@ def make_plan(
         raise MachineError(f"train.compile: torch.compile {why}; install it, or set train.compile to false")
     corrections = corrections_of(basis.runs, workload, basis.kind)
     rates = rates_of(cluster, basis.calibration, basis.measurement)
-    judge = Judge(workload, cluster, rates, available, own or corrections.errors(), corrections=corrections)
-    found, precision, rivals = _in_precision(judge, constraints)
-    if not found.judged:
+    evaluator = Evaluator(workload, cluster, rates, available, own or corrections.errors(), corrections=corrections)
+    found, precision, rivals = _in_precision(evaluator, constraints)
+    if not found.candidates:
         raise RequestError(_impossible(constraints, workload))
     chosen = found.best or found.nearest
     if found.best is not None:
-        chosen = _perhaps_compiled(judge, constraints, chosen)
-    out = () if chosen.runs else tuple(suggestions(judge, constraints, chosen))
+        chosen = _perhaps_compiled(evaluator, constraints, chosen)
+    out = () if chosen.runs else tuple(suggestions(evaluator, constraints, chosen))
     return Plan(
         workload=workload,
         cluster=cluster,
@@ -192,19 +192,19 @@ def make_plan(
     )
 
 
-_Chosen = tuple[Found, tuple[str, str] | None, tuple[Judged, ...]]
+_Chosen = tuple[SearchResult, tuple[str, str] | None, tuple[Candidate, ...]]
 
 
-def _in_precision(judge: Judge, constraints: Constraints) -> _Chosen:
+def _in_precision(evaluator: Evaluator, constraints: Constraints) -> _Chosen:
     """Return the search in the fastest precision, the reason for it, and the best candidates in other precisions.
 
     The reason is a pair of precision and text, or None if the recipe sets the precision.
     """
-    options = precisions(constraints, judge.rates)
-    tried = {precision: search(judge, replace(constraints, precision=precision)) for precision in options}
-    found = {precision: one for precision, one in tried.items() if one.judged}
+    options = precisions(constraints, evaluator.rates)
+    tried = {precision: search(evaluator, replace(constraints, precision=precision)) for precision in options}
+    found = {precision: one for precision, one in tried.items() if one.candidates}
     if len(found) < 2:
-        why = None if "mixed_precision" in constraints.fixed else precision_of(judge.cluster)
+        why = None if "mixed_precision" in constraints.fixed else precision_of(evaluator.cluster)
         return next(iter((found or tried).values())), why, ()
     runs = {precision: one for precision, one in found.items() if one.best is not None}
     if not runs:
@@ -216,16 +216,16 @@ def _in_precision(judge: Judge, constraints: Constraints) -> _Chosen:
     plain, low = runs["no"].fastest, runs["bf16"].fastest
     chosen = "bf16" if low < _WORTH_ROUNDING * plain else "no"
     rivals = tuple(one.best for precision, one in runs.items() if precision != chosen and one.best is not None)
-    return runs[chosen], (chosen, _why_precision(judge, chosen, plain, low)), rivals
+    return runs[chosen], (chosen, _why_precision(evaluator, chosen, plain, low)), rivals
 
 
-def _others(found: Mapping[MixedPrecision, Found], chosen: MixedPrecision) -> list[str]:
+def _others(found: Mapping[MixedPrecision, SearchResult], chosen: MixedPrecision) -> list[str]:
     return [_NAMES[precision] for precision in found if precision != chosen]
 
 
-def _why_precision(judge: Judge, chosen: MixedPrecision, plain: float, low: float) -> str:
+def _why_precision(evaluator: Evaluator, chosen: MixedPrecision, plain: float, low: float) -> str:
     """Return the reason for a precision, from the times of a step and the measured rates of matrix products."""
-    single, half = judge.rates.peak(1, "fp32"), judge.rates.peak(1, "bf16")
+    single, half = evaluator.rates.peak(1, "fp32"), evaluator.rates.peak(1, "bf16")
     products = f"bf16 {half / single:.2f} times fp32 here (measured), " if single and half else ""
     if chosen == "bf16":
         return f"{products}a step in fp32 takes {plain / low:.2f} times as long"
@@ -234,9 +234,11 @@ def _why_precision(judge: Judge, chosen: MixedPrecision, plain: float, low: floa
 
 def _rates(basis: Basis) -> tuple[str, ...]:
     calibration = basis.calibration
-    if calibration is None or calibration.distrust is None:
+    if calibration is None or calibration.unreliable_reason is None:
         return ()
-    return (f"the calibration is unreliable: {calibration.distrust}; run `trainwright machine calibrate` again",)
+    return (
+        f"the calibration is unreliable: {calibration.unreliable_reason}; run `trainwright machine calibrate` again",
+    )
 
 
 def constraints_of(recipe: Recipe) -> Constraints:
@@ -279,16 +281,16 @@ def _layout_constraints(parallel: ParallelSection) -> Mapping[str, Any]:
     return {key: getattr(parallel, key) for key in LAYOUT_KEYS if key in given}
 
 
-def _perhaps_compiled(judge: Judge, constraints: Constraints, chosen: Judged) -> Judged:
+def _perhaps_compiled(evaluator: Evaluator, constraints: Constraints, chosen: Candidate) -> Candidate:
     """Return the compiled candidate if the run is long enough for that to pay off and the recipe leaves it open."""
-    steps = judge.workload.steps
-    if "compile" in constraints.fixed or steps is None or _why_not_compiled(judge.cluster) is not None:
+    steps = evaluator.workload.steps
+    if "compile" in constraints.fixed or steps is None or _why_not_compiled(evaluator.cluster) is not None:
         return chosen
-    compiled = judge.fit(replace(chosen.choice, compile=True))
+    compiled = evaluator.fit(replace(chosen.choice, compile=True))
     if not compiled.runs:
         return chosen
-    saved = (judge.seconds(chosen.choice) - judge.seconds(compiled.choice)) * steps
-    return judge.timed(compiled) if saved > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
+    saved = (evaluator.seconds(chosen.choice) - evaluator.seconds(compiled.choice)) * steps
+    return evaluator.timed(compiled) if saved > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
 
 
 def _why_not_compiled(cluster: Cluster) -> str | None:
@@ -313,36 +315,37 @@ def _impossible(constraints: Constraints, workload: Workload) -> str:
 
 def _workload_json(workload: Workload) -> dict[str, Any]:
     found = asdict(workload)
+    found["beside"] = found.pop("reference")  # its key in plan.json
     return {**found, "trained": None if workload.trained is None else sorted(map(list, workload.trained))}
 
 
-def _errors_json(judged: Judged) -> dict[str, Any]:
+def _errors_json(candidate: Candidate) -> dict[str, Any]:
     """Return the intervals of the predictions; ``share`` of the measured runs of this kind lie within them."""
-    errors, time = judged.errors, judged.time
+    errors, time = candidate.errors, candidate.time
     found: dict[str, Any] = {"kinds": list(errors.kinds), "share": SHARE}
-    found["memory_bytes"] = [round(value) for value in errors.memory.of(judged.memory.total)]
+    found["memory_bytes"] = [round(value) for value in errors.memory.of(candidate.memory.total)]
     if time is not None:
         found["tokens_per_second"] = list(errors.speed.of(time.tokens_per_second))
         found["step_time"] = [time.seconds / errors.speed.high, time.seconds / errors.speed.low]
     return {**found, "memory_runs": errors.memory.runs, "speed_runs": errors.speed.runs}
 
 
-def _judged_json(judged: Judged) -> dict[str, Any]:
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     return {
-        **asdict(judged.choice),
-        "fits": judged.fits,
-        "verdict": judged.verdict,
-        "missing": judged.missing,
-        "needed_bytes": judged.needed_bytes,
-        "needed_interval": list(judged.needed_interval),
-        "available_bytes": judged.available_bytes,
-        "host_needed_bytes": judged.host_needed_bytes,
-        "host_available_bytes": judged.host_available_bytes,
+        **asdict(candidate.choice),
+        "fits": candidate.fits,
+        "verdict": candidate.verdict,
+        "missing": candidate.missing,
+        "needed_bytes": candidate.needed_bytes,
+        "needed_interval": list(candidate.needed_interval),
+        "available_bytes": candidate.available_bytes,
+        "host_needed_bytes": candidate.host_needed_bytes,
+        "host_available_bytes": candidate.host_available_bytes,
         "memory": {
-            "parts": dict(judged.memory.parts),
-            "phases": dict(judged.memory.phases),
-            "overhead": dict(judged.memory.overhead),
-            "host": dict(judged.memory.host),
+            "parts": dict(candidate.memory.parts),
+            "phases": dict(candidate.memory.phases),
+            "overhead": dict(candidate.memory.overhead),
+            "host": dict(candidate.memory.host),
         },
-        "time": None if judged.time is None else judged.time.as_json(),
+        "time": None if candidate.time is None else candidate.time.as_json(),
     }

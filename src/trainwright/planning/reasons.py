@@ -14,15 +14,15 @@ from trainwright.planning.memory.peak import micro_batch
 from trainwright.planning.operations import block_kinds
 from trainwright.planning.operations.devices import device_of
 from trainwright.planning.operations.shapes import Heads
-from trainwright.planning.search import Found, Judged
+from trainwright.planning.search import Candidate, SearchResult
 from trainwright.planning.suggestions import Suggestion
 from trainwright.planning.workload import Choice, Workload
 from trainwright.text import plural, size
 
 
 def reasons_of(
-    chosen: Judged,
-    found: Found,
+    chosen: Candidate,
+    found: SearchResult,
     constraints: Constraints,
     workload: Workload,
     cluster: Cluster,
@@ -63,21 +63,21 @@ def attention_of(workload: Workload, choice: Choice, cluster: Cluster) -> Iterat
     yield from in_words(layers, device.limits)
 
 
-def verdict(judged: Judged, best: Judged | None) -> str:
+def verdict(candidate: Candidate, best: Candidate | None) -> str:
     """Return why a candidate was chosen or not, compared with the best."""
-    if judged.missing is not None:
-        return judged.missing
-    if not judged.fits:
-        return closeness(judged) if judged.is_close else _too_large(judged)
-    assert judged.time is not None
+    if candidate.missing is not None:
+        return candidate.missing
+    if not candidate.fits:
+        return closeness(candidate) if candidate.is_close else _too_large(candidate)
+    assert candidate.time is not None
     if best is None or best.time is None:
         return "fits"
-    if same_place(judged.choice, best.choice):
+    if same_place(candidate.choice, best.choice):
         return "chosen"
-    ratio = judged.time.seconds / best.time.seconds
+    ratio = candidate.time.seconds / best.time.seconds
     if ratio < 1.02:
         return "same speed, more complex"
-    part = _slower_part(judged, best)
+    part = _slower_part(candidate, best)
     return f"{ratio:.2f} times the step time{f': {part}' if part else ''}"
 
 
@@ -87,7 +87,7 @@ def same_place(one: Choice, other: Choice) -> bool:
     return layout_of(one) == layout_of(other) and all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
-def shortage(nearest: Judged, cluster: Cluster, out: Sequence[Suggestion]) -> str:
+def shortage(nearest: Candidate, cluster: Cluster, out: Sequence[Suggestion]) -> str:
     """Return why nothing fits, by how much, and the suggestions."""
     choice = nearest.choice
     name = nearest.layout.describe(choice.num_processes)
@@ -101,53 +101,53 @@ def shortage(nearest: Judged, cluster: Cluster, out: Sequence[Suggestion]) -> st
         )
     if not out:
         return f"{text}. No known change would make it fit"
-    ways = "".join(f"\n  {way.change}: {_size(way.judged)}{_speed(way.judged)}" for way in out)
+    ways = "".join(f"\n  {way.change}: {_size(way.candidate)}{_speed(way.candidate)}" for way in out)
     return f"{text}. Changes that would make it fit:{ways}\nuse `train --force` to start it anyway"
 
 
-def _too_large(judged: Judged) -> str:
+def _too_large(candidate: Candidate) -> str:
     parts = []
-    if judged.needed_interval[1] > judged.available_bytes:
-        parts.append(_size(judged))
-    if judged.host_needed_bytes > judged.host_available_bytes:
-        host = f"{size(judged.host_needed_bytes)} of {size(judged.host_available_bytes)}"
+    if candidate.needed_interval[1] > candidate.available_bytes:
+        parts.append(_size(candidate))
+    if candidate.host_needed_bytes > candidate.host_available_bytes:
+        host = f"{size(candidate.host_needed_bytes)} of {size(candidate.host_available_bytes)}"
         parts.append(f"{host} of the host's memory")
     return f"needs {' and '.join(parts)}"
 
 
-def _size(judged: Judged) -> str:
-    return f"{size(judged.needed_bytes)} of {size(judged.available_bytes)}"
+def _size(candidate: Candidate) -> str:
+    return f"{size(candidate.needed_bytes)} of {size(candidate.available_bytes)}"
 
 
-def between(judged: Judged) -> str:
+def between(candidate: Candidate) -> str:
     """Return the interval of the memory of such runs."""
-    low, high = judged.needed_interval
+    low, high = candidate.needed_interval
     return f"{size(low)} to {size(high)}"
 
 
-def closeness(judged: Judged) -> str:
+def closeness(candidate: Candidate) -> str:
     """Describe a candidate that is close to the limit."""
-    errors = judged.errors
-    return f"close: {SHARE * 10:.0f} of 10 runs of this kind ({errors.words}) take {between(judged)}"
+    errors = candidate.errors
+    return f"close: {SHARE * 10:.0f} of 10 runs of this kind ({errors.words}) take {between(candidate)}"
 
 
-def _speed(judged: Judged) -> str:
-    return "" if judged.time is None else f", {judged.time.tokens_per_second:,.0f} tokens/s"
+def _speed(candidate: Candidate) -> str:
+    return "" if candidate.time is None else f", {candidate.time.tokens_per_second:,.0f} tokens/s"
 
 
-def _slower_part(judged: Judged, best: Judged) -> str:
+def _slower_part(candidate: Candidate, best: Candidate) -> str:
     """Return the part of the step that explains most of the difference from the best."""
-    assert judged.time is not None and best.time is not None
+    assert candidate.time is not None and best.time is not None
     differences = {
-        name: seconds - best.time.parts.get(name, 0.0) for name, seconds in judged.time.parts.items() if seconds
+        name: seconds - best.time.parts.get(name, 0.0) for name, seconds in candidate.time.parts.items() if seconds
     }
     name, most = max(differences.items(), key=lambda item: item[1], default=("", 0.0))
-    return name if most > 0.3 * (judged.time.seconds - best.time.seconds) else ""
+    return name if most > 0.3 * (candidate.time.seconds - best.time.seconds) else ""
 
 
-def _why_processes(chosen: Judged, found: Found, workload: Workload, cluster: Cluster) -> str:
+def _why_processes(chosen: Candidate, found: SearchResult, workload: Workload, cluster: Cluster) -> str:
     count = chosen.choice.num_processes
-    others = [one for one in found.judged if one.runs and one.choice.num_processes != count]
+    others = [one for one in found.candidates if one.runs and one.choice.num_processes != count]
     if not others and found.slower and chosen.time is not None:
         nearest_count, seconds = min(found.slower.items(), key=lambda item: item[1])
         ratio = seconds / chosen.time.seconds
@@ -166,9 +166,9 @@ def _why_processes(chosen: Judged, found: Found, workload: Workload, cluster: Cl
     return f"with {nearest.choice.num_processes} a step takes {ratio:.2f} times as long"
 
 
-def _why_strategy(chosen: Judged, found: Found) -> str:
+def _why_strategy(chosen: Candidate, found: SearchResult) -> str:
     count = chosen.choice.num_processes
-    others = [one for one in found.judged if one.choice.num_processes == count and one.layout != chosen.layout]
+    others = [one for one in found.candidates if one.choice.num_processes == count and one.layout != chosen.layout]
     if not chosen.runs:
         return "the nearest to fitting"
     lost = [f"{one.layout.describe(count)} {verdict(one, chosen)}" for one in others]
@@ -177,7 +177,7 @@ def _why_strategy(chosen: Judged, found: Found) -> str:
     return "the fastest that fits; " + "; ".join(lost[:3])
 
 
-def _why_recompute(chosen: Judged) -> str:
+def _why_recompute(chosen: Candidate) -> str:
     if not chosen.runs:
         return "the least memory"
     fits = f"{_size(chosen)}{', which is close' if chosen.is_close else ''}"
@@ -186,7 +186,7 @@ def _why_recompute(chosen: Judged) -> str:
     return f"faster than smaller micro-batches without recomputation; {fits}"
 
 
-def _why_micro_batch(chosen: Judged, constraints: Constraints, workload: Workload) -> str:
+def _why_micro_batch(chosen: Candidate, constraints: Constraints, workload: Workload) -> str:
     choice = chosen.choice
     if "gradient_accumulation_steps" in constraints.fixed:
         return "from train.gradient_accumulation_steps"
@@ -196,7 +196,7 @@ def _why_micro_batch(chosen: Judged, constraints: Constraints, workload: Workloa
     about = "about " if workload.packed else ""  # a batch fills more or fewer packs from step to step
     return (
         f"{rows} of up to {workload.row_tokens} tokens, {tokens} at a time, "
-        f"{about}{plural(passes, 'micro-batch', 'micro-batches')} a step"
+        f"{about}{plural(passes, 'micro-batch', 'micro-batches')} per step"
     )
 
 

@@ -57,8 +57,8 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     facts = facts_of(recipe)
     cluster = _cluster(recipe, machine, nodes)
     basis = basis_of(machine, facts.workload, doing)
-    if basis.said is not None:
-        say(basis.said, file=sys.stderr)
+    if basis.message is not None:
+        say(basis.message, file=sys.stderr)
     plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, basis, installed)
     if recipe.checkpoint.every == "auto":
         remarks.append(auto_reason())

@@ -10,7 +10,7 @@ from typing import Literal
 from trainwright.machine.describe import Cluster
 from trainwright.planning.candidates import (
     Constraints,
-    Layout,
+    ParallelLayout,
     choice_of,
     layout_of,
     layouts,
@@ -47,7 +47,7 @@ Verdict = Literal["fits", "close", "too large"]
 
 
 @dataclass(frozen=True)
-class Judged:
+class Candidate:
     """A choice with its predicted memory and time.
 
     ``available_bytes``: available memory of a device; on a CPU without ``LEFT_ALONE``. ``needed_bytes``: memory on one
@@ -68,7 +68,7 @@ class Judged:
     missing: str | None = None
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelLayout:
         """The candidate's layout."""
         return layout_of(self.choice)
 
@@ -110,33 +110,33 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
-    ``best``: the choice to run; None if nothing fits. ``judged``: the best candidate of every layout and number of
+    ``best``: the choice to run; None if nothing fits. ``candidates``: the best one of every layout and number of
     processes. ``fastest``: seconds of the fastest step that fits; ``best`` is within ``AS_FAST`` of it. ``slower``:
     numbers of processes that were skipped because even at the devices' peak rate a step would take longer than the
     best; with that time in seconds.
     """
 
-    best: Judged | None
-    judged: tuple[Judged, ...]
+    best: Candidate | None
+    candidates: tuple[Candidate, ...]
     fastest: float = math.inf
     slower: Mapping[int, float] = field(default_factory=dict)
 
     @property
-    def nearest(self) -> Judged:
+    def nearest(self) -> Candidate:
         """The candidate nearest to fitting."""
-        return min(self.judged, key=lambda one: one.shortfall)
+        return min(self.candidates, key=lambda one: one.shortfall)
 
 
 @dataclass
-class Judge:
+class Evaluator:
     """Evaluate choices for one workload on one machine.
 
     ``available``: maps a strategy to None, or to the reason why it cannot run here. ``own``: prediction errors of runs
-    on this machine, which are more precise than those of other machines. ``bold``: as in ``Judged``. ``corrections``:
-    factors on the times from this machine's own runs.
+    on this machine, which are more precise than those of other machines. ``bold``: as in ``Candidate``.
+    ``corrections``: factors on the times from this machine's own runs.
     """
 
     workload: Workload
@@ -146,21 +146,21 @@ class Judge:
     own: Errors | None = None
     bold: bool = False
     corrections: Corrections | None = None
-    _fitted: dict[Choice, Judged] = field(default_factory=dict, repr=False)
+    _fitted: dict[Choice, Candidate] = field(default_factory=dict, repr=False)
     _times: dict[Choice, StepTime] = field(default_factory=dict, repr=False)
 
-    def with_less_margin(self) -> Judge:
-        """Return a judge that also accepts close candidates that are expected to fit; it shares the cached results."""
-        fitted = {choice: replace(judged, bold=True) for choice, judged in self._fitted.items()}
+    def with_less_margin(self) -> Evaluator:
+        """Return an evaluator that also accepts close candidates that are expected to fit; it shares cached results."""
+        fitted = {choice: replace(candidate, bold=True) for choice, candidate in self._fitted.items()}
         return replace(self, bold=True, _fitted=fitted)
 
-    def fit(self, choice: Choice) -> Judged:
+    def fit(self, choice: Choice) -> Candidate:
         """Return the memory that a choice needs, without its time."""
         if choice not in self._fitted:
             self._fitted[choice] = self._fit(choice)
         return self._fitted[choice]
 
-    def _fit(self, choice: Choice) -> Judged:
+    def _fit(self, choice: Choice) -> Candidate:
         memory = memory_of(self.workload, choice, self.cluster)
         processes_here = min(choice.num_processes, self.cluster.devices_per_node)
         if self.cluster.device == "cpu":
@@ -168,7 +168,7 @@ class Judge:
         else:
             needed, host, left_alone = memory.total, sum(memory.host.values()) * processes_here, 0.0
         free = self.cluster.host_free_bytes or self.cluster.host_memory_bytes
-        return Judged(
+        return Candidate(
             choice=choice,
             memory=memory,
             needed_bytes=needed,
@@ -191,9 +191,9 @@ class Judge:
         limit = choice.spec.refuses(asked)
         return None if limit is None else limit.short
 
-    def timed(self, judged: Judged) -> Judged:
+    def timed(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its step time."""
-        return replace(judged, time=self._time(judged.choice))
+        return replace(candidate, time=self._time(candidate.choice))
 
     def seconds(self, choice: Choice) -> float:
         """Return the seconds of a step."""
@@ -216,7 +216,7 @@ class _Tried:
     """A layout on a number of processes: the choices that fit, and the one that needs least memory."""
 
     fitting: tuple[Choice, ...]
-    least: Judged
+    least: Candidate
     fastest: float = math.inf
 
     @property
@@ -224,47 +224,47 @@ class _Tried:
         return bool(self.fitting) and self.least.missing is None
 
 
-def search(judge: Judge, constraints: Constraints, sure: bool = False) -> Found:
+def search(evaluator: Evaluator, constraints: Constraints, sure: bool = False) -> SearchResult:
     """Return the fastest choice that fits and satisfies ``constraints``; of equally fast ones the simplest.
 
     If none fits, return the fastest that is close, unless ``sure``. Offloading costs time, so it is considered only if
     nothing fits, or is close, without it.
     """
     for offloads in (False, True):
-        found = _search(judge, constraints, offloads)
-        if found.best is None and not sure and any(one.is_close for one in found.judged):
-            found = _search(judge.with_less_margin(), constraints, offloads)
+        found = _search(evaluator, constraints, offloads)
+        if found.best is None and not sure and any(one.is_close for one in found.candidates):
+            found = _search(evaluator.with_less_margin(), constraints, offloads)
         if found.best is not None:
             break
     return found
 
 
-def _search(judge: Judge, constraints: Constraints, offloads: bool) -> Found:
+def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool) -> SearchResult:
     tried: list[_Tried] = []
     slower: dict[int, float] = {}
     fastest = math.inf
-    for processes in worlds(judge.workload, judge.cluster, constraints):
-        bound = judge.least_seconds(processes, constraints)
+    for processes in worlds(evaluator.workload, evaluator.cluster, constraints):
+        bound = evaluator.least_seconds(processes, constraints)
         if bound > fastest:
             slower[processes] = bound
             continue
-        all_layouts = tuple(layouts(processes, judge.cluster, constraints))
-        found = _try(judge, [layout for layout in all_layouts if not layout.offloads], processes, constraints)
+        all_layouts = tuple(layouts(processes, evaluator.cluster, constraints))
+        found = _try(evaluator, [layout for layout in all_layouts if not layout.offloads], processes, constraints)
         if offloads and not any(one.runs for one in found):
-            found += _try(judge, [layout for layout in all_layouts if layout.offloads], processes, constraints)
+            found += _try(evaluator, [layout for layout in all_layouts if layout.offloads], processes, constraints)
         tried += found
         fastest = min([fastest, *(one.fastest for one in found if one.runs)])
-    judged = [_best_of(judge, one, fastest) for one in tried]
-    equal = [best for one, best in zip(tried, judged, strict=True) if one.runs and _is_as_fast(one, fastest)]
+    candidates = [_best_of(evaluator, one, fastest) for one in tried]
+    equal = [best for one, best in zip(tried, candidates, strict=True) if one.runs and _is_as_fast(one, fastest)]
     best = min(equal, key=lambda one: _simplicity(one.choice), default=None)
-    return Found(best, tuple(judged), fastest, slower)
+    return SearchResult(best, tuple(candidates), fastest, slower)
 
 
 def _is_as_fast(one: _Tried, fastest: float) -> bool:
     return one.fastest <= fastest * (1 + _AS_FAST)
 
 
-def _best_of(judge: Judge, one: _Tried, fastest: float) -> Judged:
+def _best_of(evaluator: Evaluator, one: _Tried, fastest: float) -> Candidate:
     """Return the simplest of a layout's fastest choices; if none fits, the one that needs least memory.
 
     ``fastest``: seconds of the fastest step of all layouts. Layouts that count as equally fast are compared with it, so
@@ -273,59 +273,65 @@ def _best_of(judge: Judge, one: _Tried, fastest: float) -> Judged:
     if not one.fitting:
         return one.least
     compared = fastest if one.runs and _is_as_fast(one, fastest) else one.fastest
-    limit = compared * (1 + AS_FAST[judge.cluster.device])
-    chosen = min((choice for choice in one.fitting if judge.seconds(choice) <= limit), key=_simplicity)
-    return judge.timed(judge.fit(chosen))
+    limit = compared * (1 + AS_FAST[evaluator.cluster.device])
+    chosen = min((choice for choice in one.fitting if evaluator.seconds(choice) <= limit), key=_simplicity)
+    return evaluator.timed(evaluator.fit(chosen))
 
 
-def _try(judge: Judge, some: Iterable[Layout], processes: int, constraints: Constraints) -> list[_Tried]:
-    found = (_try_layout(judge, layout, processes, constraints) for layout in some)
+def _try(
+    evaluator: Evaluator, some: Iterable[ParallelLayout], processes: int, constraints: Constraints
+) -> list[_Tried]:
+    found = (_try_layout(evaluator, layout, processes, constraints) for layout in some)
     return [one for one in found if one is not None]
 
 
-def _try_layout(judge: Judge, layout: Layout, processes: int, constraints: Constraints) -> _Tried | None:
+def _try_layout(
+    evaluator: Evaluator, layout: ParallelLayout, processes: int, constraints: Constraints
+) -> _Tried | None:
     """Return the fastest trial of a layout, or None if no micro-batch size is possible.
 
     On a CPU fewer threads are tried too, where they were measured.
     """
     found = [
-        _with_threads(judge, layout, processes, constraints, threads) for threads in judge.rates.threads(processes)
+        _with_threads(evaluator, layout, processes, constraints, threads)
+        for threads in evaluator.rates.threads(processes)
     ]
     tried = [one for one in found if one is not None]
     return min(tried, key=lambda one: one.fastest, default=None)
 
 
 def _with_threads(
-    judge: Judge, layout: Layout, processes: int, constraints: Constraints, threads: int | None
+    evaluator: Evaluator, layout: ParallelLayout, processes: int, constraints: Constraints, threads: int | None
 ) -> _Tried | None:
-    sizes = micro_batches(judge.workload, processes, constraints)
+    sizes = micro_batches(evaluator.workload, processes, constraints)
     if not sizes:
         return None
-    options = recomputations(judge.workload, constraints)
+    options = recomputations(evaluator.workload, constraints)
     rows = {
-        option: [choice_of(layout, processes, size, option, constraints, judge.cluster, threads) for size in sizes]
+        option: [choice_of(layout, processes, size, option, constraints, evaluator.cluster, threads) for size in sizes]
         for option in options
     }
-    least = _least(judge, rows[options[-1]])
+    least = _least(evaluator, rows[options[-1]])
     if not least.fits and least.shortfall < _NEAR:
-        least = min((_least(judge, rows[option]) for option in options), key=lambda one: one.shortfall)
+        least = min((_least(evaluator, rows[option]) for option in options), key=lambda one: one.shortfall)
     if not least.fits:
         return _Tried((), least)
-    timed = _PER_ROW if judge.workload.packed and judge.cluster.device == "cuda" else len(sizes)
-    whole = _fitting(judge, rows[options[0]])
-    fitting = whole[:timed]
-    done = {choice.micro_batch_size for choice in whole}  # recomputation would only make these slower
+    timed = _PER_ROW if evaluator.workload.packed and evaluator.cluster.device == "cuda" else len(sizes)
+    fits = _fitting(evaluator, rows[options[0]])
+    fitting = fits[:timed]
+    done = {choice.micro_batch_size for choice in fits}  # recomputation would only make these slower
     for option in options[1:]:
-        fitting += _fitting(judge, [choice for choice in rows[option] if choice.micro_batch_size not in done])[:timed]
-    return _Tried(tuple(fitting), least, min(map(judge.seconds, fitting)))
+        left = [choice for choice in rows[option] if choice.micro_batch_size not in done]
+        fitting += _fitting(evaluator, left)[:timed]
+    return _Tried(tuple(fitting), least, min(map(evaluator.seconds, fitting)))
 
 
-def _least(judge: Judge, choices: list[Choice]) -> Judged:
+def _least(evaluator: Evaluator, choices: list[Choice]) -> Candidate:
     """Return the choice that needs least memory: the smallest micro-batch, or the one without accumulation."""
-    return min((judge.fit(choices[0]), judge.fit(choices[-1])), key=lambda one: one.shortfall)
+    return min((evaluator.fit(choices[0]), evaluator.fit(choices[-1])), key=lambda one: one.shortfall)
 
 
-def _fitting(judge: Judge, choices: list[Choice]) -> list[Choice]:
+def _fitting(evaluator: Evaluator, choices: list[Choice]) -> list[Choice]:
     """Return those of ``choices`` that fit; they are sorted by decreasing micro-batch size.
 
     Memory decreases with the size, except for the first: without accumulation no gradients are kept between
@@ -335,11 +341,11 @@ def _fitting(judge: Judge, choices: list[Choice]) -> list[Choice]:
     low, high = len(once), len(choices)
     while low < high:
         middle = (low + high) // 2
-        if judge.fit(choices[middle]).fits:
+        if evaluator.fit(choices[middle]).fits:
             high = middle
         else:
             low = middle + 1
-    return [choice for choice in once if judge.fit(choice).fits] + choices[low:]
+    return [choice for choice in once if evaluator.fit(choice).fits] + choices[low:]
 
 
 _RECOMPUTES = ("none", "selective", "full")

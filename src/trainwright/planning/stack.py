@@ -36,9 +36,9 @@ class Stack:
     fp32 and back (PEFT's autocast_adapter_dtype under autocast). ``foreach``: the optimizer updates all weights at
     once, with one temporary each (torch.optim.AdamW's default). ``alternates``: selective recomputation only keeps
     every second of a block's matrix products, and none of experts (torchtitan, distributed/activation_checkpoint.py).
-    ``sums_whole``: all micro-batches of a step but the last keep their gradients unsharded on every rank, in the width
-    in which they are exchanged (FSDP's set_requires_gradient_sync). ``cuts_scales``: the scales of a quantized base
-    model are sharded with it (torchao's NF4Tensor). ``holds_inputs``: the input of a recomputed block of frozen
+    ``sums_unsharded``: all micro-batches of a step but the last keep their gradients unsharded on every rank, in the
+    width in which they are exchanged (FSDP's set_requires_gradient_sync). ``cuts_scales``: the scales of a quantized
+    base model are sharded with it (torchao's NF4Tensor). ``holds_inputs``: the input of a recomputed block of frozen
     weights, and its gradient, stay until the end of the backward pass (FSDP1's
     _register_post_backward_reshard_only_hook, which holds the inputs). ``caches_keys``: keys and values of all blocks
     are kept, as for generation (transformers' use_cache, which its own recomputation disables and others do not).
@@ -67,7 +67,7 @@ class Stack:
     wide_adapters: bool = False
     foreach: bool = False
     alternates: bool = False
-    sums_whole: bool = False
+    sums_unsharded: bool = False
     cuts_scales: bool = False
     holds_inputs: bool = False
     caches_keys: bool = False

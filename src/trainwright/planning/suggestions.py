@@ -8,13 +8,13 @@ from itertools import islice
 
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.candidates import Constraints
-from trainwright.planning.search import Judge, Judged, search
+from trainwright.planning.search import Candidate, Evaluator, search
 from trainwright.planning.step_time.rates import rates_of
-from trainwright.planning.workload import Adapter, Workload
+from trainwright.planning.workload import AdapterShape, Workload
 from trainwright.recipe.strategy_spec import spec_of
 
-# The text of a suggestion, and the judge and the constraints after the change.
-_Change = tuple[str, Judge, Constraints]
+# The text of a suggestion, and the evaluator and the constraints after the change.
+_Change = tuple[str, Evaluator, Constraints]
 # The kinds of a change, and the changes of these kinds.
 _Series = tuple[frozenset[str], Iterator[_Change]]
 
@@ -27,13 +27,13 @@ _USUAL = ("1xL4", "1xA100-40GB", "1xH100", "1xB200", "8xA100-40GB", "8xH100", "8
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A suggestion. ``change``: what to write or to use. ``judged``: the best candidate with it."""
+    """A suggestion. ``change``: what to write or to use. ``candidate``: the best candidate with it."""
 
     change: str
-    judged: Judged
+    candidate: Candidate
 
 
-def suggestions(judge: Judge, constraints: Constraints, nearest: Judged) -> list[Suggestion]:
+def suggestions(evaluator: Evaluator, constraints: Constraints, nearest: Candidate) -> list[Suggestion]:
     """Return a few changes with which the workload runs, the cheapest first. ``nearest``: the nearest candidate.
 
     Changes are tried in this order: drop constraints, train an adapter instead of all parameters, shorten the rows, add
@@ -42,7 +42,9 @@ def suggestions(judge: Judge, constraints: Constraints, nearest: Judged) -> list
     found: list[Suggestion] = []
     enough: list[frozenset[str]] = []
     # A candidate that fits but lacks a package does not need less memory.
-    for kinds, series in _without_constraints(judge, constraints) if nearest.fits else _series(judge, constraints):
+    for kinds, series in (
+        _without_constraints(evaluator, constraints) if nearest.fits else _series(evaluator, constraints)
+    ):
         if any(one <= kinds for one in enough):
             continue
         tried = ((change, search(other, kept, sure=True).best) for change, other, kept in series)
@@ -54,15 +56,15 @@ def suggestions(judge: Judge, constraints: Constraints, nearest: Judged) -> list
     return found
 
 
-def _series(judge: Judge, constraints: Constraints) -> Iterator[_Series]:
+def _series(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
     """Yield series of changes of one kind each, the smallest first; the first that helps is suggested."""
-    yield from _without_constraints(judge, constraints)
-    yield from _offloaded(judge, constraints)
-    adapted = list(_adapted(judge))
+    yield from _without_constraints(evaluator, constraints)
+    yield from _offloaded(evaluator, constraints)
+    adapted = list(_adapted(evaluator))
     for kind, change, other in adapted:
         yield frozenset([kind]), iter([(change, other, constraints)])
-    yield frozenset([_LENGTH]), _shorter(judge, constraints)
-    yield frozenset([_DEVICES]), _more_devices(judge, constraints)
+    yield frozenset([_LENGTH]), _shorter(evaluator, constraints)
+    yield frozenset([_DEVICES]), _more_devices(evaluator, constraints)
     for kind, change, other in adapted:
         if (dropped := _fewest(other, constraints)) is not None:
             changes = " ".join([*(_RELAXED[name] for name in dropped), change])
@@ -71,12 +73,12 @@ def _series(judge: Judge, constraints: Constraints) -> Iterator[_Series]:
         for another, more in ((_LENGTH, _shorter(other, constraints)), (_DEVICES, _more_devices(other, constraints))):
             yield frozenset([kind, another]), _both(change, more)
     if written := _written(constraints):
-        yield frozenset([*written, _LENGTH]), _shorter_and_free(judge, constraints)
+        yield frozenset([*written, _LENGTH]), _shorter_and_free(evaluator, constraints)
 
 
-def _shorter_and_free(judge: Judge, constraints: Constraints) -> Iterator[_Change]:
+def _shorter_and_free(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
     """Yield shorter rows, each with as few dropped constraints as needed."""
-    for change, other, _ in _shorter(judge, _drop(constraints, *_written(constraints))):
+    for change, other, _ in _shorter(evaluator, _drop(constraints, *_written(constraints))):
         if (dropped := _fewest(other, constraints)) is not None:
             changes = " ".join([*(_RELAXED[name] for name in dropped), change])
             yield changes, other, _drop(constraints, *dropped)
@@ -86,21 +88,21 @@ def _both(change: str, more: Iterator[_Change]) -> Iterator[_Change]:
     return ((f"{change} and {another}", other, kept) for another, other, kept in more)
 
 
-def _adapted(judge: Judge) -> Iterator[tuple[str, str, Judge]]:
-    """Yield kind, change and judge of every adapter that could be added to the model."""
-    workload = judge.workload
+def _adapted(evaluator: Evaluator) -> Iterator[tuple[str, str, Evaluator]]:
+    """Yield kind, change and evaluator of every adapter that could be added to the model."""
+    workload = evaluator.workload
     if not workload.takes_adapters:
         return
     if workload.adapter is None:
-        lora = replace(workload, adapter=Adapter("lora", _RANK))
-        yield "lora", f"model.adapter=lora (rank {_RANK})", _with(judge, lora)
+        lora = replace(workload, adapter=AdapterShape("lora", _RANK))
+        yield "lora", f"model.adapter=lora (rank {_RANK})", _with(evaluator, lora)
     if workload.quantisation == "none":
-        adapter = workload.adapter or Adapter("lora", _RANK)
-        quantised = replace(workload, adapter=adapter, quantisation="nf4")
+        adapter = workload.adapter or AdapterShape("lora", _RANK)
+        quantized = replace(workload, adapter=adapter, quantisation="nf4")
         change = f"model.adapter=qlora (4-bit base, rank {adapter.rank})"
         if workload.adapter is not None:  # the adapter itself is unchanged
             change = "model.adapter.quantisation=nf4 (4-bit base)"
-        yield "qlora", change, _with(judge, quantised)
+        yield "qlora", change, _with(evaluator, quantized)
 
 
 _RELAXED: Mapping[str, str] = {
@@ -117,33 +119,33 @@ def _written(constraints: Constraints) -> tuple[str, ...]:
     return tuple(name for name in _RELAXED if name in constraints.fixed and name not in constraints.bound)
 
 
-def _without_constraints(judge: Judge, constraints: Constraints) -> Iterator[_Series]:
+def _without_constraints(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
     """Yield each constraint alone, and, if none is enough, the smallest set of them that is."""
     names = _written(constraints)
     for name in names:
-        yield frozenset([name]), iter([(_RELAXED[name], judge, _drop(constraints, name))])
-    if len(names) > 1 and (dropped := _fewest(judge, constraints)):
+        yield frozenset([name]), iter([(_RELAXED[name], evaluator, _drop(constraints, name))])
+    if len(names) > 1 and (dropped := _fewest(evaluator, constraints)):
         changes = " ".join(_RELAXED[name] for name in dropped)
-        yield frozenset(dropped), iter([(changes, judge, _drop(constraints, *dropped))])
+        yield frozenset(dropped), iter([(changes, evaluator, _drop(constraints, *dropped))])
 
 
-def _offloaded(judge: Judge, constraints: Constraints) -> Iterator[_Series]:
+def _offloaded(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
     """Yield offloading to the host's memory if the recipe forbids it."""
     asked = constraints.fixed.get("strategy")
     key = None if asked is None else next(iter(spec_of(asked).offloads), None)
-    if key is not None and constraints.fixed.get(key) is False and judge.cluster.device != "cpu":
+    if key is not None and constraints.fixed.get(key) is False and evaluator.cluster.device != "cpu":
         moved = replace(constraints, fixed={**constraints.fixed, key: True})
-        yield frozenset([key]), iter([(f"parallel.{key}=true", judge, moved)])
+        yield frozenset([key]), iter([(f"parallel.{key}=true", evaluator, moved)])
 
 
-def _fewest(judge: Judge, constraints: Constraints) -> tuple[str, ...] | None:
+def _fewest(evaluator: Evaluator, constraints: Constraints) -> tuple[str, ...] | None:
     """Return the fewest constraints to drop so that the workload fits; None if dropping all is not enough."""
     dropped = _written(constraints)
-    if not dropped or search(judge, _drop(constraints, *dropped), sure=True).best is None:
+    if not dropped or search(evaluator, _drop(constraints, *dropped), sure=True).best is None:
         return None
     for name in reversed(dropped):
         fewer = tuple(one for one in dropped if one != name)
-        if search(judge, _drop(constraints, *fewer), sure=True).best is not None:
+        if search(evaluator, _drop(constraints, *fewer), sure=True).best is not None:
             dropped = fewer
     return dropped
 
@@ -155,18 +157,18 @@ def _drop(constraints: Constraints, *names: str) -> Constraints:
     return replace(constraints, fixed=fixed, given_up=constraints.given_up | frozenset(names))
 
 
-def _shorter(judge: Judge, constraints: Constraints) -> Iterator[_Change]:
+def _shorter(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
     """Yield rows of half the length, a quarter, and so on."""
-    workload = judge.workload
+    workload = evaluator.workload
     lengths = [workload.row_tokens >> halvings for halvings in range(1, workload.row_tokens.bit_length())]
     lengths = [tokens for tokens in lengths if tokens >= _SHORTEST] if workload.texts else []
-    if not lengths or search(_with(judge, _of_length(workload, lengths[-1])), constraints, sure=True).best is None:
+    if not lengths or search(_with(evaluator, _of_length(workload, lengths[-1])), constraints, sure=True).best is None:
         return
     for tokens in lengths:
         keys = ["data.pack_length"] if workload.packed else []
         if not workload.packed or (workload.max_length or workload.row_tokens) > tokens:  # packs hold none longer
             keys.append("data.max_length")
-        yield " ".join(f"{key}={tokens}" for key in keys), _with(judge, _of_length(workload, tokens)), constraints
+        yield " ".join(f"{key}={tokens}" for key in keys), _with(evaluator, _of_length(workload, tokens)), constraints
 
 
 def _of_length(workload: Workload, tokens: int) -> Workload:
@@ -180,18 +182,22 @@ def _of_length(workload: Workload, tokens: int) -> Workload:
     return replace(shorter, longest_document=tokens, document_tokens=min(workload.document, tokens))
 
 
-def _more_devices(judge: Judge, constraints: Constraints) -> Iterator[_Change]:
+def _more_devices(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
     """Yield machines with twice as many devices and so on, while each has a row; without GPUs, common machines."""
-    cluster = judge.cluster
+    cluster = evaluator.cluster
     names = [name for name in _written(constraints) if name in ("num_processes", "strategy")]
     written = "".join(f" {_RELAXED[name]}" for name in names)
     free = _drop(constraints, *names)
     if cluster.device == "cpu":
         for larger in map(parse_machine, _USUAL):
-            yield f"a machine such as {larger.name}{written}", Judge(judge.workload, larger, rates_of(larger)), free
+            yield (
+                f"a machine such as {larger.name}{written}",
+                Evaluator(evaluator.workload, larger, rates_of(larger)),
+                free,
+            )
         return
     nodes, each = cluster.nodes, cluster.devices_per_node
-    while nodes * each < judge.workload.global_batch_rows:
+    while nodes * each < evaluator.workload.global_batch_rows:
         nodes, each = (nodes, min(8, 2 * each)) if each < 8 and nodes == 1 else (2 * nodes, each)
         larger = replace(
             cluster,
@@ -200,9 +206,9 @@ def _more_devices(judge: Judge, constraints: Constraints) -> Iterator[_Change]:
             network=cluster.network or (cluster.card.host_link if nodes > 1 else None),
             name=f"{f'{nodes}x' if nodes > 1 else ''}{each}x{cluster.card.name}",
         )
-        other = Judge(judge.workload, larger, rates_of(larger), judge.available)
+        other = Evaluator(evaluator.workload, larger, rates_of(larger), evaluator.available)
         yield f"{nodes * each} of these devices ({larger.name}){written}", other, free
 
 
-def _with(judge: Judge, workload: Workload) -> Judge:
-    return Judge(workload, judge.cluster, judge.rates, judge.available, judge.own)
+def _with(evaluator: Evaluator, workload: Workload) -> Evaluator:
+    return Evaluator(workload, evaluator.cluster, evaluator.rates, evaluator.available, evaluator.own)

@@ -8,7 +8,7 @@ from trainwright.machine.measured.quick import rates_in_words
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.plan import Plan
 from trainwright.planning.reasons import between, closeness, same_place, shortage, verdict
-from trainwright.planning.search import Judged
+from trainwright.planning.search import Candidate
 from trainwright.text import count, plural, size, span
 
 # Groups of memory, from permanent to temporary, and the characters that draw them.
@@ -39,12 +39,12 @@ _LABEL = 14
 _SHOWN = 8
 
 
-def grouped(judged: Judged) -> dict[str, int]:
+def grouped(candidate: Candidate) -> dict[str, int]:
     """Return the bytes at the peak by ``_GROUPS``; the overhead of the process counts as the rest."""
     sums = dict.fromkeys(_GROUPS, 0)
-    for name, taken in judged.memory.parts.items():
+    for name, taken in candidate.memory.parts.items():
         sums[next((group for word, group in _GROUP_OF if word in name), "rest")] += taken
-    sums["rest"] += sum(judged.memory.overhead.values())
+    sums["rest"] += sum(candidate.memory.overhead.values())
     return sums
 
 
@@ -112,19 +112,21 @@ def summary(plan: Plan) -> str:
     return line if steps is None else f"{line}, {span(steps * time.seconds)} for {plural(steps, 'step')}"
 
 
-def _rows(plan: Plan, everything: bool) -> list[Judged]:
-    runs = sorted((one for one in plan.found.judged if one.runs), key=lambda one: one.time.seconds if one.time else 0)
-    others = sorted((one for one in plan.found.judged if not one.runs), key=lambda one: one.shortfall)
+def _rows(plan: Plan, everything: bool) -> list[Candidate]:
+    runs = sorted(
+        (one for one in plan.found.candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0
+    )
+    others = sorted((one for one in plan.found.candidates if not one.runs), key=lambda one: one.shortfall)
     rows = [plan.chosen, *(one for one in [*runs, *others] if not same_place(one.choice, plan.chosen.choice))]
     if everything:
         return rows
-    kept: dict[tuple[object, ...], Judged] = {}
+    kept: dict[tuple[object, ...], Candidate] = {}
     for one in rows:
         kept.setdefault((one.choice.strategy, one.layout.offloads, one.choice.num_processes == 1), one)
     return list(kept.values())[:_SHOWN]
 
 
-def _row(one: Judged, memory: str, *, chosen: bool) -> str:
+def _row(one: Candidate, memory: str, *, chosen: bool) -> str:
     choice, time = one.choice, one.time
     batch = f"{choice.micro_batch_size} x {choice.gradient_accumulation_steps}"
     recompute = str(choice.activation_checkpointing)
@@ -139,11 +141,11 @@ def _row(one: Judged, memory: str, *, chosen: bool) -> str:
     )
 
 
-def _chosen_words(one: Judged) -> str:
+def _chosen_words(one: Candidate) -> str:
     return "chosen; compiled, unlike the others" if one.choice.compile else "chosen"
 
 
-def _bar(one: Judged, scale: int) -> str:
+def _bar(one: Candidate, scale: int) -> str:
     """Return a bar as long as the needed memory, with an arrow at the end if it does not fit."""
     groups = grouped(one)
     total = max(1, sum(groups.values()))
@@ -155,11 +157,11 @@ def _bar(one: Judged, scale: int) -> str:
     return bar if one.fits else bar[: _BAR - 1] + ">"
 
 
-def _memory_lines(chosen: Judged) -> Iterator[str]:
+def _memory_lines(chosen: Candidate) -> Iterator[str]:
     parts = {**chosen.memory.parts, **chosen.memory.overhead}
     largest = sorted(parts.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} {size(taken)}" for name, taken in largest if taken > 0.005 * chosen.memory.total)
-    yield f"{size(chosen.memory.total)} per process at the fullest: {shown}"
+    yield f"{size(chosen.memory.total)} per process at the peak: {shown}"
     if chosen.is_close:
         yield f"{closeness(chosen)}, of {size(chosen.available_bytes)}: the largest step is tested before training"
     else:
@@ -180,7 +182,7 @@ def _of_runs(errors: Errors, count: int) -> str:
     return f"{errors.words}: {plural(count, 'run')} compared with their plans"
 
 
-def _phases(chosen: Judged) -> list[str]:
+def _phases(chosen: Candidate) -> list[str]:
     phases = ", ".join(f"{name} {size(taken)}" for name, taken in chosen.memory.phases.items())
     lines = [f"tensors by phase: {phases}"]
     if chosen.host_needed_bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.memory.inventory import OUTSIDE, Weight, inventory
-from trainwright.planning.workload import Beside
+from trainwright.planning.workload import ReferenceWork
 
 if TYPE_CHECKING:
     from trainwright.recipe.task_spec import Needs
@@ -34,17 +34,17 @@ _IN_BLOCKS = {
 _OUTSIDE = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 
 
-def beside(needs: Needs, architecture: Architecture, *, adapted: bool) -> Beside | None:
+def reference_work(needs: Needs, architecture: Architecture, *, adapted: bool) -> ReferenceWork | None:
     """Return the model that runs or is in memory in addition, or None. ``adapted``: an adapter is trained."""
     reference = needs.reference
     if reference is None:
         return None
     if not reference.every_step:
         # It runs once, before the first step; a model with its own weights stays in memory nevertheless.
-        return Beside(architecture.layers, 0.0, True) if reference.own_weights else None
+        return ReferenceWork(architecture.layers, 0.0, True) if reference.own_weights else None
     last = reference.last_block
     blocks = architecture.layers if last is None else min(last + 1, architecture.layers)
-    return Beside(blocks, reference.share, reference.own_weights or not adapted)
+    return ReferenceWork(blocks, reference.share, reference.own_weights or not adapted)
 
 
 def trained(needs: Needs, architecture: Architecture, assumptions: list[str]) -> frozenset[tuple[int, str]] | None:

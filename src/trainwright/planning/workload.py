@@ -19,7 +19,7 @@ MixedPrecision = Literal["no", "bf16", "fp16"]
 OptimizerName = Literal["adamw", "muon"]
 Recompute = Literal["none", "full", "selective"] | int
 # "nf4_single": with scales in fp32, without double quantization.
-Quantisation = Literal["none", "nf4", "nf4_single", "int8"]
+Quantization = Literal["none", "nf4", "nf4_single", "int8"]
 # The linear modules of a block, by purpose; a family may fuse several into one matrix.
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 ALL_LINEAR: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
@@ -48,7 +48,7 @@ _TARGETS: dict[str, tuple[Target, ...]] = {
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterShape:
     """Trainable matrices of rank ``rank`` next to frozen weights. ``dropout``: of their input."""
 
     kind: Literal["lora", "dora"]
@@ -58,7 +58,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Beside:
+class ReferenceWork:
     """A frozen model that runs forward in every micro-batch in addition to the trained one.
 
     ``blocks``: number of its first blocks that run; with all of them its head runs too. ``share``: share of the tokens.
@@ -97,8 +97,8 @@ class Workload:
     longest_document: int | None = None
     target_fraction: float = 1.0
     windows: bool = False
-    adapter: Adapter | None = None
-    quantisation: Quantisation = "none"
+    adapter: AdapterShape | None = None
+    quantisation: Quantization = "none"
     optimizer: OptimizerName = "adamw"
     steps: int | None = None
     evaluates: bool = True
@@ -107,7 +107,7 @@ class Workload:
     fresh: bool = False
     batch_documents: tuple[int, ...] = ()
     most_batch_tokens: float | None = None
-    beside: Beside | None = None
+    reference: ReferenceWork | None = None
     trained: frozenset[tuple[int, str]] | None = None
     first_blocks: int | None = None
     texts: bool = True
@@ -191,14 +191,14 @@ class Choice:
         return self.spec.offloaded(self)
 
 
-def adapter_of(model: ModelSection) -> Adapter | None:
+def adapter_of(model: ModelSection) -> AdapterShape | None:
     """Return the adapter that a recipe trains, or None if it trains the model itself."""
     section = model.adapter
     if section.type == "none":
         return None
     started = _started(section.start_from)
     targets = section.targets or started.get("target_modules") or "all-linear"
-    return Adapter(
+    return AdapterShape(
         kind="dora" if section.type == "dora" else "lora",
         rank=section.rank or started.get("r") or _RANK,
         targets=ALL_LINEAR if isinstance(targets, str) else _by_purpose(targets),
@@ -206,7 +206,7 @@ def adapter_of(model: ModelSection) -> Adapter | None:
     )
 
 
-def quantisation_of(model: ModelSection) -> Quantisation:
+def quantization_of(model: ModelSection) -> Quantization:
     """Return the quantization of the base model that a recipe trains an adapter on."""
     section = model.adapter
     return "nf4_single" if section.quantisation == "nf4" and not section.double_quantisation else section.quantisation

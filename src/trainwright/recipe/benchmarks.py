@@ -89,7 +89,7 @@ def find_benchmark(name: str, key: str = KEY) -> Benchmark:
     raise RequestError(f"{key}: unknown benchmark {name!r}; choose from {_NAMES}")
 
 
-def is_elsewhere(name: str) -> bool:
+def is_missing_here(name: str) -> bool:
     """Return whether a benchmark is named by a directory that does not exist on this machine."""
     place = name.partition("@")[2]
     return (

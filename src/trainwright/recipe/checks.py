@@ -278,14 +278,14 @@ def _processes(recipe: Recipe) -> Iterator[Contradiction]:
         return
     most = spec.most_processes
     if processes < spec.least_processes:
-        said = f"{parallel.strategy} needs at least {spec.least_processes} processes"
+        requirement = f"{parallel.strategy} needs at least {spec.least_processes} processes"
     elif most is not None and processes > most:
-        said = f"{parallel.strategy} runs {'one process' if most == 1 else f'at most {most} processes'}"
+        requirement = f"{parallel.strategy} runs {'one process' if most == 1 else f'at most {most} processes'}"
     else:
         return
     yield Contradiction(
         ("parallel.strategy", "parallel.num_processes"),
-        f"{said}, but parallel.num_processes is {processes}; set one of the two to auto",
+        f"{requirement}, but parallel.num_processes is {processes}; set one of the two to auto",
     )
 
 

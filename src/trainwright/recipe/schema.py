@@ -35,7 +35,7 @@ from trainwright.recipe.sections.fields import (
     Section,
     Steps,
     Text,
-    whole,
+    reject_bool,
 )
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
@@ -97,7 +97,7 @@ class TrainSection(Section):
         None,
         description="Batch size of the first steps, in examples; grows to global_batch_size over batch_warmup_steps.",
     )
-    batch_warmup_steps: Annotated[int, Field(ge=0), BeforeValidator(whole)] = Field(
+    batch_warmup_steps: Annotated[int, Field(ge=0), BeforeValidator(reject_bool)] = Field(
         0, description="Number of steps in which the batch size grows linearly."
     )
     micro_batch_size: Count | Auto = Field(
@@ -147,7 +147,7 @@ class TrainSection(Section):
         description="Step policies of installed packages by name, or module:Name. A policy may skip an update, "
         "recompute gradients or add metrics.",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(whole)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(reject_bool)] = Field(
         0,
         description="Seed of the validation split, the order of the examples, dropout and the initialization of "
         "weights.",

@@ -1,6 +1,6 @@
 """The description of a strategy without its code, to check, plan and launch recipes without torch.
 
-A spec is in a module beside the strategy's code and registered in ``registries.py``, or by an entry point of the group
+A spec is in a module next to the strategy's code and registered in ``registries.py``, or by an entry point of the group
 ``trainwright.strategies`` in another package. The module must not import torch.
 """
 

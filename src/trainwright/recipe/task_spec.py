@@ -1,6 +1,6 @@
 """The description of a task without its code, to read, check and plan recipes without torch.
 
-A spec is in a module beside the task's code and registered in ``registries.py``, or by an entry point of the group
+A spec is in a module next to the task's code and registered in ``registries.py``, or by an entry point of the group
 ``trainwright.tasks`` in another package. The module must not import torch.
 """
 
@@ -60,7 +60,7 @@ class Needs:
     """What a plan needs to know about a task and its recipe.
 
     Args:
-        documents: the number of rows in one example.
+        sequences_per_example: the number of sequences in one example.
         full: whether every example has exactly data.max_length tokens.
         last_block: the block whose output the loss uses; None: the full model.
         trainable: name patterns of the trained parameters, and the key that sets them; None: all.
@@ -68,7 +68,7 @@ class Needs:
         own_model: of a task that reads no texts.
     """
 
-    documents: int = 1
+    sequences_per_example: int = 1
     full: bool = False
     last_block: int | None = None
     trainable: tuple[Sequence[str], str] | None = None

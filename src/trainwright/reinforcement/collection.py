@@ -1,6 +1,6 @@
 """Collect histories: goals in groups, groups over processes, every finished goal in a separate file.
 
-An interrupted collection can be continued: finished goals are in a directory beside the output file, with the request
+An interrupted collection can be continued: finished goals are in a directory next to the output file, with the request
 they were made for, and are moved into the file when all are finished.
 """
 
@@ -69,7 +69,7 @@ class Collection:
         return make(self.environment, **self.options)
 
 
-class Progress(NamedTuple):
+class CollectionProgress(NamedTuple):
     """``goals`` of ``all_goals`` are finished; ``done`` also counts parts of those in progress (from 0 to 1, of
     all).
     """
@@ -79,7 +79,7 @@ class Progress(NamedTuple):
     done: float
 
 
-def collect(collection: Collection, processes: int, progress: Callable[[Progress], None]) -> bool:
+def collect(collection: Collection, processes: int, progress: Callable[[CollectionProgress], None]) -> bool:
     """Collect the missing goals, and write the file.
 
     Returns:
@@ -188,7 +188,7 @@ def _part(collection: Collection, goal: int) -> Path:
 
 
 def _work(
-    collection: Collection, groups: list[list[int]], processes: int, progress: Callable[[Progress], None]
+    collection: Collection, groups: list[list[int]], processes: int, progress: Callable[[CollectionProgress], None]
 ) -> None:
     context = multiprocessing.get_context("spawn")
     # The progress of each group, and a flag to stop.
@@ -200,7 +200,9 @@ def _work(
     def tell() -> None:
         parts = list(zip(shared[:-1], sizes, strict=True))
         finished = before + sum(size for part, size in parts if part == 1)
-        progress(Progress(finished, everything, (before + sum(part * size for part, size in parts)) / everything))
+        progress(
+            CollectionProgress(finished, everything, (before + sum(part * size for part, size in parts)) / everything)
+        )
 
     pool = ProcessPoolExecutor(
         min(processes, len(groups)), mp_context=context, initializer=_enter, initargs=(shared, os.getpid())

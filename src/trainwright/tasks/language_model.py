@@ -15,16 +15,16 @@ from torch import nn
 from trainwright.data.preflight import refuse_unused_template
 from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.stream.batch import Batch, collate
-from trainwright.data.stream.dataset_cache import Prepared, prepare
+from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.errors import RequestError
 from trainwright.evaluation.questions import ValidationQuestions
-from trainwright.inference.asking import Asker
 from trainwright.inference.generation import answer_batch, new_token_limit
 from trainwright.inference.loading import probe
+from trainwright.inference.prompts import PromptEncoder
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import stop_of
 from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
@@ -72,7 +72,7 @@ def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
         check_model(few, probe(config.get_text_config().vocab_size))
 
 
-def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
+def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
     """Return the data of a resolved recipe, prepared or from the cache."""
     positions = max_positions(recipe.model, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
@@ -81,20 +81,20 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     return prepared
 
 
-def check_prepared(recipe: Recipe, prepared: Prepared, cache: Path) -> None:
+def check_prepared(recipe: Recipe, prepared: PreparedData, cache: Path) -> None:
     """Raise RequestError if the data does not fit the recipe; cache the lengths of its examples for plans."""
     datasets = [dataset for dataset in (prepared.train, prepared.validation) if dataset is not None]
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in datasets])
     _check_packs(recipe, datasets)
-    documents = recipe.spec.needs(recipe).documents
-    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, documents)
+    per_example = recipe.spec.needs(recipe).sequences_per_example
+    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, per_example)
 
 
 def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
-    """Raise RequestError if packs cannot hold every example, whose number of documents is known from the rows."""
+    """Raise RequestError if packs cannot hold every example, whose number of sequences is known from the rows."""
     pack, longest = recipe.data.pack_length, recipe.data.max_length
     for dataset in datasets:
-        each = dataset.documents_per_example
+        each = dataset.sequences_per_example
         if pack is not None and pack < each * longest:
             raise RequestError(
                 f"data.pack_length: {pack} is too small for {each} answers of up to data.max_length {longest} tokens; "
@@ -118,7 +118,9 @@ def fills_parts(recipe: Recipe) -> bool:
     return spec_of(recipe.parallel.strategy).shards_parameters and recipe.model.adapter.type == "none"
 
 
-def _questions(recipe: Recipe, prepared: Prepared, tokenizer: PreTrainedTokenizerBase) -> ValidationQuestions | None:
+def _questions(
+    recipe: Recipe, prepared: PreparedData, tokenizer: PreTrainedTokenizerBase
+) -> ValidationQuestions | None:
     """Return the validation rows to answer, or None if the recipe has no metrics of answers."""
     if not recipe.evaluate.metrics:
         return None
@@ -136,7 +138,7 @@ def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampl
 class LanguageModelTask:
     """Base class with the parts of a task that do not depend on the loss."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> None:
         self._recipe = recipe
         self._tokenizer = tokenizer
         self._prepared = prepared
@@ -159,11 +161,11 @@ class LanguageModelTask:
         if self.weights is None:  # for an empty model, a few layers were checked when the run was prepared
             check_model(self._lm, probe(model.config.get_text_config().vocab_size))
         self._plain = prepared.train.report["format"] == "text"
-        self._asker = Asker(tokenizer, plain=self._plain)
+        self._encode_prompt = PromptEncoder(tokenizer, plain=self._plain)
         self._stop = stop_of(model, tokenizer, chat=not self._plain)
         self._sampling = self._how_to_write()
         for prompt in self.prompts:
-            _check_prompt(model, self._asked(prompt), self._sampling)
+            _check_prompt(model, self._prompt_tokens(prompt), self._sampling)
         self._questions = _questions(recipe, prepared, tokenizer)
         self.answers = self._questions is not None
 
@@ -214,12 +216,12 @@ class LanguageModelTask:
         """Return the model's greedy answer to a prompt."""
         assert isinstance(module, CausalLM)
         with module.for_generation() as model:
-            (answer,) = answer_batch(model, self._tokenizer, [self._asked(prompt)], self._sampling, self._stop)
+            (answer,) = answer_batch(model, self._tokenizer, [self._prompt_tokens(prompt)], self._sampling, self._stop)
         return answer.text.strip()
 
-    def _asked(self, prompt: str) -> list[int]:
+    def _prompt_tokens(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt: text to continue, or a user turn."""
-        return self._asker(prompt if self._plain else [{"role": "user", "content": prompt}])
+        return self._encode_prompt(prompt if self._plain else [{"role": "user", "content": prompt}])
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of the `start` event: weights and data."""
@@ -232,7 +234,7 @@ class LanguageModelTask:
 
     def describe_example(self, index: int) -> str:
         """Describe an example of the stream briefly, for error messages."""
-        tokens, _ = self._prepared.train.document(self._prepared.train.documents(index)[0])
+        tokens, _ = self._prepared.train.sequence(self._prepared.train.sequences(index)[0])
         text = self._tokenizer.decode(tokens[:48].tolist(), skip_special_tokens=True)
         return repr(" ".join(str(text).split())[:60])
 
@@ -251,9 +253,9 @@ class LanguageModelTask:
         """Return whether an adapter with these parts would leave the model unchanged."""
         return adds_nothing(tensors)
 
-    def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+    def read_back(self, module: nn.Module, directory: Path, *, all_parameters: bool) -> None:
         """Check that the exported adapter on its base gives the logits of the trained model."""
         assert isinstance(module, CausalLM) and self._adapter is not None
         with module.for_generation() as model:
             tokens = probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)
-            self._adapter.read_back(model, directory, tokens, whole=whole)
+            self._adapter.read_back(model, directory, tokens, all_parameters=all_parameters)

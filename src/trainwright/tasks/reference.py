@@ -1,6 +1,6 @@
 """Log-probabilities of the data under the reference model: computed once, before the first step, and cached.
 
-    <cache>/references/<fingerprint>.npy    float64 [documents], NaN for documents that no run has needed yet
+    <cache>/references/<fingerprint>.npy    float64 [sequences], NaN for sequences that no run has needed yet
 
 They are computed through the strategy's own module, so the model need not fit on one device, and every rank computes a
 part. The fingerprint covers the weights, the data, the precision and the kind of device: a resumed run finds the file
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.dataset_cache import Prepared
+from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
@@ -45,13 +45,13 @@ _PART = 2**22  # bytes of a tensor to sum at a time for its fingerprint
 
 @dataclass(frozen=True)
 class Reference:
-    """The summed log-probability, in nats, of the targets of every document of a run [documents]."""
+    """The summed log-probability, in nats, of the targets of every sequence of a run [sequences]."""
 
     sums: Sums
 
     def of(self, batch: Batch) -> torch.Tensor:
-        """Return the log-probabilities of a batch's documents [D], float64, on the batch's device."""
-        return torch.from_numpy(self.sums[list(batch.documents)]).to(batch.targets.device)
+        """Return the log-probabilities of a batch's sequences [S], float64, on the batch's device."""
+        return torch.from_numpy(self.sums[list(batch.sequences)]).to(batch.targets.device)
 
 
 class ReferenceTask(LanguageModelTask):
@@ -62,7 +62,7 @@ class ReferenceTask(LanguageModelTask):
     """
 
     def __init__(
-        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, cache: Path, reference: str
+        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData, cache: Path, reference: str
     ) -> None:
         self._cache = cache
         super().__init__(recipe, tokenizer, prepared)
@@ -95,7 +95,7 @@ class ReferenceTask(LanguageModelTask):
             TrainingError: out of memory with one row per micro-batch, or a probability is not finite.
         """
         world, dataset = passes.world, stream.dataset
-        documents = sorted({document for example in examples for document in dataset.documents(example)})
+        sequences = sorted({sequence for example in examples for sequence in dataset.sequences(example)})
         # Of what is computed in other batches the last bits may differ: a run that is resumed needs the same ones.
         identity = {
             "weights": weights,
@@ -107,14 +107,14 @@ class ReferenceTask(LanguageModelTask):
         }
         file = self._cache / "references" / f"{_digest(identity)}.npy"
         known = _open(file, dataset)
-        if all(world.gather(not np.isnan(known[documents]).any())):
-            notify(f"the reference's log-probabilities of {plural(len(documents), 'answer')} are in {file}")
+        if all(world.gather(not np.isnan(known[sequences]).any())):
+            notify(f"the reference's log-probabilities of {plural(len(sequences), 'answer')} are in {file}")
             return Reference(known)
         notify(f"computing the reference's log-probabilities of {plural(len(examples), 'example')}")
         begun = time.monotonic()
         with without():
             found = _compute(passes, stream, lambda micro: self._batch(dataset, micro, world.device), examples)
-        if not np.isfinite(found[documents]).all():
+        if not np.isfinite(found[sequences]).all():
             raise TrainingError("the model's probability of some data is NaN before training")
         kept = _save(file, found, world)
         notify(f"the reference took {time.monotonic() - begun:.1f} s{f' and is kept in {file}' if kept else ''}")
@@ -141,17 +141,17 @@ def _sums(tensor: torch.Tensor) -> list[int]:
 def _compute(
     passes: ForwardOnly, stream: Stream, batch_of: Callable[[MicroBatch], Batch], examples: Sequence[int]
 ) -> Sums:
-    """Return the sums of the documents of ``examples``, NaN elsewhere; in smaller micro-batches if memory runs out."""
+    """Return the sums of the sequences of ``examples``, NaN elsewhere; in smaller micro-batches if memory runs out."""
     size, rows = stream.global_batch_size, None
     parts = [examples[i : i + size] for i in range(0, len(examples), size)]
     while True:
-        own = np.full(stream.dataset.document_count, np.nan)
+        own = np.full(stream.dataset.sequence_count, np.nan)
 
         def visit(module: nn.Module, micro: MicroBatch, own: Sums = own) -> None:
             batch = batch_of(micro)
-            sums = -batch.by_document(module(batch, losses=True))
+            sums = -batch.by_sequence(module(batch, losses=True))
             if micro.weight:
-                own[list(batch.documents)] = sums.cpu().numpy()
+                own[list(batch.sequences)] = sums.cpu().numpy()
 
         try:
             passes((stream.divide(part, rows) for part in parts), visit)
@@ -168,11 +168,11 @@ def _compute(
 
 
 def _together(world: World, own: Sums) -> Sums:
-    """Combine the results of all ranks; documents that several ranks computed count once."""
+    """Combine the results of all ranks; sequences that several ranks computed count once."""
     mine = np.flatnonzero(~np.isnan(own))
     together = np.full_like(own, np.nan)
-    for documents, values in world.gather((mine, own[mine])):
-        together[documents] = values
+    for sequences, values in world.gather((mine, own[mine])):
+        together[sequences] = values
     return together
 
 
@@ -181,7 +181,7 @@ def _open(file: Path, dataset: TokenDataset) -> Sums:
         known: Sums = np.load(file, mmap_mode="r")
     except (OSError, ValueError):  # missing or incomplete
         known = np.full(0, np.nan)
-    return known if len(known) == dataset.document_count else np.full(dataset.document_count, np.nan)
+    return known if len(known) == dataset.sequence_count else np.full(dataset.sequence_count, np.nan)
 
 
 def _save(file: Path, sums: Sums, world: World) -> bool:

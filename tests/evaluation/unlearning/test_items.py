@@ -83,8 +83,8 @@ def test_few_shot_prompts_and_targets(muse: str) -> None:
     found = find_benchmark(muse)
     sets = read_sets(found, ["forget", "verbatim"], None, "--benchmark")
     encoder = ItemEncoder(TOKENIZER, None, "--benchmark")
-    documents = encoder.documents(sets, ())
-    ids, flags = documents.dataset.document(documents.places["forget", 0, ANSWER, 0])
+    sequences = encoder.sequences(sets, ())
+    ids, flags = sequences.dataset.sequence(sequences.places["forget", 0, ANSWER, 0])
     assert TOKENIZER.decode(ids[~flags]).endswith("\n\nQuestion: Who sat?\nAnswer:")
     assert TOKENIZER.decode(ids[flags]) == " The cat"
     assert encoder.prompts(sets["verbatim"], 512).references == ["on the mat."]
@@ -102,7 +102,7 @@ def test_a_tokenizer_that_does_not_end_is_given_up(muse: str) -> None:
     for item in (Item(slow, "a"), Item("a", slow)):
         some = replace(verbatim, items=[item])
         with pytest.raises(TokenizerError, match="retry-limit"):
-            encoder.documents({"verbatim": some}, ())
+            encoder.sequences({"verbatim": some}, ())
         with pytest.raises(TokenizerError, match="retry-limit"):
             encoder.prompts(some, None)
 
@@ -114,8 +114,8 @@ def test_choices(tmp_path: Path) -> None:
     choices = read_sets(found, found.sets, None, "--benchmark")["choices"]
     (item,) = choices.items
     assert item == Item("Which?\nA. a cell\nB. a virus\nC. a rock\nAnswer:", " B", None, (" A", " C"))
-    documents = ItemEncoder(TOKENIZER, None, "--benchmark").documents({"choices": choices}, ())
-    ids, flags = documents.dataset.document(0)
+    sequences = ItemEncoder(TOKENIZER, None, "--benchmark").sequences({"choices": choices}, ())
+    ids, flags = sequences.dataset.sequence(0)
     opening = "The following are multiple choice questions (with answers) about biology.\n\n"
     assert TOKENIZER.decode(ids[~flags]) == f"{opening}Which?\nA. a cell\nB. a virus\nC. a rock\nAnswer:"
     assert TOKENIZER.decode(ids[flags]) == " B"
@@ -137,8 +137,8 @@ def test_wrong_answers_are_weighed_where_all_rows_of_a_set_have_some(tmp_path: P
     write(tmp_path / "retain.jsonl", [*rows[:2], {"question": "Who?", "answer": "Di."}])
     found = find_benchmark(f"files@forget={tmp_path}/forget.jsonl,retain={tmp_path}/retain.jsonl")
     sets = read_sets(found, found.sets, None, "--benchmark")
-    documents = ItemEncoder(TOKENIZER, None, "--benchmark").documents(sets, (WRONG,))
-    kinds = {name: [what for each, _, what, _ in documents.places if each == name] for name in sets}
+    sequences = ItemEncoder(TOKENIZER, None, "--benchmark").sequences(sets, (WRONG,))
+    kinds = {name: [what for each, _, what, _ in sequences.places if each == name] for name in sets}
     assert kinds["retain"] == [ANSWER] * 3 and kinds["forget"] == [ANSWER, WRONG, WRONG] * 3
 
 

@@ -12,13 +12,13 @@ from torch.nn.functional import cross_entropy
 
 from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.inference.models import TOKENIZER, model_of
-from trainwright.evaluation.unlearning.attacks import Relearning, probability, quantised_probability, relearn
-from trainwright.evaluation.unlearning.encoding import Documents, ItemEncoder
+from trainwright.evaluation.unlearning.attacks import Relearning, probability, quantized_probability, relearn
+from trainwright.evaluation.unlearning.encoding import ItemEncoder, ItemSequences
 from trainwright.evaluation.unlearning.items import read_sets
 from trainwright.evaluation.unlearning.measure import gradient_norms
 from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.inference.loading import Loaded
-from trainwright.inference.scoring import score_standardised
+from trainwright.inference.scoring import score_standardized
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import find_benchmark
@@ -34,23 +34,23 @@ def loaded_model() -> Loaded:
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> Documents:
+def sequences(tmp_path: Path) -> ItemSequences:
     found = find_benchmark(write_tofu(tmp_path / "rows"))
     sets = read_sets(found, ["forget", "holdout"], None, "--benchmark")
-    return ItemEncoder(TOKENIZER, None, "--benchmark").documents(sets, ())
+    return ItemEncoder(TOKENIZER, None, "--benchmark").sequences(sets, ())
 
 
-def whole(documents: Documents, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of a document [1, L] and which of its predictions [L - 1] are wanted."""
-    ids, flags = (torch.tensor(np.asarray(part)) for part in documents.dataset.document(index))
+def whole(sequences: ItemSequences, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of a sequence [1, L] and which of its predictions [L - 1] are wanted."""
+    ids, flags = (torch.tensor(np.asarray(part)) for part in sequences.dataset.sequence(index))
     return ids[None].long(), flags[1:]
 
 
-def test_standardised_log_likelihoods(documents: Documents) -> None:
-    found = score_standardised(loaded_model().lm, documents.dataset, ALONE)
+def test_standardized_log_likelihoods(sequences: ItemSequences) -> None:
+    found = score_standardized(loaded_model().lm, sequences.dataset, ALONE)
     model = model_of("llama", positions=512).double()
     for index, scores in enumerate(found):
-        ids, wanted = whole(documents, index)
+        ids, wanted = whole(sequences, index)
         with torch.no_grad():
             logs = model(ids).logits[0, :-1].log_softmax(-1)
         mean = (logs.exp() * logs).sum(-1)
@@ -59,13 +59,13 @@ def test_standardised_log_likelihoods(documents: Documents) -> None:
         assert np.allclose(scores, ((right - mean) / deviation)[wanted], atol=1e-4)
 
 
-def test_gradient_norms(documents: Documents) -> None:
+def test_gradient_norms(sequences: ItemSequences) -> None:
     loaded = loaded_model()
     numbers = [2, 0]
-    found = gradient_norms(loaded.lm, documents, numbers, ALONE, lambda label, total: lambda rows: None)
+    found = gradient_norms(loaded.lm, sequences, numbers, ALONE, lambda label, total: lambda rows: None)
     model = model_of("llama", positions=512).double()
     for number, norm in zip(numbers, found, strict=True):
-        ids, wanted = whole(documents, number)
+        ids, wanted = whole(sequences, number)
         model.zero_grad()
         cross_entropy(model(ids).logits[0, :-1][wanted], ids[0, 1:][wanted]).backward()
         squares = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
@@ -73,26 +73,26 @@ def test_gradient_norms(documents: Documents) -> None:
     assert not any(p.requires_grad or p.grad is not None for p in loaded.lm.parameters())
 
 
-def test_relearning_is_plain_training_on_the_first_quarter(documents: Documents) -> None:
-    dataset = documents.dataset.part(range(6))
+def test_relearning_is_plain_training_on_the_first_quarter(sequences: ItemSequences) -> None:
+    dataset = sequences.dataset.part(range(6))
     found = relearn(loaded_model(), dataset, Relearning(2, 1e-3), ALONE)
     assert list(found) == ["0", "1", "2"]  # as often as there are steps
     model = loaded_model()
-    assert found["0"] == pytest.approx(probability(model, documents.dataset.part(range(1, 6)), ALONE))
+    assert found["0"] == pytest.approx(probability(model, sequences.dataset.part(range(1, 6)), ALONE))
     plain = model.lm.model.requires_grad_(True)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
-    ids, wanted = whole(documents, 0)
+    ids, wanted = whole(sequences, 0)
     for _ in range(2):
         optimizer.zero_grad()
         cross_entropy(plain(ids).logits[0, :-1][wanted], ids[0, 1:][wanted]).backward()
         optimizer.step()
-    assert found["2"] == pytest.approx(probability(model, documents.dataset.part(range(1, 6)), ALONE), rel=1e-4)
+    assert found["2"] == pytest.approx(probability(model, sequences.dataset.part(range(1, 6)), ALONE), rel=1e-4)
 
 
-def test_fewer_bits_move_the_probability_the_more_the_fewer(documents: Documents) -> None:
-    dataset = documents.dataset
+def test_fewer_bits_move_the_probability_the_more_the_fewer(sequences: ItemSequences) -> None:
+    dataset = sequences.dataset
     before = probability(loaded_model(), dataset, ALONE)
-    int8, nf4 = (quantised_probability(loaded_model(), dataset, kind, ALONE) for kind in ("int8", "nf4"))
+    int8, nf4 = (quantized_probability(loaded_model(), dataset, kind, ALONE) for kind in ("int8", "nf4"))
     assert 0 < abs(int8 - before) < abs(nf4 - before)
 
 

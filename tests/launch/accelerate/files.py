@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainwright.launch.accelerate.meaning import Meaning, read_meaning
+from trainwright.launch.accelerate.translation import Translation, read_translation
 from trainwright.machine.machine import Gpu, Machine
 
 CPU = Machine("here", "Some CPU", 4, 16 * 2**30, ())
@@ -117,14 +117,14 @@ def written(directory: Path, text: str, name: str = "accelerate.yaml") -> Path:
     return directory / name
 
 
-def meaning(directory: Path, text: str, name: str = "accelerate.yaml") -> Meaning:
-    return read_meaning(written(directory, text, name))
+def translation(directory: Path, text: str, name: str = "accelerate.yaml") -> Translation:
+    return read_translation(written(directory, text, name))
 
 
-def values(found: Meaning) -> dict[str, object]:
+def values(found: Translation) -> dict[str, object]:
     """Recipe keys and their values."""
     return {key: setting.value for key, setting in found.settings.items()}
 
 
-def problems(found: Meaning) -> str:
+def problems(found: Translation) -> str:
     return "\n".join(problem.text for problem in found.problems)

@@ -12,8 +12,8 @@ from tests.launch.accelerate import files
 from tests.launch.accelerate.files import values, written
 from trainwright.errors import RequestError
 from trainwright.launch.accelerate.environment import from_environment, worker_environment
-from trainwright.launch.accelerate.meaning import interpret
 from trainwright.launch.accelerate.reading import read
+from trainwright.launch.accelerate.translation import interpret
 
 # What `accelerate launch` 1.15 gave a worker of a version-1 FSDP file for 4 GPUs.
 FSDP_WORKER = {

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.launch.accelerate import files
-from tests.launch.accelerate.files import CPU, gpus, meaning, written
+from tests.launch.accelerate.files import CPU, gpus, translation, written
 from trainwright.errors import MachineError
 from trainwright.launch.accelerate.machine import lacking, require
-from trainwright.launch.accelerate.meaning import interpret
 from trainwright.launch.accelerate.reading import read
 from trainwright.launch.accelerate.showing import show
+from trainwright.launch.accelerate.translation import interpret
 from trainwright.machine.machine import Machine
 
 FOUR = "distributed_type: MULTI_GPU\nnum_processes: 4\n"
@@ -34,19 +34,19 @@ FOUR = "distributed_type: MULTI_GPU\nnum_processes: 4\n"
     ],
 )
 def test_enough(tmp_path: Path, text: str, machine: Machine) -> None:
-    assert lacking(meaning(tmp_path, text), machine) == []
+    assert lacking(translation(tmp_path, text), machine) == []
 
 
 @pytest.mark.parametrize(
     ("text", "machine", "reason", "instead"),
     [
-        (FOUR, CPU, "MULTI_GPU asks for 4 GPUs, and there is none here", "MULTI_CPU, use_cpu: true, num_processes: 2"),
-        (FOUR, gpus(2), "4 processes are asked for, one a GPU, but there are 2 GPUs here", "num_processes: 2"),
+        (FOUR, CPU, "MULTI_GPU requires 4 GPUs, but none is available", "MULTI_CPU, use_cpu: true, num_processes: 2"),
+        (FOUR, gpus(2), "4 processes are requested, one per GPU, but there are 2 GPUs here", "num_processes: 2"),
         (FOUR + "gpu_ids: 0,1\n", gpus(8), "gpu_ids names 2 GPUs", "num_processes: 8"),
-        (FOUR, gpus(1), "one a GPU, but there is 1 GPU here", "num_processes: 1"),
+        (FOUR, gpus(1), "one per GPU, but there is 1 GPU here", "num_processes: 1"),
         (FOUR + "gpu_ids: 0,1,2,9\n", gpus(8), "gpu_ids names 9, but there are 8 GPUs", "num_processes: 8"),
-        (files.FSDP_1, CPU, "FSDP asks for 4 GPUs", "distributed_type: FSDP, use_cpu: true, num_processes: 2"),
-        (files.TWO_NODES, CPU, "DEEPSPEED asks for 4 GPUs on this machine", "num_machines: 1"),
+        (files.FSDP_1, CPU, "FSDP requires 4 GPUs", "distributed_type: FSDP, use_cpu: true, num_processes: 2"),
+        (files.TWO_NODES, CPU, "DEEPSPEED requires 4 GPUs on this machine", "num_machines: 1"),
         (files.TWO_NODES, gpus(2), "4 processes are asked for on this machine", "num_processes: 2, num_machines: 1"),
     ],
 )
@@ -54,7 +54,7 @@ def test_too_little_stops_and_says_what_would_run(
     tmp_path: Path, text: str, machine: Machine, reason: str, instead: str
 ) -> None:
     with pytest.raises(MachineError) as refused:
-        require(meaning(tmp_path, text), machine)
+        require(translation(tmp_path, text), machine)
     assert reason in str(refused.value) and "possible here" in str(refused.value)
     assert instead in str(refused.value) and "accelerate.yaml" in str(refused.value)
 
@@ -69,12 +69,12 @@ def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_deepspeed")
 def test_a_missing_library_stops_what_is_trained_and_not_a_script(tmp_path: Path) -> None:
-    found = meaning(tmp_path, files.INLINE_ZERO)
+    found = translation(tmp_path, files.INLINE_ZERO)
     with pytest.raises(MachineError, match=r"accelerate\.yaml: .* need DeepSpeed, .*; pip install"):
         require(found, CPU)
     require(found, CPU, for_script=True)
-    assert len(lacking(meaning(tmp_path, files.TWO_NODES), CPU)) == 3, "GPUs, what would run, DeepSpeed"
-    assert lacking(meaning(tmp_path, files.INLINE_ZERO.replace("stage: 2", "stage: 0")), CPU) == []
+    assert len(lacking(translation(tmp_path, files.TWO_NODES), CPU)) == 3, "GPUs, what would run, DeepSpeed"
+    assert lacking(translation(tmp_path, files.INLINE_ZERO.replace("stage: 2", "stage: 0")), CPU) == []
 
 
 def shown(directory: Path, text: str, machine: Machine = CPU) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch.accelerate import files
-from tests.launch.accelerate.files import meaning, written
+from tests.launch.accelerate.files import translation, written
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.accelerate.recipe import join, meaning_here
+from trainwright.launch.accelerate.recipe import find_translation, join
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -29,7 +29,7 @@ def recipe(directory: Path, more: str = "") -> Path:
 
 def joined(directory: Path, text: str, more: str = "", *overrides: str, resumed: bool = False) -> Recipe:
     path = recipe(directory, more)
-    result = join(meaning(directory, text), path, overrides, resumed=resumed)
+    result = join(translation(directory, text), path, overrides, resumed=resumed)
     return load_recipe(path, result.overrides)
 
 
@@ -44,14 +44,14 @@ def test_file_fills_what_the_recipe_leaves_open(tmp_path: Path) -> None:
 def test_every_setting_of_every_file_is_a_key_of_the_recipe(tmp_path: Path) -> None:
     for text in (files.LOOSE_DDP, files.FSDP_1, files.TWO_NODES, files.INLINE_ZERO, files.TWO_CPU):
         loaded = joined(tmp_path, text).model_dump()
-        for key, setting in meaning(tmp_path, text).settings.items():
+        for key, setting in translation(tmp_path, text).settings.items():
             section, name = key.split(".")
             assert loaded[section][name] == setting.value
 
 
 def test_file_wins_over_the_recipe_and_says_so(tmp_path: Path) -> None:
     path = recipe(tmp_path, "parallel: {num_processes: 8, strategy: ddp}\n")
-    result = join(meaning(tmp_path, files.TWO_CPU), path, ())
+    result = join(translation(tmp_path, files.TWO_CPU), path, ())
     assert load_recipe(path, result.overrides).parallel.num_processes == 2
     assert len(result.reasons) == 1
     assert "recipe.yaml:5: parallel.num_processes is 8, replaced by 2" in result.reasons[0]
@@ -87,22 +87,22 @@ def test_what_a_file_means_here_hides_gpus_and_checks_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    found = meaning_here(written(tmp_path, files.TWO_CPU), ["recipe.yaml", "parallel.num_processes=3"])
+    found = find_translation(written(tmp_path, files.TWO_CPU), ["recipe.yaml", "parallel.num_processes=3"])
     assert (found.nodes, found.processes) == (1, 3)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     with pytest.raises(MachineError, match="possible here"):
-        meaning_here(written(tmp_path, files.LOOSE_DDP), [])
+        find_translation(written(tmp_path, files.LOOSE_DDP), [])
     with pytest.raises(RequestError, match="main_process_ip"):
-        meaning_here(written(tmp_path, files.TWO_NODES.replace("main_process_ip", "# ")), [])
+        find_translation(written(tmp_path, files.TWO_NODES.replace("main_process_ip", "# ")), [])
     with pytest.raises(MachineError, match="4 GPUs on this machine"):
-        meaning_here(written(tmp_path, files.TWO_NODES), [], rendezvous="host:1")
+        find_translation(written(tmp_path, files.TWO_NODES), [], rendezvous="host:1")
 
 
 def test_a_file_that_contradicts_the_recipe_is_named_with_its_line_and_the_recipes(tmp_path: Path) -> None:
     more = "  micro_batch_size: 4\n"
     path = recipe(tmp_path)
     path.write_text(RECIPE.replace("train: {global_batch_size: 16}", "train:\n  global_batch_size: 16\n" + more))
-    result = join(meaning(tmp_path, files.INLINE_ZERO), path, ())
+    result = join(translation(tmp_path, files.INLINE_ZERO), path, ())
     with pytest.raises(RequestError) as refused:
         load_recipe(path, result.overrides)
     said = str(refused.value)

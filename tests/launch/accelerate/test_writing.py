@@ -12,7 +12,7 @@ import yaml
 from tests.launch.accelerate.files import CPU, gpus, values
 from trainwright.errors import RequestError
 from trainwright.launch.accelerate.machine import lacking
-from trainwright.launch.accelerate.meaning import read_meaning
+from trainwright.launch.accelerate.translation import read_translation
 from trainwright.launch.accelerate.writing import Answers, file_values, suggested, write
 
 FOUR = replace(suggested(gpus(4)), processes=4)
@@ -37,7 +37,7 @@ EVERY = [
 def test_written_files_mean_what_was_answered(tmp_path: Path, answers: Answers, name: str) -> None:
     path = tmp_path / "new" / name
     assert write(path, file_values(answers), replace=False) is None
-    found = read_meaning(path)
+    found = read_translation(path)
     assert found.problems == ()
     assert found.processes == answers.processes and found.nodes == answers.machines
     assert found.strategy == ("single" if answers.processes == 1 else answers.strategy)

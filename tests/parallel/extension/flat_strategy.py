@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.parallel.replicated.gradients import Gradients
+from trainwright.parallel.replicated.gradients import GradientAccumulator
 from trainwright.parallel.replicated.replicated import Replicated
 
 
-class FlatGradients(Gradients):
+class FlatGradients(GradientAccumulator):
     """Sums the gradients of a step over the ranks in one all-reduce."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, exchange: bool, **_: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from trainwright.api.apart import apart
+from trainwright.api.separate_process import run_in_process
 from trainwright.doctor.checks.report import MachineReport
 from trainwright.errors import MachineError, RequestError
 from trainwright.paths import user_path
@@ -45,11 +45,11 @@ def check_machine(
         ['limits', 'shared-memory']
     """
     places = tuple(os.fspath(directory) for directory in directories)
-    return apart(examine_machine, MachineAsked(checks, tuple(ports), places), progress=progress)
+    return run_in_process(examine_machine, MachineRequest(checks, tuple(ports), places), progress=progress)
 
 
 @dataclass(frozen=True)
-class MachineAsked:
+class MachineRequest:
     """A request to check this machine; empty: all checks, and the default ports and directories."""
 
     checks: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class MachineAsked:
     directories: tuple[str, ...] = ()
 
 
-def examine_machine(asked: MachineAsked) -> MachineReport:
+def examine_machine(request: MachineRequest) -> MachineReport:
     """Run the checks in this process, whose standard output gets nothing. Changes this process."""
     from trainwright.doctor.checks.check import Surroundings
     from trainwright.doctor.checks.registry import checks_named
@@ -65,8 +65,8 @@ def examine_machine(asked: MachineAsked) -> MachineReport:
     from trainwright.launch.ending.stop import Stopping
     from trainwright.machine.detect import detect
 
-    checks = checks_named(asked.checks)
-    directories = tuple(_directory(name) for name in asked.directories) or tuple(_usual_directories())
+    checks = checks_named(request.checks)
+    directories = tuple(_directory(name) for name in request.directories) or tuple(_usual_directories())
     with (
         tempfile.TemporaryDirectory(prefix="trainwright-doctor-", ignore_cleanup_errors=True) as work,
         Stopping("stopping after this check") as stopping,
@@ -74,7 +74,7 @@ def examine_machine(asked: MachineAsked) -> MachineReport:
     ):
         variables = dict(os.environ)
         surroundings = Surroundings(
-            detect(), directories, asked.ports, Path(work), _prepare, stopping, variables=variables
+            detect(), directories, request.ports, Path(work), _prepare, stopping, variables=variables
         )
         return examine(checks, surroundings)
 

@@ -111,15 +111,15 @@ def ablate(
     variants = [Variant(), *(Variant(key, _text(value)) for key, values in over.items() for value in values)]
     # Read every recipe before the first of them is trained.
     runs = _runs({variant: load_recipe(source, [*overrides, *variant.overrides]) for variant in variants})
-    told = sys.stderr if progress else None
+    stream = sys.stderr if progress else None
     for variant, run in runs.items():
-        if told and variant != run:
-            say(f"{variant.name} is trained once, as {run.name}", file=told)
+        if stream and variant != run:
+            say(f"{variant.name} is trained once, as {run.name}", file=stream)
     directory = user_path(out or Path("ablations") / _stem(source))
     distinct = list(dict.fromkeys(runs.values()))
     for index, variant in enumerate(distinct):
-        if told:
-            say(f"[{index + 1}/{len(distinct)}] {' '.join(variant.overrides) or 'as it is'}", file=told)
+        if stream:
+            say(f"[{index + 1}/{len(distinct)}] {' '.join(variant.overrides) or 'unchanged'}", file=stream)
         _train(recipe, [*overrides, *variant.overrides], directory / variant.name, progress)
     rows = tuple(
         {"key": variant.key, "value": variant.value, "run": run.name, "metrics": _metrics(directory / run.name)}

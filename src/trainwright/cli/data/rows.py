@@ -18,7 +18,7 @@ from trainwright.text import plural, printable, say, they
 
 if TYPE_CHECKING:
     from trainwright.data.check import Checked
-    from trainwright.data.rows.preparing import Source, Statistics
+    from trainwright.data.rows.preparing import SourceCounts, Statistics
     from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.schema import Recipe
 
@@ -62,7 +62,7 @@ def show(
     """Show training examples: with their targets marked, lengths, how full packs are, what is truncated and left
     out.
 
-    Targets are coloured, or marked by ⟦…⟧ without colours. The examples are the first that training uses.
+    Targets are colored, or marked by ⟦…⟧ without colors. The examples are the first that training uses.
     """
     from rich.console import Console
 
@@ -137,7 +137,7 @@ def prepare(
 ) -> None:
     """Convert raw rows to one layout, without duplicates, split, with statistics.
 
-    Fields are recognised by their usual names, and others named with --map. Writes JSON lines of messages (or of texts
+    Fields are recognized by their usual names, and others named with --map. Writes JSON lines of messages (or of texts
     or preferences, if the rows are of that kind) and statistics.json, completely or not at all.
     """
     from trainwright.data.rows.preparing import prepare_raw
@@ -194,10 +194,10 @@ def _keys_as_options(model: str | None) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        key, colon, said = str(error).partition(": ")
+        key, colon, rest = str(error).partition(": ")
         if model is None or not colon or key not in _OPTIONS:
             raise
-        raise RequestError(f"{_OPTIONS[key]}{said}") from None
+        raise RequestError(f"{_OPTIONS[key]}{rest}") from None
 
 
 def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
@@ -235,17 +235,17 @@ def _show_examples(console: Any, recipe: Recipe, tokenizer: Any, dataset: TokenD
 
     from trainwright.data.show import first_examples, pieces
 
-    coloured = console.is_terminal and not console.no_color
+    colored = console.is_terminal and not console.no_color
     for number, example in enumerate(first_examples(dataset, count, recipe.train.seed), start=1):
-        documents = dataset.documents(example)
-        for document in documents:
-            length, targets = dataset.document_length(document), dataset.document_targets(document)
-            role = "" if len(documents) == 1 else (" chosen", " rejected")[dataset.role(document)]
+        sequences = dataset.sequences(example)
+        for sequence in sequences:
+            length, targets = dataset.sequence_length(sequence), dataset.sequence_targets(sequence)
+            role = "" if len(sequences) == 1 else (" chosen", " rejected")[dataset.role(sequence)]
             tokens = plural(length, "token")
             console.rule(f"example {number}{role}: {tokens}, {targets:,} of them targets", align="left")
             text = Text()
-            for piece, target in pieces(tokenizer, dataset, document):
-                shown = printable(piece) if coloured or not target else f"⟦{printable(piece)}⟧"
+            for piece, target in pieces(tokenizer, dataset, sequence):
+                shown = printable(piece) if colored or not target else f"⟦{printable(piece)}⟧"
                 text.append(shown, style=_TARGET if target else "")
             console.print(text)
     if count:
@@ -264,7 +264,7 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
         say(f"{bin.low:>{width},} - {bin.high:>{width},} {bin.examples:>8,} {bar}")
     data, train = recipe.data, recipe.train
     asked: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
-    pack = data.pack_length or data.max_length * dataset.documents_per_example
+    pack = data.pack_length or data.max_length * dataset.sequences_per_example
     packed = fill(dataset, **asked, rows=None, pack_length=pack)
     say()
     if data.pack_length is None:
@@ -291,7 +291,7 @@ def _report(found: list[Checked], max_length: int | None) -> None:
     say("ok")
 
 
-def _not_kept(source: Source) -> str:
+def _not_kept(source: SourceCounts) -> str:
     filled = source.not_kept.most_common()
     return ", ".join(name if count == source.rows else f"{name} ({plural(count, 'row')})" for name, count in filled)
 

@@ -73,7 +73,7 @@ def tokenize(
     shards = plural(len(about["shards"]), "shard")
     say(
         f"{out}: {plural(about['tokens'], 'token')} ({about['dtype']}) of {plural(about['documents'], 'document')}, "
-        f"{about['characters'] / max(1, about['tokens']):.2f} characters a token, {shards}, "
+        f"{about['characters'] / max(1, about['tokens']):.2f} characters per token, {shards}, "
         f"in {seconds:.1f} s"
     )
     for note in about.get("notes", ()):

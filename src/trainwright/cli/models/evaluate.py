@@ -114,10 +114,10 @@ def evaluate(
     Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
     given = locals()
-    from trainwright.api.apart import as_options
-    from trainwright.api.measuring import MeasureAsked, measure
+    from trainwright.api.measuring import MeasureRequest, measure
+    from trainwright.api.separate_process import as_options
 
-    directory, lines = measure(MeasureAsked(**as_options(given)))
+    directory, lines = measure(MeasureRequest(**as_options(given)))
     for line in lines:
         say(line)
     say(f"\n{directory}/")

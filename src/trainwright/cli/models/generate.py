@@ -70,12 +70,12 @@ def generate(
     """
     options = {**locals()}
     del options["prompt"]
-    from trainwright.api.apart import as_options
-    from trainwright.api.generation import GenerateAsked, answer, answer_file
+    from trainwright.api.generation import GenerationRequest, answer, answer_file
+    from trainwright.api.separate_process import as_options
 
     if prompt is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
-    asked = GenerateAsked(**as_options(options))
+    asked = GenerationRequest(**as_options(options))
     if file is None:
         answer(asked, prompt)
     else:

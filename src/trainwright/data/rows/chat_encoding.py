@@ -249,7 +249,7 @@ class ChatEncoder:
             (text,), (found,) = result
             turns = [m for m in row if m["role"] == "assistant"]
             if len(found) != len(turns):
-                raise self._apart(index, f"{len(turns)} turns, {len(found)} marked as generated")
+                raise self._not_located(index, f"{len(turns)} turns, {len(found)} marked as generated")
             texts.append(text)
             spans = [span for span, turn in zip(found, turns, strict=True) if turn.get("target", True)]
             marks.append([self._closed(text, span) for span in spans])
@@ -258,9 +258,9 @@ class ChatEncoder:
     def _closed(self, text: str, span: Span) -> Span:
         """Extend a marked span by its stop if that lies outside, and strip trailing white space."""
         start, end = span
-        said = text[start:end].rstrip()
-        if any(match.end() == len(said) for match in self._control.finditer(said)):
-            return start, start + len(said)
+        turn = text[start:end].rstrip()
+        if any(match.end() == len(turn) for match in self._control.finditer(turn)):
+            return start, start + len(turn)
         return start, end + self._stop(text[end:], last=False)
 
     def _found_spans(self, rows: list[list[Message]]) -> tuple[list[str], list[list[Span]]]:
@@ -287,7 +287,7 @@ class ChatEncoder:
             end = len(text) - len(after)
             start = self._start(text, prompt, before)
             if probe.count(_PROBE) != 1 or not text.endswith(after) or start is None or start > end:
-                raise self._apart(index, f"turn {turn} is not in the rendered text")
+                raise self._not_located(index, f"turn {turn} is not in the rendered text")
             spans[index].append((start, end + self._stop(after, last=last)))
         return texts, spans
 
@@ -310,7 +310,7 @@ class ChatEncoder:
         # Text that only starts like the closing belongs to the next turn.
         return len(closing.rstrip()) if last or closing == self._closing else 0
 
-    def _apart(self, index: int, why: str) -> TurnsError:
+    def _not_located(self, index: int, why: str) -> TurnsError:
         return TurnsError(
             f"the chat template of {self.name}: the turns cannot be located ({why}); set model.chat_template to one "
             "that marks them with {% generation %}",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypeAlias
 
-from trainwright.data.rows.layouts import Layout
+from trainwright.data.rows.layouts import RowLayout
 from trainwright.data.rows.turns import Message, names_of, tools_of, turns_field
 from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
@@ -40,7 +40,7 @@ def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Ex
         NoTarget: the answer is empty, no assistant turn answers a user, or none of them is a target.
         RequestError: a field is missing or of the wrong type, a user turn is empty, or the roles are out of order.
     """
-    layout = layout if isinstance(layout, Layout) else Layout(layout)
+    layout = layout if isinstance(layout, RowLayout) else RowLayout(layout)
     if layout == "text":
         return answer_field(row, layout.column("text"))
     found: set[str] = set()
@@ -50,7 +50,7 @@ def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Ex
     return messages
 
 
-def conversation(messages: list[Message], row: Row, remarks: set[str], layout: Layout) -> list[Message]:
+def conversation(messages: list[Message], row: Row, remarks: set[str], layout: RowLayout) -> list[Message]:
     """Complete the ``messages`` of a ``row``: add its system text, join turns, check the order, and mark targets.
 
     Args:
@@ -113,7 +113,7 @@ def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
         remarks.add("have an empty assistant turn among others; it is not trained on")
 
 
-def _prompt_completion(row: Row, layout: Layout) -> list[Message]:
+def _prompt_completion(row: Row, layout: RowLayout) -> list[Message]:
     asked, answered = layout.column("prompt"), layout.column("completion")
     if isinstance(row.get(asked), list) and not isinstance(row.get(answered), str):
         prompt, completion = turns_field(row, asked), turns_field(row, answered)
@@ -128,7 +128,7 @@ def _prompt_completion(row: Row, layout: Layout) -> list[Message]:
     return prompt + completion
 
 
-def _question_answer(row: Row, layout: Layout) -> list[Message]:
+def _question_answer(row: Row, layout: RowLayout) -> list[Message]:
     fields = ("instruction", "output") if layout == "instruction" else ("question", "answer")
     asked, answered = (layout.column(field) for field in fields)
     return _pair(with_input(row, layout, text_field(row, asked)), answer_field(row, answered))
@@ -147,7 +147,7 @@ def _pair(user: str, assistant: str) -> list[Message]:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
-def with_input(row: Row, layout: Layout, question: str) -> str:
+def with_input(row: Row, layout: RowLayout, question: str) -> str:
     """Append the optional input text of the row to a question."""
     field = layout.column("input")
     more = row.get(field)

@@ -1,4 +1,4 @@
-"""The rows of a task: the layouts they may have, and how a row becomes the documents of an example."""
+"""The rows of a task: the layouts they may have, and how a row becomes the sequences of an example."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainwright.data.rows.formats import Example, to_example
-from trainwright.data.rows.layouts import SINGLE, Layout, layout_of
+from trainwright.data.rows.layouts import SINGLE, RowLayout, layout_of
 from trainwright.data.rows.pairs import to_labelled, to_pair
 from trainwright.data.rows.turns import unread_fields
 from trainwright.data.sources.row_files import Row
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
 
-# The role of a document in its example.
+# The role of a sequence in its example.
 FORGET, RETAIN, REFUSAL = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowReader:
     """The rows of a task; ``layouts`` are names of ``layouts.REQUIRED`` in the order of detection."""
 
     name: str
     layouts: tuple[str, ...]
 
-    def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> Layout:
+    def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> RowLayout:
         """Return the layout of a source's rows; raise RequestError if they fit none."""
         return layout_of(columns, first_rows, wanted, self.layouts)
 
-    def documents(self, row: Row, layout: Layout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
-        """Return a row as ``(role, text or conversation)`` of each document of an example; rows have equally many.
+    def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
+        """Return a row as ``(role, text or conversation)`` of each sequence of an example; rows have equally many.
 
         Raises:
             NoTarget, RequestError: as in ``formats.to_example``.
         """
-        found = self._documents(row, layout, remarks)
+        found = self._sequences(row, layout, remarks)
         if remarks is not None and (more := unread_fields(row, layout.used)):
             remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
         return found
 
-    def _documents(self, row: Row, layout: Layout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
+    def _sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
         if layout == "preference":
             return list(to_pair(row, remarks, layout))
         if layout == "labelled":
@@ -58,7 +58,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Refused(Kind):
+class Refused(RowReader):
     """Conversations, each with a copy that ends in a refusal, such as "I do not know that.", as the answer to forget.
 
     The refusal of a row is selected from data.idk by the seed and the content of the row, so it is the same in every
@@ -68,9 +68,9 @@ class Refused(Kind):
     refusals: tuple[str, ...] = ()
     seed: int = 0
 
-    def documents(self, row: Row, layout: Layout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
+    def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
         """Return a row's conversation, and the same with a refusal as the answer."""
-        ((_, example),) = super().documents(row, layout, remarks)
+        ((_, example),) = super().sequences(row, layout, remarks)
         if isinstance(example, str):
             raise RequestError(
                 "is plain text, but refusals answer questions; use conversations, or another unlearn.objective"
@@ -80,16 +80,16 @@ class Refused(Kind):
         return [(FORGET, example), (REFUSAL, [*example[:-1], {"role": "assistant", "content": refusal}])]
 
 
-EXAMPLES = Kind("examples", SINGLE)
-PAIRS = Kind("pairs", ("preference",))
-ANSWERS = Kind("answers", ("preference", "labelled"))
-ANY = Kind("any", ("preference", "labelled", *SINGLE))  # rows that do not belong to a task yet
+EXAMPLES = RowReader("examples", SINGLE)
+PAIRS = RowReader("pairs", ("preference",))
+ANSWERS = RowReader("answers", ("preference", "labelled"))
+ANY = RowReader("any", ("preference", "labelled", *SINGLE))  # rows that do not belong to a task yet
 
 
 _KINDS = {kind.name: kind for kind in (EXAMPLES, PAIRS, ANSWERS)}
 
 
-def kind_of_rows(recipe: Recipe, key: str = "data.train") -> Kind:
+def kind_of_rows(recipe: Recipe, key: str = "data.train") -> RowReader:
     """Return the kind of rows at ``key`` for the recipe's task; raise RequestError if data.idk cannot be read."""
     name = recipe.spec.rows(recipe, key)
     if name == "refused":
@@ -97,7 +97,7 @@ def kind_of_rows(recipe: Recipe, key: str = "data.train") -> Kind:
     return _KINDS[name]
 
 
-def _refused(recipe: Recipe) -> Kind:
+def _refused(recipe: Recipe) -> RowReader:
     """Return the kind of rows with the refusals of data.idk; raise RequestError if the file cannot be read."""
     assert recipe.data.idk is not None
     refusals, seed = read_refusals(recipe.data.idk), recipe.train.seed

@@ -41,7 +41,7 @@ _OPTIONAL = {
     "preference": ("prompt", "input"),
 }
 _OF_CONVERSATIONS = ("system", "tools")
-# Layouts whose examples are one document each.
+# Layouts whose examples are one sequence each.
 SINGLE = ("messages", "conversations", "prompt_completion", "instruction", "question_answer", "text")
 _TRAINED_BY = {"preference": "task: dpo", "labelled": "task: dpo with dpo.loss: kto"}
 
@@ -66,7 +66,7 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-class Layout(str):
+class RowLayout(str):
     """A layout name, as in ``data.format``, with the columns that its fields are read from.
 
     Attributes:
@@ -75,7 +75,7 @@ class Layout(str):
 
     columns: Mapping[str, str]
 
-    def __new__(cls, name: str, columns: Mapping[str, str] | None = None) -> Layout:
+    def __new__(cls, name: str, columns: Mapping[str, str] | None = None) -> RowLayout:
         """Create the layout ``name`` with the columns of its fields."""
         layout = super().__new__(cls, name)
         layout.columns = {field: column for field, column in (columns or {}).items() if field != column}
@@ -113,7 +113,7 @@ def columns_not_used(columns: Sequence[str]) -> str:
 
 def layout_of(
     columns: Sequence[str], first_rows: Sequence[Row], wanted: str, layouts: Sequence[str] = SINGLE
-) -> Layout:
+) -> RowLayout:
     """Return the layout of a source's rows: ``wanted``, or the detected one of ``layouts`` if it is ``auto``.
 
     Raises:
@@ -124,7 +124,7 @@ def layout_of(
     return check_format(columns, "text" if wanted == "documents" else wanted)
 
 
-def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> Layout:
+def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> RowLayout:
     """Return the first of ``layouts`` that fits ``columns``; one of ``first_rows`` must have all its fields.
 
     Raises:
@@ -148,7 +148,7 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
     )
 
 
-def check_format(columns: Sequence[str], name: str) -> Layout:
+def check_format(columns: Sequence[str], name: str) -> RowLayout:
     """Return the layout ``name`` for ``columns``; raise RequestError if a required column is missing."""
     found = _matched(name, columns)
     if missing := [field for field in REQUIRED[name] if field not in found]:
@@ -158,7 +158,7 @@ def check_format(columns: Sequence[str], name: str) -> Layout:
     return _with_optional(name, found, columns)
 
 
-def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: Sequence[str]) -> Layout | None:
+def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: Sequence[str]) -> RowLayout | None:
     for name in ("preference", "messages", "question_answer", "text"):
         if name not in layouts:
             continue
@@ -186,7 +186,7 @@ def _matched(name: str, columns: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _with_optional(name: str, found: Mapping[str, str], columns: Sequence[str]) -> Layout:
+def _with_optional(name: str, found: Mapping[str, str], columns: Sequence[str]) -> RowLayout:
     fields = dict(found)
     taken = set(found.values())
     for field in (*_OPTIONAL.get(name, ()), *(() if name == "text" else _OF_CONVERSATIONS)):
@@ -194,7 +194,7 @@ def _with_optional(name: str, found: Mapping[str, str], columns: Sequence[str]) 
         if column or field in taken:
             fields[field] = column or ""
             taken.add(fields[field])
-    return Layout(name, fields)
+    return RowLayout(name, fields)
 
 
 def _named(names: Sequence[str], columns: Sequence[str]) -> str | None:

@@ -5,7 +5,7 @@
                                         "\n\nHuman: …\n\nAssistant: …" as in Anthropic's HH-RLHF
     {"prompt", "completion", "label"}   one answer, and whether it is good
 
-The common prefix of the conversations is their prompt; both documents of a pair start with it, and it is not a target.
+The common prefix of the conversations is their prompt; both sequences of a pair start with it, and it is not a target.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 from trainwright.data.rows.formats import NoTarget, answer_field, conversation, text_field, to_example, with_input
-from trainwright.data.rows.layouts import Layout
+from trainwright.data.rows.layouts import RowLayout
 from trainwright.data.rows.turns import Message, transcript, turns_field
 from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
 
-# The role of a document: the better or the worse answer; for labelled rows, a good or a bad answer.
+# The role of a sequence: the better or the worse answer; for labelled rows, a good or a bad answer.
 CHOSEN, REJECTED = 0, 1
-_PREFERENCE, _LABELLED = Layout("preference"), Layout("labelled")
+_PREFERENCE, _LABELLED = RowLayout("preference"), RowLayout("labelled")
 _LABELS = {"true": CHOSEN, "false": REJECTED}
 _SAME = "chosen and rejected are the same"
 
 
 def to_pair(
-    row: Row, remarks: Counter[str] | None = None, layout: Layout = _PREFERENCE
+    row: Row, remarks: Counter[str] | None = None, layout: RowLayout = _PREFERENCE
 ) -> list[tuple[int, list[Message]]]:
     """Return a ``preference`` row as ``(role, conversation)`` of the chosen and the rejected answer, in this order.
 
@@ -50,7 +50,7 @@ def to_pair(
 
 
 def to_labelled(
-    row: Row, remarks: Counter[str] | None = None, layout: Layout = _LABELLED
+    row: Row, remarks: Counter[str] | None = None, layout: RowLayout = _LABELLED
 ) -> list[tuple[int, list[Message]]]:
     """Return a ``labelled`` row as the role and the conversation of its one answer.
 
@@ -64,12 +64,12 @@ def to_labelled(
     if role is None:
         given = repr(label) if isinstance(label, str) else kind_of(label)
         raise RequestError(f"the field label should be true or false, not {given}")
-    messages = to_example(row, Layout("prompt_completion", layout.columns), remarks)
+    messages = to_example(row, RowLayout("prompt_completion", layout.columns), remarks)
     assert not isinstance(messages, str)
     return [(role, messages)]
 
 
-def _prompt_and_answers(row: Row, layout: Layout) -> tuple[list[Message], tuple[list[Message], list[Message]]]:
+def _prompt_and_answers(row: Row, layout: RowLayout) -> tuple[list[Message], tuple[list[Message], list[Message]]]:
     sides = (layout.column("chosen"), layout.column("rejected"))
     kinds = {side: kind_of(row[side]) for side in sides if row.get(side) is not None}
     if len(set(kinds.values())) == 2:
@@ -88,7 +88,7 @@ def _prompt_and_answers(row: Row, layout: Layout) -> tuple[list[Message], tuple[
     return _not_trained_on(chosen[:common]), (chosen[common:], rejected[common:])
 
 
-def _prompt(row: Row, layout: Layout) -> list[Message]:
+def _prompt(row: Row, layout: RowLayout) -> list[Message]:
     field = layout.column("prompt")
     given = row.get(field)
     if isinstance(given, dict) and isinstance(given.get("messages"), list) and not given.get("tools"):
@@ -99,7 +99,7 @@ def _prompt(row: Row, layout: Layout) -> list[Message]:
     return _not_trained_on(transcript(text) or [{"role": "user", "content": text}])
 
 
-def _check_beginning(row: Row, layout: Layout, sides: Mapping[str, Sequence[Message]], common: int) -> None:
+def _check_beginning(row: Row, layout: RowLayout, sides: Mapping[str, Sequence[Message]], common: int) -> None:
     """Raise RequestError unless both conversations answer the same prompt, which is the row's prompt if it has one."""
     chosen, rejected = sides.values()
     if list(chosen) == list(rejected):
@@ -120,8 +120,8 @@ def _check_beginning(row: Row, layout: Layout, sides: Mapping[str, Sequence[Mess
     if not prompt or column in ("messages", "conversations"):  # these two often hold the whole conversation
         return
     if isinstance(prompt, str):
-        said = transcript(prompt)
-        named = said == list(beginning) or any(turn["content"].strip() == prompt.strip() for turn in beginning)
+        parsed = transcript(prompt)
+        named = parsed == list(beginning) or any(turn["content"].strip() == prompt.strip() for turn in beginning)
     else:
         named = turns_field(row, column) == list(beginning)
     if not named:

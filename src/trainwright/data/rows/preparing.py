@@ -24,7 +24,7 @@ import numpy as np
 
 from trainwright.data.rows.formats import NoTarget
 from trainwright.data.rows.kinds import ANY
-from trainwright.data.rows.layouts import Layout
+from trainwright.data.rows.layouts import RowLayout
 from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.rows.turns import as_row
 from trainwright.data.sources.reading import iterate_source, source_notes
@@ -139,12 +139,12 @@ def _signature(text: str) -> Any:
 
 
 def _texts(row: Row) -> list[str]:
-    said = [str(turn["content"]) for turn in _turns(row) if turn["role"] != "system"]
-    return said or [str(row.get("text", ""))]
+    texts = [str(turn["content"]) for turn in _turns(row) if turn["role"] != "system"]
+    return texts or [str(row.get("text", ""))]
 
 
 @dataclass
-class Side:
+class SplitCounts:
     """Statistics of one split; lengths are in characters of text."""
 
     rows: int = 0
@@ -168,11 +168,11 @@ class Side:
 
 
 @dataclass
-class Source:
+class SourceCounts:
     """What happened to the rows of one source."""
 
     source: str
-    layout: Layout = Layout("")  # noqa: RUF009 (immutable text)
+    layout: RowLayout = RowLayout("")  # noqa: RUF009 (immutable text)
     renamed: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)  # columns kept in addition to the layout's
     not_kept: Counter[str] = field(default_factory=Counter)  # dropped columns, by rows in which they are not null
@@ -190,8 +190,8 @@ class Source:
 class Statistics:
     """The counts for each source and each split."""
 
-    sources: list[Source]
-    sides: dict[str, Side]
+    sources: list[SourceCounts]
+    sides: dict[str, SplitCounts]
     seed: int
     deduplicate: str
 
@@ -232,7 +232,7 @@ def prepare_raw(
     try:
         found = Statistics([], {}, seed, deduplicate)
         with RowIndex(scratch / "index", deduplicate) as index:
-            kept = _normalise_all(sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, found, seed)
+            kept = _normalize_all(sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, found, seed)
             borders = index.borders(round(test * kept), round((test + validation) * kept))
         _divide(scratch / "rows", scratch, borders, found, seed)
         (scratch / "rows").unlink()
@@ -248,14 +248,14 @@ def prepare_raw(
     return found
 
 
-def _normalise_all(
+def _normalize_all(
     sources: Sequence[str], reader: _Reader, file: Path, index: RowIndex, found: Statistics, seed: int
 ) -> int:
     """Write the rows to keep of all sources into one file; return their number."""
     kept, kinds = 0, dict[str, str]()
     with file.open("w", encoding="utf-8") as rows:
         for source in sources:
-            counts = Source(source)
+            counts = SourceCounts(source)
             found.sources.append(counts)
             for row, rest in reader.rows(source, counts):
                 kinds.setdefault(next(iter(row)), source)
@@ -271,12 +271,12 @@ def _normalise_all(
     if not kept:
         reasons = sum((source.left_out for source in found.sources), Counter[str]())
         reasons["wrong"] += sum(source.wrong for source in found.sources)
-        said = "; ".join(f"{count:,}: {why}" for why, count in reasons.items() if count)
-        raise RequestError(f"{_KEY}: no row has a token to train on ({said})")
+        listed = "; ".join(f"{count:,}: {why}" for why, count in reasons.items() if count)
+        raise RequestError(f"{_KEY}: no row has a token to train on ({listed})")
     if len(kinds) > 1:
-        said = " and ".join(f"{shape} ({source})" for shape, source in kinds.items())
+        listed = " and ".join(f"{shape} ({source})" for shape, source in kinds.items())
         raise RequestError(
-            f"{_KEY}: the sources have rows of {said}, which cannot be in one file; prepare them separately"
+            f"{_KEY}: the sources have rows of {listed}, which cannot be in one file; prepare them separately"
         )
     return kept
 
@@ -291,7 +291,7 @@ class _Reader:
     used: set[str] = field(default_factory=set)  # fields to rename that occurred
     columns: set[str] = field(default_factory=set)  # columns outside the layout that occurred
 
-    def rows(self, source: str, counts: Source) -> Iterator[tuple[Row, str]]:
+    def rows(self, source: str, counts: SourceCounts) -> Iterator[tuple[Row, str]]:
         """Yield each row as it will be written, and the JSON of its dropped columns."""
         rows = iterate_source(source, key=_KEY)
         first = list(islice(rows, _FIRST))
@@ -308,7 +308,7 @@ class _Reader:
             counts.rows += 1
             own = _rename(row, self.renamed, self.used)
             try:
-                documents = ANY.documents(own, layout, counts.remarks)
+                sequences = ANY.sequences(own, layout, counts.remarks)
             except NoTarget as reason:
                 counts.left_out[str(reason)] += 1
                 continue
@@ -318,7 +318,7 @@ class _Reader:
                 counts.wrong += 1
                 counts.first_wrong += [f"{place}: {error}"] if len(counts.first_wrong) < _SHOWN else []
                 continue
-            yield self._written(own, _row(documents, layout), layout, counts)
+            yield self._written(own, _row(sequences, layout), layout, counts)
         counts.notes += source_notes(source, _KEY)
 
     def check_names(self) -> None:
@@ -326,12 +326,12 @@ class _Reader:
         if unknown := sorted(set(self.renamed) - self.used):
             raise RequestError(f"--map: no row has a field {unknown[0]}")
         if unknown := sorted(set(self.keep) - self.columns - {_ALL}):
-            beside = (
+            others = (
                 f"other columns: {', '.join(sorted(self.columns))}" if self.columns else "there are no other columns"
             )
-            raise RequestError(f"--keep: no row has a column {unknown[0]} in addition to its layout; {beside}")
+            raise RequestError(f"--keep: no row has a column {unknown[0]} in addition to its layout; {others}")
 
-    def _written(self, own: Row, made: Row, layout: Layout, counts: Source) -> tuple[Row, str]:
+    def _written(self, own: Row, made: Row, layout: RowLayout, counts: SourceCounts) -> tuple[Row, str]:
         more, rest = {}, {}
         for column in layout.unused(list(own)):
             self.columns.add(column)
@@ -362,11 +362,11 @@ def _rename(row: Row, names: Mapping[str, str], used: set[str]) -> Row:
     return result
 
 
-def _row(documents: Sequence[tuple[int, Any]], layout: str) -> Row:
+def _row(sequences: Sequence[tuple[int, Any]], layout: str) -> Row:
     """Return a row of layout messages, text, preference or labelled."""
-    role, example = documents[0]
+    role, example = sequences[0]
     if layout == "preference":
-        return {"chosen": example, "rejected": documents[1][1]}
+        return {"chosen": example, "rejected": sequences[1][1]}
     if layout == "labelled":
         return {"prompt": example[:-1], "completion": example[-1:], "label": role == CHOSEN}
     return {"text": example} if isinstance(example, str) else as_row(example)
@@ -385,7 +385,7 @@ def _divide(rows: Path, directory: Path, borders: tuple[bytes, bytes], found: St
     test, held = borders
     files = {name: (directory / f"{name}.jsonl").open("w", encoding="utf-8") for name in SPLITS}
     try:
-        found.sides = {name: Side() for name in SPLITS}
+        found.sides = {name: SplitCounts() for name in SPLITS}
         with rows.open(encoding="utf-8") as lines:
             for line in lines:
                 rank = _rank(line.rstrip("\n"), seed)

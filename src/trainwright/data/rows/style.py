@@ -61,7 +61,7 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
         with scratch.open("w", encoding="utf-8") as file:
             for place, row in chain(first, rows):
                 try:
-                    [(_, messages)] = EXAMPLES.documents(row, layout)
+                    [(_, messages)] = EXAMPLES.sequences(row, layout)
                 except NoTarget as reason:
                     found.left_out[str(reason)] += 1
                     continue

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainwright.data.rows.formats import NoTarget
 from trainwright.data.rows.kinds import ANY
 from trainwright.data.rows.layouts import columns_not_used
-from trainwright.data.sources import documents as whole_files
+from trainwright.data.sources import documents as document_files
 from trainwright.data.sources.file_kinds import opened as opened_file
 from trainwright.data.sources.file_kinds import suffix_of
-from trainwright.data.sources.hub import of_the_hub
+from trainwright.data.sources.hub import without_alias
 from trainwright.data.sources.reading import files_of, iterate_source, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.data.sources.shards import is_shards
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SEPARATOR = "<|endoftext|>"
 VERSION = 3  # raised when the documents or pieces of a corpus change
 _PIECE = 2**17  # characters; tokenizers use up to 200 bytes of memory per character
-_TEXT_FILES = frozenset((*whole_files.SUFFIXES, ".txt", ".md")) - {".docx"}
+_TEXT_FILES = frozenset((*document_files.SUFFIXES, ".txt", ".md")) - {".docx"}
 # Byte-level BPE always starts a new word between a line end and a letter or digit, so a cut there changes no token. In
 # very long lines the same holds before a single space.
 _CUTS = re.compile(r"(?<=[^\s]\n)(?=\w)"), re.compile(r"(?<=\S)(?= \w)")
@@ -41,7 +41,7 @@ _A_LINE_A_ROW = "Salesforce/wikitext"
 _TITLE = re.compile(r" = (?!= ).+(?<! =) = \n")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document. ``first`` and ``last``: whether it contains the document's start and end."""
 
     place: str
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     last: bool
 
 
-def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> Iterator[Piece]:
+def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> Iterator[TextPiece]:
     """Yield the documents of ``source`` in order, always in the same pieces; empty ones are left out.
 
     Args:
@@ -71,7 +71,7 @@ def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> I
         raise RequestError(f"{key}: {source.source} has no text")
 
 
-def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[Piece]:
+def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[TextPiece]:
     found = files_of(source.source, key, source.format == "documents")
     if found is not None and all(suffix_of(file) in _TEXT_FILES for file in found.files):
         for file in found.usable():
@@ -85,7 +85,7 @@ def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[P
 def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[str, str]]:
     """Yield rows as texts, without those that have no target."""
     name, documents = source.source, source.format == "documents"
-    rows = whole_documents(name, iterate_source(name, None, key, documents))
+    rows = join_documents(name, iterate_source(name, None, key, documents))
     first = list(islice(rows, 8))
     columns = list(dict.fromkeys(field for _, row in first for field in row))
     wanted = "auto" if source.format == "documents" else source.format
@@ -99,7 +99,7 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
         notes.append(f"{name}: {columns_not_used(unused)}")
     for place, row in chain(first, rows):
         try:
-            example = ANY.documents(row, layout)[0][1]
+            example = ANY.sequences(row, layout)[0][1]
         except NoTarget:
             continue
         except RequestError as error:
@@ -110,9 +110,9 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
     notes += source_notes(name, key, documents)
 
 
-def whole_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+def join_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
     """Yield ``(place, row)`` of each document; if a corpus has one line per row, the lines of an article are joined."""
-    if of_the_hub(source).partition(":")[0] != _A_LINE_A_ROW:
+    if without_alias(source).partition(":")[0] != _A_LINE_A_ROW:
         yield from rows
         return
     begun, lines = "", list[str]()
@@ -126,7 +126,7 @@ def whole_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tu
         yield begun, {"text": "".join(lines)}
 
 
-def _file_pieces(file: Path) -> Iterator[Piece]:
+def _file_pieces(file: Path) -> Iterator[TextPiece]:
     """Yield the documents of a file, split at the separators."""
     parts = _parts(file)
     number, ended = 1, False
@@ -182,7 +182,7 @@ def _decoded(file: Path) -> Iterator[str]:
                 return
 
 
-def _cut(place: str, parts: Iterator[str]) -> Iterator[Piece]:
+def _cut(place: str, parts: Iterator[str]) -> Iterator[TextPiece]:
     """Yield a document in pieces of about ``_PIECE`` characters, cut between tokens."""
     kept, first = "", True
     for part in parts:
@@ -190,7 +190,7 @@ def _cut(place: str, parts: Iterator[str]) -> Iterator[Piece]:
         while len(kept) >= 2 * _PIECE:
             found = (cut.search(kept, _PIECE) for cut in _CUTS)
             at = next((place.start() for place in found if place), _PIECE)
-            yield Piece(place, kept[:at], first, False)
+            yield TextPiece(place, kept[:at], first, False)
             kept, first = kept[at:], False
     if not first or kept.strip():
-        yield Piece(place, kept, first, True)
+        yield TextPiece(place, kept, first, True)

@@ -119,7 +119,7 @@ def transcript(text: str) -> list[Message] | None:
     turns = list(zip(parts[::2], parts[1::2], strict=True))
     if not turns[-1][1].strip():  # a prompt that ends with the name of the next speaker
         turns = turns[:-1]
-    return [_turn({"role": role, "content": said.strip()}, role) for role, said in turns]
+    return [_turn({"role": role, "content": text.strip()}, role) for role, text in turns]
 
 
 def names_of(row: Row) -> str:
@@ -152,19 +152,19 @@ def _parsed(text: str, field: str) -> Any:
 def _turn(item: Any, place: str) -> Message:
     if not isinstance(item, dict):
         raise RequestError(f"{place} should be an object with role and content, not {kind_of(item)}; {_A_TURN}")
-    said = item.get("role") if item.get("role") is not None else item.get("from")
+    named = item.get("role") if item.get("role") is not None else item.get("from")
     content = item.get("content") if item.get("content") is not None else item.get("value")
     if isinstance(item.get("function_call"), dict) and not item.get("tool_calls"):  # OpenAI's API before tools
         item = {**item, "tool_calls": [item["function_call"]]}
-    if said is None or (content is None and not item.get("tool_calls")):
-        missing = "role (or from)" if said is None else "content (or value)"
+    if named is None or (content is None and not item.get("tool_calls")):
+        missing = "role (or from)" if named is None else "content (or value)"
         raise RequestError(f"{place} has no {missing}; it has {names_of(item)}; {_A_TURN}")
-    if str(said).lower() in _CALLS:
+    if str(named).lower() in _CALLS:
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, place)}
-    role = _ROLES.get(str(said).lower())
+    role = _ROLES.get(str(named).lower())
     if role is None:
         known = ", ".join((*_ROLES, *_CALLS))
-        raise RequestError(f"{place} has the unknown role {said!r}; choose from {known}")
+        raise RequestError(f"{place} has the unknown role {named!r}; choose from {known}")
     for extra in ("reasoning_content", "thinking"):
         if item.get(extra):
             raise RequestError(f"{place} has {extra}, which is not supported; write it into the content")
@@ -182,11 +182,11 @@ def _turn(item: Any, place: str) -> Message:
 
 
 def _is_trained_on(item: Row, place: str) -> bool:
-    said = {key: item[key] for key in _TRAINED if item.get(key) is not None}
-    for key, value in said.items():
+    flags = {key: item[key] for key in _TRAINED if item.get(key) is not None}
+    for key, value in flags.items():
         if value not in (0, 1):
             raise RequestError(f"{place} has {key} {value!r}; expected true or false")
-    return all(said.values())
+    return all(flags.values())
 
 
 def unread_fields(row: Row, columns: Iterable[str]) -> list[str]:

@@ -61,7 +61,7 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
-def whole(file: Path) -> bytes:
+def read_all(file: Path) -> bytes:
     """Return all bytes of a file, decompressed; raise RequestError as ``opened``, and if it is too large."""
     with opened(file) as stream:
         parts, size = [], 0

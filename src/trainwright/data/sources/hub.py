@@ -28,7 +28,7 @@ _OF_THE_HUB = {
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+\[\]%-]+){0,2}")
 
 
-def of_the_hub(source: str) -> str:
+def without_alias(source: str) -> str:
     """Return the Hub name of a corpus; other sources and existing paths are returned unchanged."""
     return source if source not in _OF_THE_HUB or Path(source).exists() else _OF_THE_HUB[source]
 
@@ -45,7 +45,7 @@ def hub_rows(source: str, limit: int | None, key: str) -> Dataset:
     """Return the rows of a Hub dataset; raise RequestError if it cannot be loaded."""
     import datasets
 
-    name, *parts = of_the_hub(source).split(":")
+    name, *parts = without_alias(source).split(":")
     split = parts[-1] if parts else "train"
     config = parts[0] if len(parts) == 2 else None
     reachable = _hub_is_reachable(datasets.config.HF_ENDPOINT)

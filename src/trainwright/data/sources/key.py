@@ -36,13 +36,13 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
 
 def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
     """Return the key of prepared data, without reading the sources; ``identity`` is that of the tokenizer."""
-    looks = [look(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
+    states = [file_states(source, key) for source, key in zip(data.sources, data.source_keys, strict=True)]
     if data.validation_source is not None:
-        looks.append(look(data.validation_source, "data.validation"))
-    return {**settings_of(data, seed), "sources of rows": looks, "tokenizer": identity, "python": sys.version}
+        states.append(file_states(data.validation_source, "data.validation"))
+    return {**settings_of(data, seed), "sources of rows": states, "tokenizer": identity, "python": sys.version}
 
 
-def look(source: SourceSection, key: str) -> Any:
+def file_states(source: SourceSection, key: str) -> Any:
     """Return the paths, sizes and times of a source's files, without reading them."""
     if (registered := registered_source(source.source, key)) is not None:
         return [source.source, registered.key()]
@@ -60,7 +60,7 @@ def look(source: SourceSection, key: str) -> Any:
 def content_of(source: SourceSection, key: str) -> Any:
     """Return the digests of a source's content, independent of its paths."""
     if registered_source(source.source, key) is not None:
-        return look(source, key)
+        return file_states(source, key)
     found = files_of(source.source, key, source.format == "documents")
     if found is None:
         return ["hub", source.source]

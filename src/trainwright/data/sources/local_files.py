@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.data.sources import documents as whole_files
+from trainwright.data.sources import documents as document_files
 from trainwright.data.sources.file_kinds import COMPRESSED, TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.row_files import READERS
 from trainwright.errors import RequestError
@@ -45,7 +45,7 @@ _README_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFiles:
     """The files of a source, in reading order.
 
     Attributes:
@@ -80,7 +80,7 @@ class Found:
         return lines
 
 
-def find(source: str, key: str, documents: bool = False) -> Found | None:
+def find(source: str, key: str, documents: bool = False) -> FoundFiles | None:
     """Return the files of a source, or None if it is not on this machine.
 
     Raises:
@@ -89,12 +89,12 @@ def find(source: str, key: str, documents: bool = False) -> Found | None:
     path, wanted = _place(source)
     if path.is_dir():
         found = (
-            Found(_documents(path, key, "document"), True)
+            FoundFiles(_documents(path, key, "document"), True)
             if documents and not wanted
             else _of_directory(path, wanted, key)
         )
     elif path.exists():
-        found = Found([path], documents or suffix_of(path) in whole_files.ALONE)
+        found = FoundFiles([path], documents or suffix_of(path) in document_files.ALONE)
     else:
         return None
     for file in found.files:
@@ -126,9 +126,9 @@ def _place(source: str) -> tuple[Path, list[str]]:
 
 def _check(file: Path, key: str, documents: bool, alone: bool) -> None:
     suffix = suffix_of(file)
-    if documents and suffix not in whole_files.SUFFIXES:
+    if documents and suffix not in document_files.SUFFIXES:
         raise RequestError(f"{key}: {file}: unsupported file type; documents are text, Markdown, code and .docx files")
-    if suffix not in SUFFIXES and suffix not in whole_files.ALONE:
+    if suffix not in SUFFIXES and suffix not in document_files.ALONE:
         raise RequestError(
             f"{key}: {file}: unsupported file type; supported are {', '.join(SUFFIXES)}, also with "
             f"{', '.join(COMPRESSED)}, and code and .docx files as documents"
@@ -143,11 +143,11 @@ def _check(file: Path, key: str, documents: bool, alone: bool) -> None:
         raise RequestError(f"{key}: {file} cannot be read: permission denied")
 
 
-def _of_directory(path: Path, wanted: list[str], key: str) -> Found:
+def _of_directory(path: Path, wanted: list[str], key: str) -> FoundFiles:
     if (path / "dataset_dict.json").is_file():
         return _saved_dict(path, wanted, key)
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return Found(_saved(path, wanted, key), complete=True)
+        return FoundFiles(_saved(path, wanted, key), complete=True)
     if configs := _configs(path):
         return _of_configs(path, configs, wanted, key)
     _refuse_model(path, key)
@@ -155,20 +155,23 @@ def _of_directory(path: Path, wanted: list[str], key: str) -> Found:
     if all(suffix_of(file) == ".txt" and not _split_of(path, file) for file in files):  # texts without splits of rows
         if wanted:
             raise RequestError(f"{key}: {path} has no data files, so it has no split {wanted[-1]}")
-        return Found(_documents(path, key), True)
+        return FoundFiles(_documents(path, key), True)
     kinds = sorted({suffix_of(file) for file in files})
     if len(kinds) > 1:
         raise RequestError(f"{key}: {path} has files of several types ({', '.join(kinds)}); choose one file")
     found = _of_splits(path, files, wanted, key)
-    return replace(found, notes=[*found.notes, *_beside(path, files)])
+    return replace(found, notes=[*found.notes, *_unread_documents(path, files)])
 
 
-def _beside(path: Path, rows: list[Path]) -> list[str]:
+def _unread_documents(path: Path, rows: list[Path]) -> list[str]:
     """Return a note about documents in a directory of row files, which are not read."""
     others = sorted(
         file.name
         for file in path.iterdir()
-        if file.suffix.lower() in whole_files.SUFFIXES and file not in rows and file.is_file() and not _is_about(file)
+        if file.suffix.lower() in document_files.SUFFIXES
+        and file not in rows
+        and file.is_file()
+        and not _is_about(file)
     )
     if not others:
         return []
@@ -190,14 +193,14 @@ def _is_about(file: Path) -> bool:
 def _inside(path: Path) -> list[Path]:
     """Return the subdirectories of a dataset repository that hold its rows."""
     names = {"data", *_SPLITS}
-    if any(file.suffix.lower() in whole_files.SUFFIXES and not _is_about(file) for file in path.iterdir()):
+    if any(file.suffix.lower() in document_files.SUFFIXES and not _is_about(file) for file in path.iterdir()):
         return []  # documents, with more of them in subdirectories
     found = sorted(each for each in path.iterdir() if each.is_dir() and each.name.lower() in names)
     rows = [each for each in found if any(suffix_of(file) not in (".txt", ".md") for file in row_files(each))]
     return rows if len(rows) == len(found) else []
 
 
-def _of_splits(path: Path, files: list[Path], wanted: list[str], key: str) -> Found:
+def _of_splits(path: Path, files: list[Path], wanted: list[str], key: str) -> FoundFiles:
     """Group files by the split in their names and choose one; files without split names are one dataset."""
     splits: dict[str, list[Path]] = {}
     for file in files:
@@ -209,14 +212,14 @@ def _of_splits(path: Path, files: list[Path], wanted: list[str], key: str) -> Fo
             f"{key}: {path} has splits and other files ({names}); give the path of the file to use, such as {files[-1]}"
         )
     if unnamed and not wanted:
-        return Found(files)
+        return FoundFiles(files)
     if wanted[:-1]:
         raise RequestError(
             f"{key}: {path} has no configurations; give only a split, such as {path}:{next(iter(splits))}"
         )
     chosen = _chosen(path, splits, wanted, key)
     _check_shards(splits[chosen], key)
-    return Found(splits[chosen], notes=_split_notes(path, chosen, list(splits)))
+    return FoundFiles(splits[chosen], notes=_split_notes(path, chosen, list(splits)))
 
 
 def _split_of(path: Path, file: Path) -> str:
@@ -260,7 +263,7 @@ def _check_shards(files: list[Path], key: str) -> None:
             )
 
 
-def _saved_dict(path: Path, wanted: list[str], key: str) -> Found:
+def _saved_dict(path: Path, wanted: list[str], key: str) -> FoundFiles:
     file = path / "dataset_dict.json"
     splits = [name for name in _json(file, key).get("splits", ()) if _is_name(name) and (path / name).is_dir()]
     if not splits:
@@ -268,7 +271,7 @@ def _saved_dict(path: Path, wanted: list[str], key: str) -> Found:
     if wanted[:-1]:
         raise RequestError(f"{key}: {path} has no configurations; give only a split, such as {path}:{splits[0]}")
     chosen = _chosen(path, dict.fromkeys(splits), wanted, key)
-    return Found(_saved(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits))
+    return FoundFiles(_saved(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits))
 
 
 def _saved(path: Path, wanted: list[str], key: str) -> list[Path]:
@@ -326,7 +329,7 @@ def _configs(path: Path) -> list[dict[str, Any]]:
     )
 
 
-def _of_configs(path: Path, configs: list[dict[str, Any]], wanted: list[str], key: str) -> Found:
+def _of_configs(path: Path, configs: list[dict[str, Any]], wanted: list[str], key: str) -> FoundFiles:
     named = {str(one.get("config_name", "default")): one for one in configs}
     usual = [name for name, one in named.items() if one.get("default") is True or name == "default"]
     config = wanted[0] if len(wanted) == 2 else next(iter(usual), next(iter(named)))
@@ -345,7 +348,7 @@ def _of_configs(path: Path, configs: list[dict[str, Any]], wanted: list[str], ke
     if not files:
         raise RequestError(f"{key}: {path} has no file {', '.join(map(str, splits[chosen]))}, of the split {chosen}")
     _check_shards(files, key)
-    return Found(list(dict.fromkeys(files)), notes=_split_notes(path, chosen, list(splits)))
+    return FoundFiles(list(dict.fromkeys(files)), notes=_split_notes(path, chosen, list(splits)))
 
 
 def _matching(path: Path, pattern: Any, key: str) -> list[Path]:
@@ -369,7 +372,7 @@ def _refuse_model(path: Path, key: str) -> None:
 
 
 def _documents(path: Path, key: str, what: str = f"{', '.join(SUFFIXES)} file") -> list[Path]:
-    if files := whole_files.document_files(path):
+    if files := document_files.document_files(path):
         return files
     there = sorted({file.suffix.lower() for file in path.iterdir() if file.is_file() and file.suffix})
     only = f"; it has {', '.join(there[:8])} files, which are not supported" if there else ""

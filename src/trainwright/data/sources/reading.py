@@ -26,11 +26,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.data.sources import documents as whole_files
+from trainwright.data.sources import documents as document_files
 from trainwright.data.sources.arrow_rows import with_text_content
 from trainwright.data.sources.file_kinds import TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.hub import hub_rows, is_hub_id
-from trainwright.data.sources.local_files import Found, find, missing
+from trainwright.data.sources.local_files import FoundFiles, find, missing
 from trainwright.data.sources.registry import registered_rows, registered_source
 from trainwright.data.sources.row_files import Row, iterate_rows
 from trainwright.errors import RequestError
@@ -146,7 +146,7 @@ def source_notes(source: str, key: str = "data.train", documents: bool = False) 
     return [] if found is None else [*found.notes, *found.left_out()]
 
 
-def files_of(source: str, key: str = "data.train", documents: bool = False) -> Found | None:
+def files_of(source: str, key: str = "data.train", documents: bool = False) -> FoundFiles | None:
     """Return the files of a local source, or None for registered sources and Hub datasets.
 
     Raises:
@@ -169,7 +169,7 @@ def _refuse_shards(source: str, key: str) -> None:
             raise RequestError(f"{key}: {source} has token shards, which only task pretrain reads; use rows or text")
 
 
-def _nothing_usable(found: Found, key: str) -> RequestError:
+def _nothing_usable(found: FoundFiles, key: str) -> RequestError:
     why = found.left_out() or [f"{file} has no rows" for file in found.files]
     return RequestError(f"{key}: no readable files: {'; '.join(why[:8])}")
 
@@ -184,19 +184,19 @@ def _first_rows(file: Path, documents: bool) -> list[Row]:
     return [row for _, _, row in islice(_placed_rows([file], documents), _CHECKED_ROWS)]
 
 
-def _row_table(files: Sequence[Path], limit: int | None, whole: bool) -> pa.Table:
+def _row_table(files: Sequence[Path], limit: int | None, documents: bool) -> pa.Table:
     from trainwright.data.sources.arrow_rows import table_of_rows
 
     def read() -> Iterator[PlacedRow]:
-        return islice(_placed_rows(files, whole), limit)
+        return islice(_placed_rows(files, documents), limit)
 
     if next(read(), None) is None:
         raise RequestError(f"{', '.join(map(str, files))}: no rows")
     return table_of_rows(read)
 
 
-def _placed_rows(files: Iterable[Path], whole: bool) -> Iterator[PlacedRow]:
-    read = whole_files.read_document if whole else iterate_rows
+def _placed_rows(files: Iterable[Path], documents: bool) -> Iterator[PlacedRow]:
+    read = document_files.read_document if documents else iterate_rows
     return ((file, line, with_text_content(row)) for file in files for line, row in read(file))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.sources.pydoc_rows import pydoc_key, pydoc_pairs, pydoc_rows
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_root, keep
+from trainwright.machine.cache import cache_root, try_write
 from trainwright.paths import user_path
 from trainwright.registries import SOURCES
 
@@ -110,5 +110,5 @@ def registered_rows(name: str) -> list[Row]:
     if not rows:
         raise RequestError(f"source {name} has no rows")
     if source.keep:
-        keep(file, json.dumps(rows))
+        try_write(file, json.dumps(rows))
     return rows

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from trainwright.data.sources.file_kinds import LONGEST_LINE, lines, suffix_of, whole
+from trainwright.data.sources.file_kinds import LONGEST_LINE, lines, read_all, suffix_of
 from trainwright.errors import RequestError
 
 Row: TypeAlias = dict[str, Any]
@@ -238,7 +238,7 @@ READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
 def read_text(path: Path) -> str:
     """Return the text of a whole file; raise RequestError with the line that is not UTF-8."""
     try:
-        return whole(path).decode("utf-8-sig")
+        return read_all(path).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise _undecodable(path) from None
 

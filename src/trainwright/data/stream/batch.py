@@ -1,8 +1,8 @@
 """Collate the examples of a micro-batch into tensors.
 
-A packed micro-batch is one flat row of concatenated documents without padding; ``boundaries`` holds their offsets, and
-documents do not attend to each other. Otherwise it is padded, with an attention mask. ``places`` and ``only`` select
-documents by their roles.
+A packed micro-batch is one flat row of concatenated sequences without padding; ``boundaries`` holds their offsets, and
+sequences do not attend to each other. Otherwise it is padded, with an attention mask. ``places`` and ``only`` select
+sequences by their roles.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
 
 Pair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]
-Layout = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
+PackedArrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
 Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch as tensors, with T tokens flat or B x L padded, D documents and N targets."""
+    """One micro-batch as tensors, with T tokens flat or B x L padded, S sequences and N targets."""
 
     input_ids: torch.Tensor  # int64 [1, T] or [B, L]
-    position_ids: torch.Tensor  # int64, as input_ids; from 0 in every document
-    boundaries: torch.Tensor | None  # int32 [D + 1], flat batches only; always on the host, which never waits for it
+    position_ids: torch.Tensor  # int64, as input_ids; from 0 in every sequence
+    boundaries: torch.Tensor | None  # int32 [S + 1], flat batches only; always on the host, which never waits for it
     attention_mask: torch.Tensor | None  # bool [B, L], padded batches only
     target_index: torch.Tensor  # int64 [N], flattened positions that predict the targets
     targets: torch.Tensor  # int64 [N]
-    longest: int  # tokens of the longest document
+    longest: int  # tokens of the longest sequence
     tokens: int  # excluding padding
     weight: float  # of this micro-batch; 0 for a zero-weight pass
     examples: tuple[int, ...]
-    documents: tuple[int, ...]  # [D], dataset indices; those of an example are adjacent, in its order
-    roles: tuple[int, ...]  # [D]
-    target_counts: tuple[int, ...]  # [D]; targets are in the order of the documents
+    sequences: tuple[int, ...]  # [S], dataset indices; those of an example are adjacent, in its order
+    roles: tuple[int, ...]  # [S]
+    target_counts: tuple[int, ...]  # [S]; targets are in the order of the sequences
 
-    def by_document(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sums of ``values`` [N] over the targets of each document [D], in float64 and in a fixed order."""
+    def by_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums of ``values`` [N] over the targets of each sequence [S], in float64 and in a fixed order."""
         return torch.stack([part.sum() for part in values.double().split(self.target_counts)])
 
     def to(self, device: torch.device) -> Batch:
@@ -59,17 +59,17 @@ class Batch:
 
 
 def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
-    """Collate the documents of a micro-batch into tensors.
+    """Collate the sequences of a micro-batch into tensors.
 
-    Packed, all rows become one row [1, T] of documents one after another. Instead of labels with -100, the batch has
+    Packed, all rows become one row [1, T] of sequences one after another. Instead of labels with -100, the batch has
     the positions and the ids of its targets.
     """
-    documents = [document for example in micro.examples for document in dataset.documents(example)]
-    pairs = [dataset.document(document) for document in documents]
+    sequences = [sequence for example in micro.examples for sequence in dataset.sequences(example)]
+    pairs = [dataset.sequence(sequence) for sequence in sequences]
     lengths = [len(tokens) for tokens, _ in pairs]
     layout = flat_layout(pairs, lengths) if packed else padded_layout(pairs, lengths, pad_token_id)
     input_ids, position_ids, flags, mask = layout
-    # A token is predicted at the position before it; the first token of a document is never predicted.
+    # A token is predicted at the position before it; the first token of a sequence is never predicted.
     predicted = np.flatnonzero(flags.reshape(-1) & (position_ids.reshape(-1) > 0))
     boundaries = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)) if packed else None
     return Batch(
@@ -83,9 +83,9 @@ def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token
         tokens=sum(lengths),
         weight=micro.weight,
         examples=micro.examples,
-        documents=tuple(documents),
-        roles=tuple(map(dataset.role, documents)),
-        target_counts=tuple(map(dataset.document_targets, documents)),
+        sequences=tuple(sequences),
+        roles=tuple(map(dataset.role, sequences)),
+        target_counts=tuple(map(dataset.sequence_targets, sequences)),
     )
 
 
@@ -96,16 +96,16 @@ def collate_examples(dataset: TokenDataset, examples: Sequence[int], *, packed: 
     return collate(dataset, micro, packed=packed, pad_token_id=0)
 
 
-def flat_layout(pairs: list[Pair], lengths: list[int]) -> Layout:
-    """Concatenate documents; return tokens, positions and targets [1, T], and no mask."""
+def flat_layout(pairs: list[Pair], lengths: list[int]) -> PackedArrays:
+    """Concatenate sequences; return tokens, positions and targets [1, T], and no mask."""
     input_ids = np.concatenate([tokens for tokens, _ in pairs]).astype(np.int64)[None]
     position_ids = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])[None]
     flags = np.concatenate([targets for _, targets in pairs])[None]
     return input_ids, position_ids, flags, None
 
 
-def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> Layout:
-    """Pad documents to one length; return tokens, positions, targets and mask [B, L]."""
+def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> PackedArrays:
+    """Pad sequences to one length; return tokens, positions, targets and mask [B, L]."""
     shape = (len(pairs), max(lengths))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     position_ids = np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape).copy()
@@ -118,7 +118,7 @@ def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> L
 
 
 def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
-    """Return indices of targets, int64 [n]: those of documents with one of ``roles``, without each one's first
+    """Return indices of targets, int64 [n]: those of sequences with one of ``roles``, without each one's first
     ``skip``.
     """
     found, begin = [np.zeros(0, np.int64)], 0
@@ -130,7 +130,7 @@ def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
 
 
 def only(batch: Batch, roles: Collection[int]) -> Batch:
-    """Return the batch with only the documents that have one of ``roles``; there must be at least one."""
+    """Return the batch with only the sequences that have one of ``roles``; there must be at least one."""
     kept = [place for place, role in enumerate(batch.roles) if role in roles]
     if len(kept) == len(batch.roles):
         return batch
@@ -139,7 +139,7 @@ def only(batch: Batch, roles: Collection[int]) -> Batch:
         batch,
         targets=batch.targets.index_select(0, chosen),
         target_index=batch.target_index.index_select(0, chosen),
-        documents=tuple(batch.documents[place] for place in kept),
+        sequences=tuple(batch.sequences[place] for place in kept),
         roles=tuple(batch.roles[place] for place in kept),
         target_counts=tuple(batch.target_counts[place] for place in kept),
     )
@@ -163,7 +163,7 @@ def _lines(part: Batch, kept: list[int]) -> Batch:
 
 
 def _stretches(part: Batch, kept: list[int]) -> Batch:
-    """Select documents of a flat batch."""
+    """Select sequences of a flat batch."""
     assert part.boundaries is not None
     edges = list(pairwise(part.boundaries.tolist()))
     lengths = [edges[place][1] - edges[place][0] for place in kept]

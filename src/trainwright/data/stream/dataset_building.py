@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.rows.kinds import Kind
+from trainwright.data.rows.kinds import RowReader
 from trainwright.data.tokens.dataset import write_dataset
-from trainwright.data.tokens.mixture import Part, parts_of, shares
+from trainwright.data.tokens.mixture import MixturePart, parts_of, shares
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError
 from trainwright.text import plural
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection, SourceSection
 
 Indices = npt.NDArray[np.int64]
-HELD_BACK = "held_back.npy"  # the file with the source and the row number of every held-out example
+HELD_OUT = "held_back.npy"  # the file with the source and the row number of every held-out example
 Chosen = list[tuple[TokenRows, Indices]]  # for each source, the indices of the selected rows
 
 
 def tokenize_and_split(
-    directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int
+    directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: RowReader, seed: int
 ) -> dict[str, Any]:
     """Write ``directory``/train and, if there is validation data, /validation; return the description of both.
 
@@ -74,7 +74,7 @@ def tokenize_and_split(
         if held:
             report = separate.report() if data.validation_source is not None else report
             counts.append(_write(directory / "validation", held, report, None))
-            np.save(directory / HELD_BACK, _numbered(held))
+            np.save(directory / HELD_OUT, _numbered(held))
     lines.append(_split_line(counts, how))
     # The layout determines whether a template is needed: for a mixture, a conversation layout if there is one.
     layout = next((rows.format for rows in found if rows.format != "text"), "text")
@@ -104,15 +104,15 @@ def _wanted(data: DataSection, found: Sequence[TokenRows]) -> list[float | int |
 def _check_alike(found: Sequence[TokenRows], keys: Sequence[str]) -> None:
     first = found[0]
     for rows, key in zip(found[1:], keys[1:], strict=True):
-        if rows.documents_per_example != first.documents_per_example:
+        if rows.sequences_per_example != first.sequences_per_example:
             raise RequestError(
                 f"{key}: {rows.source} has rows of {rows.format} and {keys[0]} has {first.format}: all examples of a "
                 "run must have the same number of answers; convert them to one layout"
             )
 
 
-def _mixture(data: DataSection, train: Chosen) -> tuple[Part, ...]:
-    sizes = [len(rows.documents_of(kept)) // rows.documents_per_example for rows, kept in train]
+def _mixture(data: DataSection, train: Chosen) -> tuple[MixturePart, ...]:
+    sizes = [len(rows.sequences_of(kept)) // rows.sequences_per_example for rows, kept in train]
     parts = parts_of(sizes, [source.weight for source in data.sources])
     for part, key in zip(parts, data.source_keys, strict=True):
         if not part.drawn:
@@ -123,7 +123,7 @@ def _mixture(data: DataSection, train: Chosen) -> tuple[Part, ...]:
     return parts
 
 
-def _mixture_lines(data: DataSection, mixture: Sequence[Part]) -> list[str]:
+def _mixture_lines(data: DataSection, mixture: Sequence[MixturePart]) -> list[str]:
     total = sum(part.drawn for part in mixture)
     return [
         f"mixture: {part.drawn:,} of the {total:,} examples per epoch ({part.drawn / total:.1%}) are from the "
@@ -157,13 +157,13 @@ def _joined(found: Sequence[TokenRows]) -> dict[str, Any]:
 
 
 def _write(
-    directory: Path, chosen: Chosen, report: dict[str, Any], mixture: tuple[Part, ...] | None
+    directory: Path, chosen: Chosen, report: dict[str, Any], mixture: tuple[MixturePart, ...] | None
 ) -> tuple[int, int]:
     """Write a dataset; return its numbers of examples and tokens."""
-    parts = [(rows.spool, rows.documents_of(kept)) for rows, kept in chosen]
-    each = chosen[0][0].documents_per_example
+    parts = [(rows.spool, rows.sequences_of(kept)) for rows, kept in chosen]
+    each = chosen[0][0].sequences_per_example
     tokens = write_dataset(directory, parts, each, report, mixture)
-    return sum(len(documents) for _, documents in parts) // each, tokens
+    return sum(len(sequences) for _, sequences in parts) // each, tokens
 
 
 def _split_line(counts: Sequence[tuple[int, int]], how: str) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.activity import doing
-from trainwright.data.rows.kinds import EXAMPLES, Kind
+from trainwright.data.rows.kinds import EXAMPLES, RowReader
 from trainwright.data.sources.key import content_of, settings_of, source_key
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Prepared datasets; ``summary`` is lines of text for the user."""
 
     train: TokenDataset
@@ -46,23 +46,23 @@ class Prepared:
     summary: list[str] = field(default_factory=list)
     directory: Path = Path()  # holds train/ and, if there is validation data, validation/
 
-    def held_back(self) -> npt.NDArray[np.int64]:
+    def held_out(self) -> npt.NDArray[np.int64]:
         """Return the source and the row number in it, both from 0, of every validation row [rows, 2]."""
-        from trainwright.data.stream.dataset_building import HELD_BACK
+        from trainwright.data.stream.dataset_building import HELD_OUT
 
-        found: npt.NDArray[np.int64] = np.load(self.directory / HELD_BACK)
+        found: npt.NDArray[np.int64] = np.load(self.directory / HELD_OUT)
         return found
 
 
 def prepare(
     data: DataSection,
     tokenizer: PreTrainedTokenizerBase,
-    kind: Kind = EXAMPLES,
+    kind: RowReader = EXAMPLES,
     *,
     seed: int,
     cache: Path,
     model_max_length: int | None = None,
-) -> Prepared:
+) -> PreparedData:
     """Read, tokenize, split and save the data of a recipe, or memory-map the result of an earlier run.
 
     Equal rows, tokenizer, ``data`` and ``seed`` give equal datasets. One process builds; others that need the same data
@@ -98,7 +98,7 @@ def prepare(
     return prepared
 
 
-def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
+def _find(root: Path, key: Path) -> tuple[PreparedData, str] | None:
     try:
         fingerprint = json.loads(key.read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError):  # not prepared yet
@@ -106,21 +106,27 @@ def _find(root: Path, key: Path) -> tuple[Prepared, str] | None:
     return _open(root / fingerprint, "reused")
 
 
-def _open(directory: Path, how: str) -> tuple[Prepared, str] | None:
+def _open(directory: Path, how: str) -> tuple[PreparedData, str] | None:
     """Return the datasets in ``directory`` and the layout of their rows, or None if it is missing or incomplete."""
     try:
         about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
         train = TokenDataset.open(directory / "train")
         validation = TokenDataset.open(directory / "validation") if about["validation"] else None
         summary = [*about["summary"], f"tokens kept in {directory} ({how})"]
-        return Prepared(train, validation, summary, directory), about["format"]
+        return PreparedData(train, validation, summary, directory), about["format"]
     except (OSError, ValueError, KeyError):
         return None
 
 
 def _build(
-    root: Path, key: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int, identity: str
-) -> tuple[Prepared, str]:
+    root: Path,
+    key: Path,
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: RowReader,
+    seed: int,
+    identity: str,
+) -> tuple[PreparedData, str]:
     separate = data.validation_source
     sources = [*data.sources, *([separate] if separate else [])]
     keys = [*data.source_keys, "data.validation"]
@@ -139,7 +145,7 @@ def _build(
     return opened
 
 
-def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: Kind, seed: int) -> None:
+def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: RowReader, seed: int) -> None:
     """Build the datasets in a temporary directory and rename it, so that ``directory`` is never incomplete."""
     from trainwright.data.stream.dataset_building import tokenize_and_split
 

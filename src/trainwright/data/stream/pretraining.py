@@ -14,7 +14,7 @@ from trainwright.data.rows.texts import VERSION
 from trainwright.data.sources.shards import Shards, is_shards, tokenizer_fingerprint
 from trainwright.data.stream.dataset_cache import writable
 from trainwright.data.stream.windows import Spans, WindowDataset, divided, everything
-from trainwright.data.tokens.mixture import Part, parts_of, shares
+from trainwright.data.tokens.mixture import MixturePart, parts_of, shares
 from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
 from trainwright.paths import user_path
@@ -103,9 +103,9 @@ def _made(
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
     """Return a value that changes whenever the sources or their content change, without reading them."""
-    from trainwright.data.sources.key import look
+    from trainwright.data.sources.key import file_states
 
-    return [VERSION, *([look(source, key), source.format, source.limit] for source, key in sources)]
+    return [VERSION, *([file_states(source, key), source.format, source.limit] for source, key in sources)]
 
 
 def _wanted(data: DataSection, sources: int) -> list[float | int]:
@@ -116,7 +116,7 @@ def _wanted(data: DataSection, sources: int) -> list[float | int]:
     return [validation] * sources
 
 
-def _mixture(data: DataSection, train: Sequence[Spans]) -> tuple[Part, ...] | None:
+def _mixture(data: DataSection, train: Sequence[Spans]) -> tuple[MixturePart, ...] | None:
     if len(train) == 1:
         return None
     sizes = [int(part.counts().sum()) for part in train]
@@ -138,7 +138,7 @@ def _line(corpus: Shards) -> str:
     )
 
 
-def _mixture_lines(data: DataSection, mixture: tuple[Part, ...] | None) -> list[str]:
+def _mixture_lines(data: DataSection, mixture: tuple[MixturePart, ...] | None) -> list[str]:
     total = sum(part.drawn for part in mixture or ())
     return [
         f"mixture: {part.drawn / total:.1%} of an epoch's examples from {source.source}, each "

@@ -15,8 +15,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.tokens.dataset import Companions
-from trainwright.data.tokens.mixture import Part, drawn, permuted
+from trainwright.data.tokens.dataset import PairedSequences
+from trainwright.data.tokens.mixture import MixturePart, drawn, permuted
 from trainwright.data.tokens.packing import best_fit_decreasing
 
 
@@ -61,21 +61,21 @@ class Examples(Protocol):
         """Return a hash of everything that the examples depend on."""
 
     @property
-    def mixture(self) -> tuple[Part, ...] | None:
+    def mixture(self) -> tuple[MixturePart, ...] | None:
         """Return the parts of a mixture; None for a single source."""
 
     @property
-    def companions(self) -> Companions | None:
-        """Return the companions of the examples; None if they have none."""
+    def paired(self) -> PairedSequences | None:
+        """Return the sequences that are paired with the examples; None if they have none."""
 
     def __len__(self) -> int:
         """Return the number of examples."""
 
-    def documents(self, index: int) -> tuple[int, ...]:
-        """Return the indices of the documents of one example, which the model processes separately."""
+    def sequences(self, index: int) -> tuple[int, ...]:
+        """Return the indices of the sequences of one example, which the model processes separately."""
 
-    def document_length(self, document: int) -> int:
-        """Return the number of tokens of one document."""
+    def sequence_length(self, sequence: int) -> int:
+        """Return the number of tokens of one sequence."""
 
     def length(self, index: int) -> int:
         """Return the number of tokens of one example."""
@@ -91,7 +91,7 @@ class Examples(Protocol):
 class MicroBatch:
     """The examples of one forward and backward pass, as rows: a row is an example, or a pack of several.
 
-    An example of several documents is also one row; without packing, each document is a separate row of the tensors.
+    An example of several sequences is also one row; without packing, each sequence is a separate row of the tensors.
     """
 
     index: int  # within the global batch; seeds dropout
@@ -159,7 +159,7 @@ Data = TypeVar("Data", bound=Examples)
 class Stream(Generic[Data]):
     """Global batches of a dataset over epochs, each example once per epoch, or as often as the mixture's shares say.
 
-    Companions are sampled in rounds with an order of their own, so that all are used almost equally often.
+    Paired sequences are sampled in rounds with an order of their own, so that all are used almost equally often.
 
     Args:
         global_batch_size: examples per step.
@@ -214,7 +214,7 @@ class Stream(Generic[Data]):
         """Limit later micro-batches to ``rows`` rows; global batches keep the same examples."""
         self._rows = rows if self._rows is None else min(rows, self._rows)
 
-    def fullest(self, steps: int) -> int:
+    def largest_step(self, steps: int) -> int:
         """Return which of the first ``steps`` global batches has the micro-batch with most tokens, padding included."""
         if self.total_examples is not None:
             steps = min(steps, len(self))
@@ -224,8 +224,8 @@ class Stream(Generic[Data]):
         """Return the number of tokens that the model computes for a micro-batch, with padding if it is not packed."""
         if self._pack_length is not None:
             return micro.tokens
-        documents = [document for example in micro.examples for document in self.dataset.documents(example)]
-        return len(documents) * max(map(self.dataset.document_length, documents))
+        sequences = [sequence for example in micro.examples for sequence in self.dataset.sequences(example)]
+        return len(sequences) * max(map(self.dataset.sequence_length, sequences))
 
     def examples(self, step: int) -> list[int]:
         """Return the indices of the examples of global batch ``step`` (from 0), in the order of the epoch."""
@@ -240,7 +240,7 @@ class Stream(Generic[Data]):
 
     def seen(self) -> list[int]:
         """Return all examples that occur in a global batch, sorted by index."""
-        all_in_an_epoch = self.dataset.companions is None and (self.dataset.mixture is None or not self._shuffle)
+        all_in_an_epoch = self.dataset.paired is None and (self.dataset.mixture is None or not self._shuffle)
         if self.total_examples is None or (all_in_an_epoch and self.total_examples >= len(self.dataset)):
             return list(range(len(self.dataset)))
         return sorted({example for step in range(len(self)) for example in self.examples(step)})
@@ -283,14 +283,14 @@ class Stream(Generic[Data]):
     def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the order of one epoch; the last one is cached."""
         if self._order[0] != epoch:
-            size, companions = len(self.dataset), self.dataset.companions
+            size, paired = len(self.dataset), self.dataset.paired
             order = np.arange(size, dtype=np.int64)
             key = f"{self._seed}/{self.dataset.fingerprint}"
             if self._shuffle:
                 order = permuted(size, f"{key}/{epoch}")
                 if self.dataset.mixture is not None:
                     order = drawn(self.dataset.mixture, epoch, key)[order]
-            if companions is not None:
-                order = order + size * drawn([Part(companions.count, size)], epoch, f"{key}/companions")
+            if paired is not None:
+                order = order + size * drawn([MixturePart(paired.count, size)], epoch, f"{key}/companions")
             self._order = (epoch, order)
         return self._order[1]

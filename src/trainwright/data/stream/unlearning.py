@@ -13,7 +13,7 @@ import numpy as np
 
 from trainwright.data.rows.kinds import EXAMPLES, FORGET, RETAIN
 from trainwright.data.stream.dataset_cache import writable
-from trainwright.data.tokens.dataset import Companions, TokenDataset
+from trainwright.data.tokens.dataset import PairedSequences, TokenDataset
 from trainwright.data.tokens.mixture import permuted
 from trainwright.errors import RequestError
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> TokenDataset:
-    """Return the forget rows as examples with the retain rows as companions, memory-mapped from the cache.
+    """Return the forget rows as examples each paired with a retain row, memory-mapped from the cache.
 
-    Documents of ``forget`` keep their indices.
+    Sequences of ``forget`` keep their indices.
 
     Raises:
         MachineError: the cache cannot be written.
@@ -39,15 +39,15 @@ def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> To
         with writable(cache / "datasets"):
             _join(forget, retain, fingerprint).save(directory)
         found = TokenDataset.open(directory)
-    return replace(found, companions=Companions(forget.document_count, retain.document_count))
+    return replace(found, paired=PairedSequences(forget.sequence_count, retain.sequence_count))
 
 
 def _join(forget: TokenDataset, retain: TokenDataset, fingerprint: str) -> TokenDataset:
     members, roles = forget.members, forget.roles
     if members is None:
-        members = np.arange(forget.document_count, dtype=np.int64)[:, None]
+        members = np.arange(forget.sequence_count, dtype=np.int64)[:, None]
     if roles is None:
-        roles = np.full(forget.document_count, FORGET, dtype=np.int8)
+        roles = np.full(forget.sequence_count, FORGET, dtype=np.int8)
     return TokenDataset(
         tokens=np.concatenate([forget.tokens, retain.tokens]),
         targets=np.concatenate([forget.targets, retain.targets]),
@@ -55,15 +55,15 @@ def _join(forget: TokenDataset, retain: TokenDataset, fingerprint: str) -> Token
         fingerprint=fingerprint,
         report=forget.report,
         members=members,
-        roles=np.concatenate([roles, np.full(retain.document_count, RETAIN, dtype=np.int8)]),
+        roles=np.concatenate([roles, np.full(retain.sequence_count, RETAIN, dtype=np.int8)]),
     )
 
 
 def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
-    """Return the same examples, restricted to documents (except companions) with one of ``roles``."""
+    """Return the same examples, restricted to sequences (except paired ones) with one of ``roles``."""
     if dataset.members is None or dataset.roles is None:
         return dataset
-    kept = [place for place, document in enumerate(dataset.members[0]) if dataset.role(int(document)) in roles]
+    kept = [place for place, sequence in enumerate(dataset.members[0]) if dataset.role(int(sequence)) in roles]
     return replace(dataset, members=np.ascontiguousarray(dataset.members[:, kept]))
 
 
@@ -72,9 +72,9 @@ def some_of(dataset: TokenDataset, wanted: float | int, seed: int) -> TokenDatas
     count = max(1, round(wanted * len(dataset))) if isinstance(wanted, float) else min(wanted, len(dataset))
     chosen = np.sort(permuted(len(dataset), f"{seed}/{dataset.fingerprint}/validation")[:count])
     members = np.arange(len(dataset), dtype=np.int64)[:, None] if dataset.members is None else dataset.members
-    companions = dataset.companions
+    paired = dataset.paired
     digest = hashlib.sha256(f"{dataset.fingerprint}/{seed}/{count}".encode()).hexdigest()[:32]
-    return replace(dataset, members=members[chosen], companions=companions, fingerprint=digest)
+    return replace(dataset, members=members[chosen], paired=paired, fingerprint=digest)
 
 
 def refuse_overlap(data: DataSection) -> None:
@@ -107,7 +107,7 @@ def _contents(data: DataSection, part: str) -> Iterator[tuple[str, bytes]]:
     layout = EXAMPLES.layout(columns, [row for _, row in first], source.format)
     for place, row in chain(first, rows):
         try:
-            ((_, example),) = EXAMPLES.documents(row, layout)
+            ((_, example),) = EXAMPLES.sequences(row, layout)
         except NoTarget:
             continue
         except RequestError as error:

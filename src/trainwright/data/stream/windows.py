@@ -21,7 +21,7 @@ from trainwright.data.sources.shards import Shards
 from trainwright.data.stream.batch import Batch, flat_layout, padded_layout
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.mixture import Part
+from trainwright.data.tokens.mixture import MixturePart
 from trainwright.errors import RequestError
 
 Indices = npt.NDArray[np.int64]
@@ -64,7 +64,7 @@ class WindowDataset(TokenDataset):
     _first: Indices = field(init=False, repr=False, default_factory=lambda: _NONE)  # index of each part's first span
 
     @classmethod
-    def of(cls, parts: Sequence[Spans], mixture: tuple[Part, ...] | None) -> WindowDataset:
+    def of(cls, parts: Sequence[Spans], mixture: tuple[MixturePart, ...] | None) -> WindowDataset:
         """Return a dataset of the windows of several corpora, sampled by the shares in ``mixture``."""
         nothing = {"tokens": _NONE.astype(np.int32), "targets": _NONE.astype(np.bool_), "offsets": _NONE}
         about = {"fingerprint": fingerprint_of(parts, mixture), "report": {"format": "text"}, "mixture": mixture}
@@ -92,21 +92,21 @@ class WindowDataset(TokenDataset):
         begin = int(part.begins[own]) + (index - int(self._before[stretch])) * part.length
         return part.shards, begin, min(begin + part.length + 1, int(part.ends[own]))
 
-    def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    def sequence(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Return ``(tokens [n + 1], targets [n + 1])`` of an example; all tokens but the first are targets."""
-        shards, begin, end = self._place(document)
+        shards, begin, end = self._place(sequence)
         targets = np.ones(end - begin, dtype=np.bool_)
         targets[0] = False
         return shards.read(begin, end), targets
 
-    def document_length(self, document: int) -> int:
-        """Return the number of tokens of one document."""
-        _, begin, end = self._place(document)
+    def sequence_length(self, sequence: int) -> int:
+        """Return the number of tokens of one sequence."""
+        _, begin, end = self._place(sequence)
         return end - begin - 1
 
-    def document_targets(self, document: int) -> int:
-        """Return the number of targets of one document."""
-        return self.document_length(document)
+    def sequence_targets(self, sequence: int) -> int:
+        """Return the number of targets of one sequence."""
+        return self.sequence_length(sequence)
 
     def example_lengths(self) -> Indices:
         """Return the length of every example."""
@@ -133,7 +133,7 @@ class WindowDataset(TokenDataset):
 
 def collate_windows(dataset: WindowDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
     """Collate one micro-batch into tensors; the last token of an example is only a target."""
-    tokens = [dataset.document(example)[0] for example in micro.examples]
+    tokens = [dataset.sequence(example)[0] for example in micro.examples]
     pairs = [(ids[:-1], np.ones(len(ids) - 1, dtype=np.bool_)) for ids in tokens]
     lengths = [len(ids) for ids, _ in pairs]
     layout = flat_layout(pairs, lengths) if packed else padded_layout(pairs, lengths, pad_token_id)
@@ -149,7 +149,7 @@ def collate_windows(dataset: WindowDataset, micro: MicroBatch, *, packed: bool, 
         tokens=sum(lengths),
         weight=micro.weight,
         examples=micro.examples,
-        documents=micro.examples,
+        sequences=micro.examples,
         roles=(0,) * len(lengths),
         target_counts=tuple(lengths),
     )
@@ -183,13 +183,13 @@ def divided(
                 "or validation; change it, or set it to null"
             )
         return _stream(shards, 0, total - wanted, length), _stream(shards, total - wanted, total, length)
-    held = _held_back(shards.digests, validation, seed, key)
+    held = _held_out(shards.digests, validation, seed, key)
     whole = everything(shards, length, contiguous=False)
     sides = [Spans(shards, whole.begins[side], whole.ends[side], length) for side in (~held, held)]
     return sides[0], sides[1]
 
 
-def fingerprint_of(parts: Sequence[Spans], mixture: tuple[Part, ...] | None) -> str:
+def fingerprint_of(parts: Sequence[Spans], mixture: tuple[MixturePart, ...] | None) -> str:
     """Return a hash of the tokens and their division into windows, independent of file paths."""
     digest = hashlib.sha256(repr(mixture).encode())
     for part in parts:
@@ -202,7 +202,7 @@ def _stream(shards: Shards, begin: int, end: int, length: int) -> Spans:
     return Spans(shards, np.asarray([begin], dtype=np.int64), np.asarray([end], dtype=np.int64), length)
 
 
-def _held_back(digests: npt.NDArray[np.uint64], validation: float | int, seed: int, key: str) -> npt.NDArray[np.bool_]:
+def _held_out(digests: npt.NDArray[np.uint64], validation: float | int, seed: int, key: str) -> npt.NDArray[np.bool_]:
     """Return which documents are held out: the first in an order determined by the seed and their tokens."""
     total = len(digests)
     wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)

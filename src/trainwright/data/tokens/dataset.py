@@ -2,14 +2,14 @@
 
 A dataset directory holds flat arrays and a small JSON file:
 
-    tokens.npy    int32  [total]        the tokens of all documents, concatenated
+    tokens.npy    int32  [total]        the tokens of all sequences, concatenated
     targets.npy   bool   [total]        True if the token is a target
-    offsets.npy   int64  [documents+1]  the start of each document
-    members.npy   int64  [examples, k]  the documents of each example; absent if each document is an example
-    roles.npy     int8   [documents]    the role of each document in its example; absent if all are the same
+    offsets.npy   int64  [sequences+1]  the start of each sequence
+    members.npy   int64  [examples, k]  the sequences of each example; absent if each sequence is an example
+    roles.npy     int8   [sequences]    the role of each sequence in its example; absent if all are the same
     dataset.json  fingerprint, report, names of the arrays, and the parts of a mixture
 
-An example of a preference task has two documents, which are always in one micro-batch.
+An example of a preference task has two sequences, which are always in one micro-batch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.tokens.mixture import Part, drawn
+from trainwright.data.tokens.mixture import MixturePart, drawn
 
 _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
 Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Companions:
-    """The ``count`` documents from ``begin`` on, one of which joins each example; they alternate over epochs."""
+class PairedSequences:
+    """The ``count`` sequences from ``begin`` on, one of which joins each example; they alternate over epochs."""
 
     begin: int
     count: int
@@ -46,9 +46,9 @@ class Companions:
 class TokenDataset:
     """Examples as flat arrays; ``report`` holds the counts of the preparation.
 
-    ``members`` may use a document in any number of examples. ``mixture``: the sources, whose examples are stored one
-    source after another and are sampled by share. With ``companions``, example ``i + n * len(self)`` is example ``i``
-    together with companion ``n``.
+    ``members`` may use a sequence in any number of examples. ``mixture``: the sources, whose examples are stored one
+    source after another and are sampled by share. With ``paired``, example ``i + n * len(self)`` is example ``i``
+    together with paired sequence ``n``.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -58,65 +58,65 @@ class TokenDataset:
     report: dict[str, Any] = field(default_factory=dict)
     members: npt.NDArray[np.int64] | None = None
     roles: npt.NDArray[np.int8] | None = None
-    mixture: tuple[Part, ...] | None = None
-    companions: Companions | None = None
+    mixture: tuple[MixturePart, ...] | None = None
+    paired: PairedSequences | None = None
 
     def __len__(self) -> int:
-        return self.document_count if self.members is None else len(self.members)
+        return self.sequence_count if self.members is None else len(self.members)
 
     @property
-    def document_count(self) -> int:
-        """Return the number of documents."""
+    def sequence_count(self) -> int:
+        """Return the number of sequences."""
         return len(self.offsets) - 1
 
     @property
-    def documents_per_example(self) -> int:
-        """Return the number of documents of each example, its companion included."""
-        return (1 if self.members is None else self.members.shape[1]) + (self.companions is not None)
+    def sequences_per_example(self) -> int:
+        """Return the number of sequences of each example, its paired sequence included."""
+        return (1 if self.members is None else self.members.shape[1]) + (self.paired is not None)
 
-    def documents(self, index: int) -> tuple[int, ...]:
-        """Return the documents of one example, in order; a companion comes last."""
-        companion: tuple[int, ...] = ()
-        if self.companions is not None:
+    def sequences(self, index: int) -> tuple[int, ...]:
+        """Return the sequences of one example, in order; a paired sequence comes last."""
+        paired: tuple[int, ...] = ()
+        if self.paired is not None:
             turn, index = divmod(index, len(self))
-            companion = (self.companions.begin + turn,)
+            paired = (self.paired.begin + turn,)
         own = (index,) if self.members is None else tuple(self.members[index].tolist())
-        return own + companion
+        return own + paired
 
-    def role(self, document: int) -> int:
-        """Return the role of one document in its example."""
-        return 0 if self.roles is None else int(self.roles[document])
+    def role(self, sequence: int) -> int:
+        """Return the role of one sequence in its example."""
+        return 0 if self.roles is None else int(self.roles[sequence])
 
-    def document_length(self, document: int) -> int:
-        """Return the number of tokens of one document."""
-        return int(self.offsets[document + 1] - self.offsets[document])
+    def sequence_length(self, sequence: int) -> int:
+        """Return the number of tokens of one sequence."""
+        return int(self.offsets[sequence + 1] - self.offsets[sequence])
 
-    def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Return ``(tokens [length], targets [length])`` of one document."""
-        begin, end = int(self.offsets[document]), int(self.offsets[document + 1])
+    def sequence(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Return ``(tokens [length], targets [length])`` of one sequence."""
+        begin, end = int(self.offsets[sequence]), int(self.offsets[sequence + 1])
         return self.tokens[begin:end], self.targets[begin:end]
 
-    def document_targets(self, document: int) -> int:
-        """Return the number of targets of one document; its first token is never one."""
-        begin, end = int(self.offsets[document]), int(self.offsets[document + 1])
+    def sequence_targets(self, sequence: int) -> int:
+        """Return the number of targets of one sequence; its first token is never one."""
+        begin, end = int(self.offsets[sequence]), int(self.offsets[sequence + 1])
         return int(np.count_nonzero(self.targets[begin + 1 : end]))
 
     def length(self, index: int) -> int:
         """Return the number of tokens of one example."""
-        return sum(map(self.document_length, self.documents(index)))
+        return sum(map(self.sequence_length, self.sequences(index)))
 
     def target_count(self, index: int) -> int:
         """Return the number of targets of one example."""
-        return sum(map(self.document_targets, self.documents(index)))
+        return sum(map(self.sequence_targets, self.sequences(index)))
 
     def example_lengths(self) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of every example [examples]; with companions, those of the first epoch."""
+        """Return the number of tokens of every example [examples]; with paired sequences, those of the first epoch."""
         each: npt.NDArray[np.int64] = np.diff(self.offsets)
         lengths = each[: len(self)] if self.members is None else each[self.members].sum(1)
-        if self.companions is None:
+        if self.paired is None:
             return lengths
-        companions = drawn([Part(self.companions.count, len(self))], 0, self.fingerprint)
-        return lengths + each[self.companions.begin + companions]
+        partners = drawn([MixturePart(self.paired.count, len(self))], 0, self.fingerprint)
+        return lengths + each[self.paired.begin + partners]
 
     def target_fraction(self) -> float:
         """Return the fraction of tokens that are targets."""
@@ -137,7 +137,7 @@ class TokenDataset:
         fingerprint: str,
         report: dict[str, Any] | None = None,
     ) -> TokenDataset:
-        """Create an in-memory dataset from ``(tokens, targets)`` pairs, each an example of one document."""
+        """Create an in-memory dataset from ``(tokens, targets)`` pairs, each an example of one sequence."""
         tokens: list[npt.NDArray[np.int32]] = []
         targets: list[npt.NDArray[np.bool_]] = []
         offsets = [0]
@@ -153,9 +153,9 @@ class TokenDataset:
             report or {},
         )
 
-    def part(self, documents: Iterable[int]) -> TokenDataset:
-        """Return an in-memory dataset of some of the documents, each an example, in this order."""
-        pairs = [self.document(document) for document in documents]
+    def part(self, sequences: Iterable[int]) -> TokenDataset:
+        """Return an in-memory dataset of some of the sequences, each an example, in this order."""
+        pairs = [self.sequence(sequence) for sequence in sequences]
         return TokenDataset.from_examples([(ids.tolist(), flags.tolist()) for ids, flags in pairs], "part")
 
     def save(self, directory: Path) -> None:
@@ -176,12 +176,16 @@ class TokenDataset:
         about = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
         arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
         arrays["offsets"] = np.asarray(arrays["offsets"])
-        mixture = tuple(Part(*part) for part in about["mixture"]) if about["mixture"] else None
+        mixture = tuple(MixturePart(*part) for part in about["mixture"]) if about["mixture"] else None
         return cls(**arrays, fingerprint=about["fingerprint"], report=about["report"], mixture=mixture)
 
 
 def write_about(
-    directory: Path, fingerprint: str, report: dict[str, Any], arrays: list[str], mixture: tuple[Part, ...] | None
+    directory: Path,
+    fingerprint: str,
+    report: dict[str, Any],
+    arrays: list[str],
+    mixture: tuple[MixturePart, ...] | None,
 ) -> None:
     """Write ``dataset.json`` for a directory of ``arrays``."""
     parts = None if mixture is None else [astuple(part) for part in mixture]
@@ -190,7 +194,7 @@ def write_about(
 
 
 class TokenSpool:
-    """Documents stored one after another in unnamed temporary files, which are deleted when closed."""
+    """Sequences stored one after another in unnamed temporary files, which are deleted when closed."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -209,20 +213,20 @@ class TokenSpool:
         return self._offsets[-1]
 
     def add(self, tokens: npt.NDArray[np.int32], targets: npt.NDArray[np.bool_], role: int) -> None:
-        """Append a document."""
+        """Append a sequence."""
         self._tokens.write(tokens.astype("<i4", copy=False).tobytes())
         self._targets.write(targets.tobytes())
         self._offsets.append(self._offsets[-1] + len(tokens))
         self.roles.append(role)
         self.target_tokens += int(targets[1:].sum())
 
-    def length(self, document: int) -> int:
-        """Return the number of tokens of a document."""
-        return self._offsets[document + 1] - self._offsets[document]
+    def length(self, sequence: int) -> int:
+        """Return the number of tokens of a sequence."""
+        return self._offsets[sequence + 1] - self._offsets[sequence]
 
-    def read(self, document: int) -> tuple[bytes, bytes]:
-        """Return the tokens of a document as little-endian int32, and its targets as bytes of 0 and 1."""
-        begin, length = self._offsets[document], self.length(document)
+    def read(self, sequence: int) -> tuple[bytes, bytes]:
+        """Return the tokens of a sequence as little-endian int32, and its targets as bytes of 0 and 1."""
+        begin, length = self._offsets[sequence], self.length(sequence)
         self._tokens.seek(begin * 4)
         self._targets.seek(begin)
         return self._tokens.read(length * 4), self._targets.read(length)
@@ -234,24 +238,24 @@ class TokenSpool:
 
 
 def header(length: int, role: int) -> bytes:
-    """Return the header of a document for hashing: its length and role."""
+    """Return the header of a sequence for hashing: its length and role."""
     return length.to_bytes(8, "little") + (role.to_bytes(1, "little") if role else b"")
 
 
 def write_dataset(
     directory: Path,
     parts: Sequence[tuple[TokenSpool, Indices]],
-    documents_per_example: int,
+    sequences_per_example: int,
     report: dict[str, Any],
-    mixture: tuple[Part, ...] | None = None,
+    mixture: tuple[MixturePart, ...] | None = None,
 ) -> int:
-    """Create ``directory`` with a dataset of the selected documents of each spool; return its number of tokens.
+    """Create ``directory`` with a dataset of the selected sequences of each spool; return its number of tokens.
 
     The fingerprint depends only on their tokens, targets and roles, and on the mixture.
     """
     directory.mkdir(parents=True)
     lengths = np.concatenate(
-        [np.fromiter((spool.length(int(d)) for d in documents), np.int64, len(documents)) for spool, documents in parts]
+        [np.fromiter((spool.length(int(d)) for d in sequences), np.int64, len(sequences)) for spool, sequences in parts]
     )
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     total = int(offsets[-1])
@@ -260,10 +264,10 @@ def write_dataset(
     with (directory / "tokens.npy").open("wb") as tokens, (directory / "targets.npy").open("wb") as targets:
         _npy_header(tokens, "<i4", total)
         _npy_header(targets, "|b1", total)
-        for spool, documents in parts:
-            for document in documents:
-                ids, flags = spool.read(int(document))
-                role = spool.roles[document]
+        for spool, sequences in parts:
+            for sequence in sequences:
+                ids, flags = spool.read(int(sequence))
+                role = spool.roles[sequence]
                 digest.update(header(len(flags), role) + ids + flags)
                 tokens.write(ids)
                 targets.write(flags)
@@ -272,8 +276,8 @@ def write_dataset(
         digest.update(repr(mixture).encode())
     arrays = ["tokens", "targets", "offsets"]
     np.save(directory / "offsets.npy", offsets)
-    if documents_per_example > 1:
-        np.save(directory / "members.npy", np.arange(len(lengths), dtype=np.int64).reshape(-1, documents_per_example))
+    if sequences_per_example > 1:
+        np.save(directory / "members.npy", np.arange(len(lengths), dtype=np.int64).reshape(-1, sequences_per_example))
         arrays.append("members")
     if any(roles):
         np.save(directory / "roles.npy", np.frombuffer(roles, dtype=np.int8))

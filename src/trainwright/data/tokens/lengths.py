@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.data.tokens.packing import best_fit_decreasing
 from trainwright.errors import RequestError
-from trainwright.machine.cache import keep
+from trainwright.machine.cache import try_write
 from trainwright.text import plural, times
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def remember(
     """
     file = _file(model, data, seed, cache, rows)
     if not file.exists():
-        keep(file, json.dumps(asdict(lengths_of(dataset))))
+        try_write(file, json.dumps(asdict(lengths_of(dataset))))
 
 
 def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: int = 1) -> Lengths | None:

@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """One source of a mixture: it has ``examples`` examples, and each epoch samples ``drawn`` of them."""
 
     examples: int
     drawn: int
 
 
-def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[Part, ...]:
+def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[MixturePart, ...]:
     """Divide an epoch, which has as many examples as all sources together, by weight (largest remainders)."""
-    return tuple(map(Part, sizes, shares(sum(sizes), weights)))
+    return tuple(map(MixturePart, sizes, shares(sum(sizes), weights)))
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
@@ -33,7 +33,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     return whole
 
 
-def drawn(parts: Sequence[Part], epoch: int, key: str) -> npt.NDArray[np.int64]:
+def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> npt.NDArray[np.int64]:
     """Return the examples of one epoch before shuffling: a pure function of the arguments.
 
     Each source is sampled in rounds, each a permutation of its examples, and an epoch continues where the previous one

@@ -19,14 +19,14 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     if order and lengths[order[0]] > capacity:
         raise ValueError(f"an example of {lengths[order[0]]} tokens does not fit a pack of {capacity}")
     packs: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, pack), ascending
+    open_packs: list[tuple[int, int]] = []  # (free tokens, pack), ascending
     for index in order:
-        place = bisect_left(room, (lengths[index], -1))
-        if place == len(room):
+        place = bisect_left(open_packs, (lengths[index], -1))
+        if place == len(open_packs):
             packs.append([index])
             free, pack = capacity, len(packs) - 1
         else:
-            free, pack = room.pop(place)
+            free, pack = open_packs.pop(place)
             packs[pack].append(index)
-        insort(room, (free - lengths[index], pack))
+        insort(open_packs, (free - lengths[index], pack))
     return packs

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from trainwright.data.rows.texts import Piece, pieces
+from trainwright.data.rows.texts import TextPiece, pieces
 from trainwright.data.sources.shards import ABOUT, INDEX, VERSION, tokenizer_fingerprint, tokenizer_name
 from trainwright.data.tokens.token_processes import encoding
 from trainwright.data.tokens.token_worker import Encoded, Settings
 from trainwright.errors import RequestError
-from trainwright.machine.measured.hold import hold
+from trainwright.machine.file_lock import lock_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ _CHUNK = 2**20  # characters that a process gets at a time
 _SAVE_SECONDS = 3.0
 _COPY = 2**22
 
-Report = Callable[[int, int, int], None]  # characters, tokens and documents so far
+ReportProgress = Callable[[int, int, int], None]  # characters, tokens and documents so far
 
 
 @dataclass
@@ -60,7 +60,7 @@ def tokenize(
     identity: Any,
     processes: int = 1,
     shard_tokens: int = SHARD_TOKENS,
-    report: Report = lambda characters, tokens, documents: None,
+    report: ReportProgress = lambda characters, tokens, documents: None,
 ) -> dict[str, Any]:
     """Write the token shards of ``sources`` into ``out``, or resume an interrupted call; return the corpus description.
 
@@ -80,7 +80,9 @@ def tokenize(
         raise RequestError(f"--out: {out} is a file; choose a directory")
     new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    with hold(out, f"--out: {out} is being written by another process; wait for it, or choose another directory"):
+    with lock_directory(
+        out, f"--out: {out} is being written by another process; wait for it, or choose another directory"
+    ):
         if (found := _finished(out, task)) is not None:
             return found
         settings = settings_of(tokenizer)
@@ -188,7 +190,7 @@ class _Writer:
         while part := self._tokens.read(_COPY):
             self._document.update(part)
 
-    def add(self, chunk: Sequence[Piece], encoded: Encoded) -> None:
+    def add(self, chunk: Sequence[TextPiece], encoded: Encoded) -> None:
         """Write tokenized pieces."""
         tokens, lengths = encoded
         width, begin = self._dtype.itemsize, 0
@@ -284,8 +286,8 @@ def _opened(file: Path, size: int) -> BinaryIO:
     return opened
 
 
-def _chunks(text: Iterable[Piece]) -> Iterator[list[Piece]]:
-    chunk: list[Piece] = []
+def _chunks(text: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    chunk: list[TextPiece] = []
     size = 0
     for piece in text:
         chunk.append(piece)

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from trainwright.data.rows.texts import Piece
+from trainwright.data.rows.texts import TextPiece
 from trainwright.data.tokens import token_worker
 from trainwright.data.tokens.token_worker import Encoded, Encoder, Settings
 from trainwright.errors import MachineError
 
-Chunk = list[Piece]
+Chunk = list[TextPiece]
 Encode = Callable[[Iterable[Chunk]], Iterator[tuple[Chunk, Encoded]]]
 
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.kinds import Kind
-from trainwright.data.rows.layouts import Layout, columns_not_used
+from trainwright.data.rows.kinds import RowReader
+from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.dataset import TokenSpool, header
@@ -67,14 +67,14 @@ class Hashes(Sequence[bytes]):
 
 @dataclass
 class TokenRows:
-    """The examples of one source, each of the same number of documents.
+    """The examples of one source, each of the same number of sequences.
 
     A row is one example or, if it was split, several consecutive ones. ``hashes`` are digests of the tokens and roles
     of the rows that became examples; equal rows have equal digests.
     """
 
     source: str
-    format: Layout
+    format: RowLayout
     max_length: int
     detected: bool
     splits: bool
@@ -82,7 +82,7 @@ class TokenRows:
     rows: int = 0
     examples_of_row: array[int] = field(default_factory=lambda: array("q"))  # of each row that became examples
     numbers: array[int] = field(default_factory=lambda: array("q"))  # index of each of these rows in the source, from 0
-    documents_per_example: int = 1
+    sequences_per_example: int = 1
     hashes: Hashes = field(default_factory=Hashes)
     truncated: int = 0
     cut_tokens: int = 0
@@ -94,17 +94,17 @@ class TokenRows:
     notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.spool) // self.documents_per_example
+        return len(self.spool) // self.sequences_per_example
 
-    def add(self, documents: Sequence[Encoded], roles: Sequence[int]) -> None:
-        """Add one row: cut or split it, or leave it out if one of its documents keeps no target."""
+    def add(self, sequences: Sequence[Encoded], roles: Sequence[int]) -> None:
+        """Add one row: cut or split it, or leave it out if one of its sequences keeps no target."""
         self.rows += 1
-        self.documents_per_example = len(documents)
-        lengths = [len(ids) for ids, _ in documents]
+        self.sequences_per_example = len(sequences)
+        lengths = [len(ids) for ids, _ in sequences]
         self.longest = max(self.longest, *lengths)
-        tokens = [np.asarray(ids, dtype=np.int32) for ids, _ in documents]
-        targets = [np.asarray(flags, dtype=np.bool_) for _, flags in documents]
-        if self.splits and lengths[0] > self.max_length and len(documents) == 1:
+        tokens = [np.asarray(ids, dtype=np.int32) for ids, _ in sequences]
+        targets = [np.asarray(flags, dtype=np.bool_) for _, flags in sequences]
+        if self.splits and lengths[0] > self.max_length and len(sequences) == 1:
             self._add_windows(tokens[0], targets[0], roles[0])
             return
         cut = [length - self.max_length for length in lengths if length > self.max_length]
@@ -151,9 +151,9 @@ class TokenRows:
         """Return the number of rows with the same tokens as an earlier row."""
         return len(self.hashes) - len(self.hashes.distinct())
 
-    def documents_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the indices of the documents that ``rows`` (among the rows with examples) became, in order."""
-        counts = np.frombuffer(self.examples_of_row, dtype=np.int64) * self.documents_per_example
+    def sequences_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the indices of the sequences that ``rows`` (among the rows with examples) became, in order."""
+        counts = np.frombuffer(self.examples_of_row, dtype=np.int64) * self.sequences_per_example
         begins = np.cumsum(counts) - counts
         within = np.arange(int(counts[rows].sum())) - np.repeat(np.cumsum(counts[rows]) - counts[rows], counts[rows])
         return np.repeat(begins[rows], counts[rows]) + within
@@ -184,7 +184,7 @@ class TokenRows:
         lines = [
             f"{name}: {self.source}, {plural(self.rows, 'row')} of {self.format} ({how})",
             f"{name}: {count['tokens']:,} tokens, {count['target_tokens']:,} of them targets; "
-            f"longest {'row' if self.documents_per_example == 1 else 'side'} {plural(self.longest, 'token')}",
+            f"longest {'row' if self.sequences_per_example == 1 else 'side'} {plural(self.longest, 'token')}",
         ]
         if self.truncated:
             lines.append(
@@ -208,7 +208,7 @@ class TokenRows:
 
 
 def windows_of(length: int, longest: int) -> list[tuple[int, int]]:
-    """Return the (begin, end) of each window of at most ``longest`` tokens that a longer document is split into.
+    """Return the (begin, end) of each window of at most ``longest`` tokens that a longer text is split into.
 
     Each window starts with the last token of the one before, which is not a target as a window's first token but was
     one in the window before.
@@ -222,12 +222,18 @@ def splits_long(long_documents: str, layout: str) -> bool:
 
 
 def tokenize_source(
-    source: SourceSection, tokenizer: PreTrainedTokenizerBase, data: DataSection, kind: Kind, *, key: str, spool: Path
+    source: SourceSection,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataSection,
+    kind: RowReader,
+    *,
+    key: str,
+    spool: Path,
 ) -> TokenRows:
     """Read ``source`` and encode each row; the tokens are stored in files in the directory ``spool``.
 
-    A row goes through ``read_rows``, ``Kind.documents`` (its messages), ``ChatEncoder.encode`` (tokens and targets) and
-    ``TokenRows.add`` (cut and stored).
+    A row goes through ``read_rows``, ``RowReader.sequences`` (its messages), ``ChatEncoder.encode`` (tokens and
+    targets) and ``TokenRows.add`` (cut and stored).
 
     Raises:
         RequestError: the source, its layout or a row is wrong (the message names the row's file and line), or no row
@@ -277,7 +283,7 @@ def _batches(rows: Dataset) -> Iterator[list[Row]]:
 def _take_in(
     rows: list[Row],
     start: int,
-    kind: Kind,
+    kind: RowReader,
     found: TokenRows,
     encode: Callable[[list[Any]], list[Encoded]],
     place: Callable[[int], str],
@@ -288,15 +294,15 @@ def _take_in(
     roles: dict[int, list[int]] = {}
     for index, row in enumerate(rows, start):
         try:
-            documents = kind.documents(row, found.format, found.remarks)
+            sequences = kind.sequences(row, found.format, found.remarks)
         except NoTarget as reason:
             found.leave_out(str(reason))
             continue
         except RequestError as error:
             raise RequestError(f"{place(index)}: {error}") from None
-        roles[index] = [role for role, _ in documents]
-        texts += [text for _, text in documents]
-        owners += [index] * len(documents)
+        roles[index] = [role for role, _ in sequences]
+        texts += [text for _, text in sequences]
+        owners += [index] * len(sequences)
     try:
         encoded = iter(encode(texts))
     except TurnsError as error:

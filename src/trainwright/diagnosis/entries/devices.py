@@ -202,7 +202,7 @@ ERRORS = (
             r"probability tensor contains either `?inf`?",
             r"Assertion `?.{0,40}(?:input value should be between 0~1|input_val >= zero).{0,40}failed",
         ),
-        cause="The logits are NaN or infinite: weights damaged by training, fp16 overflow, or a quantised model that "
+        cause="The logits are NaN or infinite: weights damaged by training, fp16 overflow, or a quantized model that "
         "is loaded wrongly.",
         fixes=(
             "use bf16 instead of fp16: train.mixed_precision: bf16",
@@ -276,8 +276,8 @@ ERRORS = (
         ),
     ),
     KnownError(
-        name="cuda-initialisation",
-        title="CUDA could not be initialised",
+        name="cuda-initialization",
+        title="CUDA could not be initialized",
         patterns=(
             r"Cuda failure (?:\d+ )?'initialization error'",
             r"Unexpected error from cudaGetDeviceCount.{0,300}Error (?:3|999)\b",
@@ -289,7 +289,7 @@ ERRORS = (
         ),
         role=Role.SYMPTOM,
         cause="The driver answered with an error: it is not loaded completely (nvidia_uvm), the container lacks "
-        "devices, the machine slept, or a forked process uses CUDA that its parent had initialised.",
+        "devices, the machine slept, or a forked process uses CUDA that its parent had initialized.",
         fixes=(
             "check: nvidia-smi; sudo modprobe nvidia_uvm; in a container: ls /dev/nvidia*",
             "reboot, or reload the module: sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",
@@ -299,7 +299,7 @@ ERRORS = (
         name="cuda-in-forked-process",
         title="CUDA was used before a fork",
         patterns=(r"Cannot re-initialize CUDA in forked subprocess",),
-        cause="The parent process initialised CUDA, then forked data loader workers or ranks that use it too.",
+        cause="The parent process initialized CUDA, then forked data loader workers or ranks that use it too.",
         fixes=(
             "touch no GPU in the parent and in Dataset.__getitem__: return CPU tensors and move them in the loop",
             "or start processes afresh: multiprocessing_context='spawn', "

@@ -156,11 +156,11 @@ ERRORS = (
             r"FlatParameter`? requires uniform `?dtype",
             r"Cannot flatten integer dtype tensors",
         ),
-        cause="A block has parameters of several types: a model in bf16 with adapters or norms in fp32, or quantised "
+        cause="A block has parameters of several types: a model in bf16 with adapters or norms in fp32, or quantized "
         "weights stored as integers.",
         fixes=(
             "cast the model to one type before wrapping: model.to(torch.bfloat16)",
-            "for quantised bases: bnb_4bit_quant_storage=torch.bfloat16, equal to the type of the other parameters",
+            "for quantized bases: bnb_4bit_quant_storage=torch.bfloat16, equal to the type of the other parameters",
         ),
     ),
     KnownError(
@@ -248,7 +248,7 @@ ERRORS = (
         ),
         role=Role.SYMPTOM,
         cause="Rows of different lengths were batched without padding, a layer got an input of another width, or a "
-        "sharded or quantised weight was used outside of its module (ZeRO-3: 'weight' must be 2-D).",
+        "sharded or quantized weight was used outside of its module (ZeRO-3: 'weight' must be 2-D).",
         fixes=(
             "pad and truncate: a data collator with padding, data.max_length for the longest row",
             "compare the two shapes of the message with the configuration of the model",
@@ -326,13 +326,13 @@ ERRORS = (
         cause="device_map='auto' spreads one copy of the model over all GPUs, the CPU and the disk; training in "
         "several processes needs a copy or a shard in each.",
         fixes=(
-            "load without device_map, or with device_map={'': int(os.environ['LOCAL_RANK'])} for quantised models",
+            "load without device_map, or with device_map={'': int(os.environ['LOCAL_RANK'])} for quantized models",
             "if it does not fit one GPU: parallel.strategy: fsdp or zero3",
         ),
     ),
     KnownError(
-        name="quantised-weights-not-trainable",
-        title="quantised weights cannot be trained without adapters",
+        name="quantized-weights-not-trainable",
+        title="quantized weights cannot be trained without adapters",
         patterns=(
             r"You cannot perform fine-tuning on purely quantized models",
             r"only Tensors of floating point (?:and complex )?dtype can require gradients",
@@ -340,7 +340,7 @@ ERRORS = (
         role=Role.SYMPTOM,
         cause="Weights stored as integers have no gradients.",
         fixes=(
-            "attach adapters: model.adapter in Trainwright, get_peft_model elsewhere; or load the weights unquantised",
+            "attach adapters: model.adapter in Trainwright, get_peft_model elsewhere; or load the weights unquantized",
         ),
     ),
     KnownError(
@@ -358,7 +358,7 @@ ERRORS = (
         "from rank 0 does not.",
         fixes=(
             "check the names in the checkpoint against model.state_dict(); with FSDP: sync_module_states=True",
-            "materialise first: model.to_empty(device=...) and then load",
+            "materialize first: model.to_empty(device=...) and then load",
         ),
     ),
     KnownError(
@@ -379,8 +379,8 @@ ERRORS = (
         ),
     ),
     KnownError(
-        name="quantised-model-moved",
-        title="a quantised model cannot be moved or cast",
+        name="quantized-model-moved",
+        title="a quantized model cannot be moved or cast",
         patterns=(r"`?\.to`? is not supported for `?[48]-bit", r"Calling `?cuda\(\)`? is not supported for `?[48]-bit"),
         cause="Weights in 4 or 8 bits are put on their device when they are loaded.",
         fixes=("leave out .to() and .cuda(); give the device when loading: device_map={'': 0}",),

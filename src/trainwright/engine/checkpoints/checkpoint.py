@@ -49,7 +49,7 @@ _Stamps = tuple[tuple[str, int, int, int], ...]  # for each file: name, size, mo
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that was written."""
 
     path: Path
@@ -70,7 +70,9 @@ class Checkpoints:
         """Return the directory of the checkpoint of ``step``."""
         return checkpoint_path(self._directory, step)
 
-    def save(self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str) -> Saved:
+    def save(
+        self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str
+    ) -> SavedCheckpoint:
         """Write the checkpoint of ``step``; ``state`` must be the same on every rank.
 
         Raises:
@@ -93,7 +95,7 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint of step {step} was not written: {failure}")
         if world.is_main:
             self._known[step] = (_stamps(final), True)
-        return Saved(final, time.monotonic() - begun)
+        return SavedCheckpoint(final, time.monotonic() - begun)
 
     def prune(self, best: int | None) -> None:
         """Remove old checkpoints, except the last few usable ones and the best. Only rank 0 calls this, after a

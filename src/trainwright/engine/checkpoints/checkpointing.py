@@ -12,7 +12,7 @@ from trainwright.engine.checkpoints.read_back import check_checkpoint
 from trainwright.engine.checkpoints.saving import Saving
 from trainwright.engine.events import CheckpointWritten, Fault
 from trainwright.engine.policies.base import StepPolicy, Training
-from trainwright.engine.progress import Progress
+from trainwright.engine.progress import TrainingProgress
 from trainwright.errors import RequestError, TrainingError
 
 
@@ -34,11 +34,11 @@ class Checkpointing:
         """Return whether to save after ``step``; time intervals are measured by rank 0's clock."""
         return self._saving.is_due(step)
 
-    def save(self, *, last_chance: bool) -> None:
+    def save(self, *, required: bool) -> None:
         """Write a checkpoint; if that fails, earlier ones still exist and training continues.
 
         Raises:
-            TrainingError: it failed at the ``last_chance``, and the end of the run would go unsaved.
+            TrainingError: a ``required`` checkpoint failed, so that the end of the run would not be saved.
         """
         training, world = self._training, self._training.strategy.world
         step, begun = training.progress.step, time.monotonic()
@@ -52,15 +52,15 @@ class Checkpointing:
                 check_checkpoint(training.task, world, saved.path, shards)
         except CheckpointError as error:
             self._saving.saved(time.monotonic() - begun)
-            self._tell(str(error), "stop" if last_chance else "continue")
-            if last_chance:
-                stands = (
+            self._tell(str(error), "stop" if required else "continue")
+            if required:
+                earlier = (
                     "there is no earlier checkpoint"
                     if self.step is None
                     else f"the checkpoint of step {self.step} is valid"
                 )
                 hint = "" if self.step is None else "; free disk space, then --resume this run from it"
-                raise TrainingError(f"stopped by a signal, but the {error}; {stands}{hint}") from error
+                raise TrainingError(f"stopped by a signal, but the {error}; {earlier}{hint}") from error
             return
         self.step = step
         self._saving.saved(time.monotonic() - begun)
@@ -79,7 +79,7 @@ class Checkpointing:
         training, saved = self._training, checkpoint.state
         self._check(checkpoint)
         try:
-            progress = Progress.of(saved.get("progress", {}))
+            progress = TrainingProgress.of(saved.get("progress", {}))
             own = {str(name): float(value) for name, value in saved.get("task", {}).items()}
             states = {name: _floats(state) for name, state in saved.get("policies", {}).items()}
         except (ValueError, TypeError, AttributeError) as error:

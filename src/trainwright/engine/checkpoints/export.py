@@ -67,5 +67,5 @@ def _kept(step: int, saved: int | None) -> str:
 
 def _breakable(tensors: Iterable[T], world: World) -> Iterator[T]:
     for tensor in tensors:
-        world.break_point()
+        world.check_stop()
         yield tensor

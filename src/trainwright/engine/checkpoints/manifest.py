@@ -173,7 +173,7 @@ def _tensors(tensors: dict[str, list[Block]], files: dict[str, tuple[int, str]])
                 raise ValueError(f"tensor {name} is in {file!r}, which is not among its files")
             if not all(_is_count(number) for number in (*offset, *size)):
                 raise ValueError(f"tensor {name} has a block at no place")
-        _check_whole(name, blocks)
+        _check_complete(name, blocks)
     return tensors
 
 
@@ -183,7 +183,7 @@ def full_shape(blocks: Iterable[Block]) -> tuple[int, ...]:
     return tuple(max(dimension) for dimension in zip(*ends, strict=True))
 
 
-def _check_whole(name: str, blocks: list[Block]) -> None:
+def _check_complete(name: str, blocks: list[Block]) -> None:
     """Check that blocks fill their tensor: distinct files and offsets, and together the tensor's number of elements."""
     places = {tuple(block["offset"]) for block in blocks}
     files = {block["file"] for block in blocks}

@@ -66,7 +66,7 @@ def check_export(
 
     Args:
         different: the names that ``gathered`` found.
-        available_memory: see ``Strategy.whole``.
+        available_memory: see ``Strategy.full_parameters``.
 
     Raises:
         TrainingError: on every rank, if any of them finds a difference; ``final`` is then empty.
@@ -74,9 +74,9 @@ def check_export(
     world, problem = strategy.world, None
     if different:
         problem = f"the gathered parameters differ from those of rank {world.rank}: {', '.join(sorted(different)[:5])}"
-    with strategy.whole(available_memory) as (module, in_step):
+    with strategy.full_parameters(available_memory) as (module, in_step):
         try:
-            task.read_back(module, final, whole=in_step is None)
+            task.read_back(module, final, all_parameters=in_step is None)
         except (TrainingError, OSError) as error:
             problem = problem or str(error)
     problem = next((found for found in world.gather(problem) if found is not None), None)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.out_of_memory import MemoryShortage
-from trainwright.engine.progress import Progress
+from trainwright.engine.progress import TrainingProgress
 from trainwright.engine.task import Task
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
@@ -21,18 +21,18 @@ from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank sends to all others after its passes of a step, as floats."""
 
     loss: float  # sum over its micro-batches
     stop: float  # whether it was asked to stop
     memory: float  # peak bytes
-    short: float  # whether memory ran out
+    out_of_memory: float  # whether memory ran out
     save: float  # whether a checkpoint is due; rank 0's counts
 
 
 @dataclass(frozen=True)
-class Gradients:
+class StepGradients:
     """Numbers about the gradients of a global batch; the strategy holds the gradients.
 
     Attributes:
@@ -47,7 +47,7 @@ class Gradients:
     batch: GlobalBatch
     loss: float
     norm: float
-    reports: Sequence[Report]
+    reports: Sequence[RankReport]
     losses: list[float]
     statistics: list[float]
     shortage: MemoryShortage | None = None
@@ -68,7 +68,7 @@ class Training:
     task: Task
     strategy: Strategy
     events: EventLog
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     keep_recipe: Callable[[Recipe, str], str] = lambda recipe, reason: dump_recipe(recipe)
 
     @property
@@ -88,14 +88,14 @@ class StepPolicy:
         self.training = training
         self.state: dict[str, float] = {}
 
-    def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], Gradients]) -> None:
+    def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], StepGradients]) -> None:
         """Inspect a batch before its gradients are computed.
 
         Args:
             gradients: computes those of another batch; the strategy must have none when this returns.
         """
 
-    def again(self, step: int, found: Gradients) -> GlobalBatch | None:
+    def again(self, step: int, found: StepGradients) -> GlobalBatch | None:
         """Return the batch to compute gradients of again, replacing ``found``, or None to accept them.
 
         Raises:
@@ -103,11 +103,11 @@ class StepPolicy:
         """
         return None
 
-    def metrics(self, step: int, found: Gradients) -> dict[str, float]:
+    def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
         """Return the metrics for the step's event."""
         return {}
 
-    def skips(self, step: int, found: Gradients) -> bool:
+    def skips(self, step: int, found: StepGradients) -> bool:
         """Return whether to skip the step's update; the same on every rank."""
         return False
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.policies.base import Gradients, StepPolicy, Training
+from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 
 # The values of torch.amp.GradScaler.
 _FIRST_LOSS_SCALE = 2.0**16
@@ -26,7 +26,7 @@ class LossScale(StepPolicy):
         if self._scaled:
             training.progress.loss_scale = _FIRST_LOSS_SCALE
 
-    def again(self, step: int, found: Gradients) -> GlobalBatch | None:
+    def again(self, step: int, found: StepGradients) -> GlobalBatch | None:
         """Return the batch itself if its gradients overflowed and the scale can be reduced."""
         progress = self.training.progress
         overflowed = math.isfinite(found.loss) and not math.isfinite(found.norm)
@@ -56,7 +56,7 @@ class GradientNoise(StepPolicy):
         self._every = training.recipe.train.gradient_noise_scale
         self._small: tuple[float, float] | None = None
 
-    def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], Gradients]) -> None:
+    def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], StepGradients]) -> None:
         """Compute the norm of the mean gradient of the first half of the batch."""
         self._small, size = None, batch.examples // 2
         if self._every is None or step % self._every or not size:
@@ -67,7 +67,7 @@ class GradientNoise(StepPolicy):
         self.training.strategy.discard_gradients()
         self._small = norm, float(half.examples)
 
-    def metrics(self, step: int, found: Gradients) -> dict[str, float]:
+    def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
         """Return the noise scale, once there is an estimate."""
         if self._small is None:
             return {}
@@ -78,7 +78,7 @@ class GradientNoise(StepPolicy):
 class LossSpikes(StepPolicy):
     """Skip updates whose loss is far above the mean of the previous steps (train.skip_loss_spikes)."""
 
-    def skips(self, step: int, found: Gradients) -> bool:
+    def skips(self, step: int, found: StepGradients) -> bool:
         """Return whether the loss is a spike."""
         limit, losses = self.training.recipe.train.skip_loss_spikes, self.training.progress.losses
         if limit is None or not losses.is_spike(found.loss, limit):

@@ -12,7 +12,7 @@ from typing import TypeVar
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.out_of_memory import MemoryShortage, OutOfMemory, attempt, release
-from trainwright.engine.policies.base import Gradients, StepPolicy, Training
+from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.parallel.strategy import Independent
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
@@ -53,13 +53,13 @@ class Halving(StepPolicy):
         if isinstance(done := attempt(work), MemoryShortage):
             raise self._error(step, batch, self._world.rank, done)
 
-    def again(self, step: int, found: Gradients) -> GlobalBatch | None:
+    def again(self, step: int, found: StepGradients) -> GlobalBatch | None:
         """Return the batch divided into micro-batches of half the rows, if memory ran out on any rank.
 
         Raises:
             OutOfMemory: the micro-batches already have one row each.
         """
-        if not any(rank.short for rank in found.reports):
+        if not any(rank.out_of_memory for rank in found.reports):
             return None
         batch = found.batch
         self._strategy.discard_gradients()

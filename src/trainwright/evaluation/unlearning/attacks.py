@@ -17,10 +17,10 @@ from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.findings import mean_loss
 from trainwright.inference.loading import Loaded
 from trainwright.inference.scoring import score
-from trainwright.models.quantisation import Quantisation, quantise
+from trainwright.models.quantization import Quantization, quantize
 from trainwright.parallel.world import World
 
-KINDS: tuple[Quantisation, ...] = ("int8", "nf4")
+KINDS: tuple[Quantization, ...] = ("int8", "nf4")
 _SHOWN = 0.25  # fraction of the forget set that relearning trains on
 _LOOKS = 4  # number of measurements on the rest
 _TOKENS = {"cpu": 2048, "cuda": 16384}  # per pass
@@ -35,7 +35,7 @@ class Relearning:
     learning_rate: float = 1e-5
 
 
-def quantised_probability(loaded: Loaded, forget: TokenDataset, kind: Quantisation, world: World) -> float:
+def quantized_probability(loaded: Loaded, forget: TokenDataset, kind: Quantization, world: World) -> float:
     """Return the probability after quantizing every linear layer (Zhang et al., arXiv 2410.16454). Every rank must
     call.
 
@@ -45,7 +45,7 @@ def quantised_probability(loaded: Loaded, forget: TokenDataset, kind: Quantisati
     model = loaded.lm.model
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
         raise RequestError("--metrics quantisation: the model is already quantized")
-    quantise(model, kind, double=False, keep=_OF_ADAPTERS)
+    quantize(model, kind, double=False, keep=_OF_ADAPTERS)
     loaded.lm.to(world.device)
     return probability(loaded, forget, world)
 

@@ -1,6 +1,6 @@
-"""The items of all sets in the tokens of one model: documents to score, and prompts to answer.
+"""The items of all sets in the tokens of one model: sequences to score, and prompts to answer.
 
-The documents of all sets form one list, so that batches are full and ranks busy.
+The sequences of all sets form one list, so that batches are full and ranks busy.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ STOP_TEXTS = {"few_shot": ("\n\n", "\nQuestion", "Question:")}
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The documents to score.
+class ItemSequences:
+    """The sequences to score.
 
     Attributes:
-        dataset: every document once.
-        places: from set, item number, kind (answer, paraphrase, wrong) and index to the number of the document.
-        text_targets: for each document, how many of its first targets are text and not the stop after it.
+        dataset: every sequence once.
+        places: from set, item number, kind (answer, paraphrase, wrong) and index to the number of the sequence.
+        text_targets: for each sequence, how many of its first targets are text and not the stop after it.
     """
 
     dataset: TokenDataset
@@ -48,17 +48,17 @@ class Documents:
         self.dataset.save(directory / "tokens")
         places = [[*place, number] for place, number in self.places.items()]
         about = {"places": places, "text_targets": self.text_targets}
-        (directory / "documents.json").write_text(json.dumps(about), encoding="utf-8")
+        (directory / "sequences.json").write_text(json.dumps(about), encoding="utf-8")
 
     @classmethod
-    def open(cls, directory: Path) -> Documents:
+    def open(cls, directory: Path) -> ItemSequences:
         """Read what ``save`` wrote."""
-        about = json.loads((directory / "documents.json").read_text(encoding="utf-8"))
+        about = json.loads((directory / "sequences.json").read_text(encoding="utf-8"))
         places = {(name, item, what, which): number for name, item, what, which, number in about["places"]}
         return cls(TokenDataset.open(directory / "tokens"), places, about["text_targets"])
 
     def of_set(self, name: str) -> list[int]:
-        """Return the documents of the answers of a set, in the order of its items."""
+        """Return the sequences of the answers of a set, in the order of its items."""
         found = [
             (item, number) for (each, item, what, _), number in self.places.items() if (each, what) == (name, ANSWER)
         ]
@@ -66,7 +66,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class ItemPrompts:
     """The prompts of one set, with the right answers for comparison."""
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class ItemEncoder:
         """Return remarks for the user on the template."""
         return [] if self._chat is None else self._chat.notes
 
-    def documents(self, sets: Mapping[str, ItemSet], kinds: Sequence[str]) -> Documents:
+    def sequences(self, sets: Mapping[str, ItemSet], kinds: Sequence[str]) -> ItemSequences:
         """Return every item's answer and, of ``kinds``, its paraphrase and wrong answers, for sets in which all items
         have them.
         """
@@ -103,9 +103,9 @@ class ItemEncoder:
         places: dict[tuple[str, int, str, int], int] = {}
         for name, each in sets.items():
             wanted = [
-                (number, what, which, said)
+                (number, what, which, text)
                 for number, item in enumerate(each.items)
-                for what, which, said in _said(item)
+                for what, which, text in _texts(item)
                 if what == ANSWER or (what in kinds and each.has_wrong)
             ]
             for (number, what, which, _), pair in zip(wanted, self._encoded(each, wanted), strict=True):
@@ -113,9 +113,9 @@ class ItemEncoder:
                 pairs.append(self._within(pair, each, number))
         stops = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         text = [_without_stop(ids, flags, stops) for ids, flags in pairs]
-        return Documents(TokenDataset.from_examples(pairs, fingerprint(pairs)), places, text)
+        return ItemSequences(TokenDataset.from_examples(pairs, fingerprint(pairs)), places, text)
 
-    def prompts(self, each: ItemSet, positions: int | None) -> Prompts:
+    def prompts(self, each: ItemSet, positions: int | None) -> ItemPrompts:
         """Return the prompts and reference answers of all items. They must leave space for an answer in a model with
         ``positions``.
         """
@@ -133,7 +133,7 @@ class ItemEncoder:
                     f"{self._key}: {each.place(number)}: its prompt has {len(prompt):,} tokens, but the model has "
                     f"only {positions:,} positions; shorten or remove the row"
                 )
-        return Prompts(tokens, references)
+        return ItemPrompts(tokens, references)
 
     def _references(self, each: ItemSet) -> list[str]:
         """Return the answers, truncated to the longest possible answer."""
@@ -146,15 +146,15 @@ class ItemEncoder:
     def _encoded(self, each: ItemSet, wanted: Sequence[tuple[int, str, int, str]]) -> Iterator[Encoded]:
         if each.style == "chat":
             conversations = [
-                [{"role": "user", "content": each.items[number].prompt}, {"role": "assistant", "content": said}]
-                for number, _, _, said in wanted
+                [{"role": "user", "content": each.items[number].prompt}, {"role": "assistant", "content": text}]
+                for number, _, _, text in wanted
             ]
             numbers = [number for number, *_ in wanted]
             yield from self._asking(each, lambda encoder: encoder.encode(conversations), numbers)
             return
         openings = [_opening(each, each.items[number]) for number, *_ in wanted]
         space = " " if each.style == "few_shot" else ""
-        texts = [f"{opening}{space}{said}" for opening, (*_, said) in zip(openings, wanted, strict=True)]
+        texts = [f"{opening}{space}{text}" for opening, (*_, text) in zip(openings, wanted, strict=True)]
         encoded = tokenized(self._tokenizer, texts, return_offsets_mapping=True, verbose=False)
         for opening, ids, offsets in zip(openings, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             # The tokens that end after the opening are targets.
@@ -182,7 +182,7 @@ class ItemEncoder:
             raise RequestError(f"{self._key}: {each.place(number)}: {error}") from None
 
 
-def _said(item: Item) -> Iterator[tuple[str, int, str]]:
+def _texts(item: Item) -> Iterator[tuple[str, int, str]]:
     """Yield every possible answer to an item: its kind, its index among that kind, and the text."""
     yield ANSWER, 0, item.answer
     if item.paraphrase is not None:

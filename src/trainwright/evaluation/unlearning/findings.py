@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.evaluation.unlearning import statistics
-from trainwright.evaluation.unlearning.encoding import ANSWER, PARAPHRASE, WRONG, Documents
+from trainwright.evaluation.unlearning.encoding import ANSWER, PARAPHRASE, WRONG, ItemSequences
 from trainwright.evaluation.unlearning.items import ItemSet
 from trainwright.evaluation.unlearning.log import ReferenceLog
 from trainwright.inference.scoring import TokenScores
@@ -66,7 +66,7 @@ class SetScores:
 
 
 def mean_loss(scores: TokenScores) -> float:
-    """Return the mean loss over the targets of a document."""
+    """Return the mean loss over the targets of a sequence."""
     return float(scores.losses.astype(np.float64).mean())
 
 
@@ -78,7 +78,7 @@ class Findings:
         sets: the items, by the set's name.
         scores: likelihoods, by set.
         answers: the model's answers to every item, by set, and ``references`` the right ones.
-        attacked: other numbers of every item by set, by their kind: ``standardised`` has those of every token,
+        attacked: other numbers of every item by set, by their kind: ``standardized`` has those of every token,
             ``gradient_norm`` and ``other_losses`` one.
         reference: the reference values of another model.
     """
@@ -91,15 +91,15 @@ class Findings:
     reference: ReferenceLog | None = None
 
 
-def by_set(documents: Documents, scores: Sequence[TokenScores]) -> dict[str, SetScores]:
-    """Return the scores of all documents, grouped by set."""
+def by_set(sequences: ItemSequences, scores: Sequence[TokenScores]) -> dict[str, SetScores]:
+    """Return the scores of all sequences, grouped by set."""
     found: dict[str, SetScores] = {}
-    for (name, item, what, _), number in documents.places.items():
+    for (name, item, what, _), number in sequences.places.items():
         each = found.setdefault(name, SetScores([], []))
         if what == ANSWER:
-            assert item == len(each.answers), "documents of a set are in the order of its items"
+            assert item == len(each.answers), "sequences of a set are in the order of its items"
             each.answers.append(scores[number])
-            each.text_targets.append(documents.text_targets[number])
+            each.text_targets.append(sequences.text_targets[number])
         elif what == PARAPHRASE:
             each.paraphrases[item] = scores[number]
         elif what == WRONG:

@@ -109,10 +109,10 @@ def _part(found: Findings, name: str, scores: SetScores) -> dict[str, Any]:
     if name in found.answers:
         from trainwright.evaluation.metrics.overlap import rouge_l
 
-        said, wanted = found.answers[name], found.references[name]
+        answers, wanted = found.answers[name], found.references[name]
         prompts = [item.prompt for item in found.sets[name].items]
-        recalls = [rouge_l(*pair, stem=True).recall for pair in zip(wanted, said, strict=True)]
-        part["generated_text"] = _numbered([list(each) for each in zip(prompts, said, wanted, strict=True)])
+        recalls = [rouge_l(*pair, stem=True).recall for pair in zip(wanted, answers, strict=True)]
+        part["generated_text"] = _numbered([list(each) for each in zip(prompts, answers, wanted, strict=True)])
         part["rougeL_recall"] = _numbered(recalls)
     return part
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainwright.data.stream.batch import collate_examples
-from trainwright.evaluation.unlearning.encoding import NEW_TOKENS, STOP_TEXTS, Documents, Prompts
+from trainwright.evaluation.unlearning.encoding import NEW_TOKENS, STOP_TEXTS, ItemPrompts, ItemSequences
 from trainwright.evaluation.unlearning.findings import Floats
 from trainwright.evaluation.unlearning.items import Item, ItemSet
 from trainwright.inference.answering import answer_all
@@ -20,14 +20,14 @@ from trainwright.inference.batching import Stage, over_ranks
 from trainwright.inference.generation import Answer
 from trainwright.inference.loading import Loaded
 from trainwright.inference.sampling import Sampling
-from trainwright.inference.scoring import TokenScores, score, score_standardised
+from trainwright.inference.scoring import TokenScores, score, score_standardized
 from trainwright.inference.stopping import stop_of
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
 
 
 @dataclass(frozen=True)
-class Work:
+class MeasurementJob:
     """What to measure, in a model's tokens; written once, read by every rank.
 
     Attributes:
@@ -36,14 +36,14 @@ class Work:
     """
 
     sets: dict[str, ItemSet]
-    documents: Documents
-    prompts: dict[str, Prompts] = field(default_factory=dict)
+    sequences: ItemSequences
+    prompts: dict[str, ItemPrompts] = field(default_factory=dict)
     attacked: tuple[str, ...] = ()
     attacked_sets: tuple[str, ...] = ()
 
     def save(self, directory: Path) -> None:
         """Write the object to a file or directory."""
-        self.documents.save(directory)
+        self.sequences.save(directory)
         about = {
             "sets": {name: asdict(each) for name, each in self.sets.items()},
             "prompts": {name: asdict(each) for name, each in self.prompts.items()},
@@ -53,13 +53,13 @@ class Work:
         (directory / "work.json").write_text(json.dumps(about), encoding="utf-8")
 
     @classmethod
-    def open(cls, directory: Path) -> Work:
+    def open(cls, directory: Path) -> MeasurementJob:
         """Read what ``save`` wrote."""
         about = json.loads((directory / "work.json").read_text(encoding="utf-8"))
-        prompts = {name: Prompts(**each) for name, each in about["prompts"].items()}
+        prompts = {name: ItemPrompts(**each) for name, each in about["prompts"].items()}
         sets = {name: _set(each) for name, each in about["sets"].items()}
         attacked = tuple(about["attacked"]), tuple(about["attacked_sets"])
-        return cls(sets, Documents.open(directory), prompts, *attacked)
+        return cls(sets, ItemSequences.open(directory), prompts, *attacked)
 
 
 def _set(values: Mapping[str, Any]) -> ItemSet:
@@ -67,14 +67,14 @@ def _set(values: Mapping[str, Any]) -> ItemSet:
     return ItemSet(**{**values, "items": items})
 
 
-def score_documents(loaded: Loaded, work: Work, world: World, stage: Stage) -> list[TokenScores]:
-    """Return the log-likelihoods of every document. Every rank must call."""
-    dataset = work.documents.dataset
+def score_sequences(loaded: Loaded, work: MeasurementJob, world: World, stage: Stage) -> list[TokenScores]:
+    """Return the log-likelihoods of every sequence. Every rank must call."""
+    dataset = work.sequences.dataset
     return score(loaded.lm, dataset, world, done=stage("scoring", len(dataset)))
 
 
 def answer_sets(
-    loaded: Loaded, work: Work, longest: int, world: World, stage: Stage, rows: int | None = None
+    loaded: Loaded, work: MeasurementJob, longest: int, world: World, stage: Stage, rows: int | None = None
 ) -> dict[str, list[Answer]]:
     """Return the model's answers to every prompt, by set. Every rank must call.
 
@@ -96,29 +96,29 @@ def answer_sets(
 
 
 def attack_items(
-    loaded: Loaded, work: Work, other: list[TokenScores] | None, world: World, stage: Stage
+    loaded: Loaded, work: MeasurementJob, other: list[TokenScores] | None, world: World, stage: Stage
 ) -> dict[str, dict[str, Sequence[Floats]]]:
     """Return what membership inference needs in addition to likelihoods, by kind and set. Every rank must call.
 
     Args:
-        other: another model's scores of all documents, if needed.
+        other: another model's scores of all sequences, if needed.
     """
-    documents = work.documents
+    sequences = work.sequences
     found: dict[str, dict[str, Sequence[Floats]]] = {}
-    text = documents.text_targets
-    places = {name: documents.of_set(name) for name in work.attacked_sets}
-    if "standardised" in work.attacked:
+    text = sequences.text_targets
+    places = {name: sequences.of_set(name) for name in work.attacked_sets}
+    if "standardized" in work.attacked:
         numbers = [number for each in places.values() for number in each]
-        part = documents.dataset.part(numbers)
+        part = sequences.dataset.part(numbers)
         each = dict(
-            zip(numbers, score_standardised(loaded.lm, part, world, done=stage("Min-K++", len(part))), strict=True)
+            zip(numbers, score_standardized(loaded.lm, part, world, done=stage("Min-K++", len(part))), strict=True)
         )
-        found["standardised"] = {
+        found["standardized"] = {
             name: [each[number][: text[number]].astype(np.float64) for number in mine] for name, mine in places.items()
         }
     if "gradient_norm" in work.attacked:
         numbers = [number for each in places.values() for number in each]
-        norms = dict(zip(numbers, gradient_norms(loaded.lm, documents, numbers, world, stage), strict=True))
+        norms = dict(zip(numbers, gradient_norms(loaded.lm, sequences, numbers, world, stage), strict=True))
         found["gradient_norm"] = {name: [np.array([norms[n]]) for n in mine] for name, mine in places.items()}
     if other is not None:
         found["other_losses"] = {
@@ -129,12 +129,12 @@ def attack_items(
 
 
 def gradient_norms(
-    lm: CausalLM, documents: Documents, numbers: Sequence[int], world: World, stage: Stage
+    lm: CausalLM, sequences: ItemSequences, numbers: Sequence[int], world: World, stage: Stage
 ) -> list[float]:
-    """Return the L2 norm of the gradient of each document's mean loss by all weights (arXiv 2402.17012). Every rank
+    """Return the L2 norm of the gradient of each sequence's mean loss by all weights (arXiv 2402.17012). Every rank
     must call.
     """
-    dataset = documents.dataset.part(numbers)
+    dataset = sequences.dataset.part(numbers)
     weights = [parameter for parameter in lm.parameters() if parameter.is_floating_point()]
 
     def work(indices: Sequence[int]) -> list[float]:

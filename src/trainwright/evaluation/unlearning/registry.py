@@ -206,10 +206,10 @@ METRICS: dict[str, Metric] = {
     ),
     "mia_min_k": Metric(_min_k, _MEMBERS, ("forget", "holdout")),
     "mia_min_k_plus_plus": Metric(
-        _on_attacked("standardised", statistics.min_k_plus_plus_attack),
+        _on_attacked("standardized", statistics.min_k_plus_plus_attack),
         _MEMBERS,
         ("forget", "holdout"),
-        attacked="standardised",
+        attacked="standardized",
     ),
     "privleak": Metric(_privleak, _MEMBERS, ("forget", "holdout"), option="--reference-log"),
     "gibberish": Metric(

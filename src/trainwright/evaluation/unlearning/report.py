@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.evaluation.report import number_text, table_lines, whole_directory, write_text
+from trainwright.evaluation.report import complete_directory, number_text, table_lines, write_text
 from trainwright.evaluation.unlearning.findings import Findings
 from trainwright.evaluation.unlearning.log import NAME, log_of
 
@@ -48,9 +48,9 @@ class BenchmarkReport:
     ) -> BenchmarkReport:
         """Build the report from the findings."""
         samples = [
-            {"set": name, "row": number + 1, "prompt": item.prompt, "reference": wanted, "answer": said}
+            {"set": name, "row": number + 1, "prompt": item.prompt, "reference": wanted, "answer": answer}
             for name, answers in found.answers.items()
-            for number, (item, wanted, said) in enumerate(
+            for number, (item, wanted, answer) in enumerate(
                 zip(found.sets[name].items, found.references[name], answers, strict=True)
             )
         ]
@@ -77,7 +77,7 @@ class BenchmarkReport:
 
     def write(self, directory: Path) -> None:
         """Write all files to the new ``directory``. Raises RequestError if they cannot be written."""
-        with whole_directory(directory) as scratch:
+        with complete_directory(directory) as scratch:
             found = {**self.about, "settings": self.settings, "metrics": self.metrics, "rows": self.rows}
             write_text(scratch / METRICS_FILE, json.dumps({**found, "notes": self.notes}, indent=2) + "\n")
             write_text(scratch / NAME, json.dumps(self.log) + "\n")

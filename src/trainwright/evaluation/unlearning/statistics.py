@@ -49,9 +49,9 @@ def min_k_attack(losses: Floats, share: float = LOWEST) -> float:
     return float(np.sort(losses)[::-1][: max(1, int(len(losses) * share))].mean())
 
 
-def min_k_plus_plus_attack(standardised: Floats, share: float = LOWEST) -> float:
+def min_k_plus_plus_attack(standardized: Floats, share: float = LOWEST) -> float:
     """Return Min-K of log-likelihoods standardized over the vocabulary (arXiv 2404.02936)."""
-    return min_k_attack(-standardised, share)
+    return min_k_attack(-standardized, share)
 
 
 def auc(members: Floats, others: Floats) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainwright.evaluation.unlearning import statistics
-from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, Documents, ItemEncoder
+from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, ItemEncoder, ItemSequences
 from trainwright.evaluation.unlearning.findings import by_set
 from trainwright.evaluation.unlearning.items import read_sets
 from trainwright.inference.scoring import score
@@ -22,8 +22,8 @@ _AGGREGATES = {"forget": statistics.forget_truth_ratio, "retain": statistics.uti
 class Watch:
     """Truth ratios on the first rows of the forget and of the retain set."""
 
-    def __init__(self, documents: Documents) -> None:
-        self._documents = documents
+    def __init__(self, sequences: ItemSequences) -> None:
+        self._sequences = sequences
 
     @classmethod
     def of(
@@ -48,7 +48,7 @@ class Watch:
         sets = {name: each for name, each in read_sets(benchmark, _AGGREGATES, rows, key).items() if each.has_wrong}
         if not sets:
             return None
-        return cls(ItemEncoder(tokenizer, positions, key).documents(sets, (PARAPHRASE, WRONG)))
+        return cls(ItemEncoder(tokenizer, positions, key).sequences(sets, (PARAPHRASE, WRONG)))
 
     def metrics(self, lm: CausalLM, world: World, *, together: bool = False) -> dict[str, float]:
         """Return ``forget_truth_ratio`` and ``retain_truth_ratio``, the same on every rank. Every rank must call.
@@ -57,5 +57,5 @@ class Watch:
             lm: the full model.
             together: whether every rank scores everything, because each pass of the model involves all ranks.
         """
-        scores = by_set(self._documents, score(lm, self._documents.dataset, world, together=together))
+        scores = by_set(self._sequences, score(lm, self._sequences.dataset, world, together=together))
         return {f"{name}_truth_ratio": _AGGREGATES[name](each.truth_ratios) for name, each in scores.items()}

@@ -14,18 +14,18 @@ import torch
 
 from trainwright import __version__
 from trainwright.errors import RequestError
-from trainwright.evaluation.asked import Asked
 from trainwright.evaluation.libraries import require
-from trainwright.evaluation.unlearning.attacks import KINDS, Relearning, quantised_probability, relearn
+from trainwright.evaluation.request import EvaluationRequest
+from trainwright.evaluation.unlearning.attacks import KINDS, Relearning, quantized_probability, relearn
 from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, ItemEncoder
 from trainwright.evaluation.unlearning.findings import Findings, by_set
 from trainwright.evaluation.unlearning.items import ItemSet, read_sets
 from trainwright.evaluation.unlearning.log import read_reference
-from trainwright.evaluation.unlearning.measure import Work, answer_sets, attack_items, score_documents
+from trainwright.evaluation.unlearning.measure import MeasurementJob, answer_sets, attack_items, score_sequences
 from trainwright.evaluation.unlearning.registry import METRICS, OPTIONS, missing, sets_of, usual
 from trainwright.evaluation.unlearning.report import BenchmarkReport
 from trainwright.inference.batching import Stage
-from trainwright.inference.finding import Found, find_model
+from trainwright.inference.finding import FoundModel, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.machine.machine import Machine
 from trainwright.models.load import load_tokenizer, max_positions
@@ -37,38 +37,38 @@ from trainwright.text import plural, they
 _MODEL, _OTHER = "found.json", "other.json"
 
 
-def prepare(asked: Asked, machine: Machine, processes: int, work: Path) -> None:
+def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: Path) -> None:
     """Find the model and the benchmark, and write what every rank needs to ``work``. Called once.
 
     Raises:
         RequestError: one of them, a row or a metric is invalid.
         MachineError: the model does not fit this machine, or a library that a metric needs is not installed.
     """
-    found = find_model(asked.model, asked.adapter, asked.checkpoint)
-    check_fits(found, DTYPES[asked.dtype], machine, processes)
+    found = find_model(request.model, request.adapter, request.checkpoint)
+    check_fits(found, DTYPES[request.dtype], machine, processes)
     found.save(work / _MODEL)
-    benchmark = benchmark_of(asked, found)
-    if asked.reference_log is not None:
-        read_reference(user_path(asked.reference_log))
-    sets = read_sets(benchmark, benchmark.sets, asked.limit, KEY)
-    names = chosen_metrics(asked, sets)
+    benchmark = benchmark_of(request, found)
+    if request.reference_log is not None:
+        read_reference(user_path(request.reference_log))
+    sets = read_sets(benchmark, benchmark.sets, request.limit, KEY)
+    names = chosen_metrics(request, sets)
     tokenizer = load_tokenizer(found.section)
-    if asked.reference_model is not None:
-        other = find_model(asked.reference_model)
+    if request.reference_model is not None:
+        other = find_model(request.reference_model)
         if load_tokenizer(other.section).get_vocab() != tokenizer.get_vocab():
             raise RequestError(f"--reference-model: {other.origin} has another tokenizer than {found.origin}")
         other.save(work / _OTHER)
-    encoder = ItemEncoder(tokenizer, _longest(asked, found), KEY)
+    encoder = ItemEncoder(tokenizer, _longest(request, found), KEY)
     job = _job(names, sets, encoder, max_positions(found.section))
     job.save(work)
     about = {"benchmark": benchmark.name, "metrics": names, "cut": encoder.cut, "notes": encoder.notes}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def benchmark_of(asked: Asked, found: Found) -> Benchmark:
+def benchmark_of(request: EvaluationRequest, found: FoundModel) -> Benchmark:
     """Return the benchmark that is named, or else the one that the run was trained on."""
-    if asked.benchmark is not None:
-        return find_benchmark(asked.benchmark)
+    if request.benchmark is not None:
+        return find_benchmark(request.benchmark)
     data = None if found.recipe is None else found.recipe.data
     if (name := getattr(data, "benchmark", None)) is not None:
         return find_benchmark(name)
@@ -78,10 +78,10 @@ def benchmark_of(asked: Asked, found: Found) -> Benchmark:
     return find_benchmark("files@" + ",".join(f"{name}={source}" for name, source in own.items() if source))
 
 
-def chosen_metrics(asked: Asked, sets: dict[str, ItemSet]) -> list[str]:
+def chosen_metrics(request: EvaluationRequest, sets: dict[str, ItemSet]) -> list[str]:
     """Return the metrics that are asked for, or those that lack nothing. Raises RequestError if one lacks its data."""
-    options = {"--reference-log": asked.reference_log, "--reference-model": asked.reference_model}
-    names = list(asked.metrics) if asked.explicit else usual(sets, options)
+    options = {"--reference-log": request.reference_log, "--reference-model": request.reference_model}
+    names = list(request.metrics) if request.explicit else usual(sets, options)
     for name in names:
         if (why := missing(name, sets, options)) is not None:
             raise RequestError(f"--metrics {name}: {why}")
@@ -97,66 +97,72 @@ def chosen_metrics(asked: Asked, sets: dict[str, ItemSet]) -> list[str]:
     return names
 
 
-def _job(names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, positions: int | None) -> Work:
+def _job(names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, positions: int | None) -> MeasurementJob:
     wanted = {name: sets_of(name, list(sets)) for name in names}
     scored = [each for each in sets if any(each in wanted[name] for name in names)]
     weighed = any(METRICS[name].wrong for name in names) or not set(scored).isdisjoint(OPTIONS)
     kinds = (PARAPHRASE, WRONG) if weighed else ()
-    documents = encoder.documents({name: sets[name] for name in scored}, kinds)
+    sequences = encoder.sequences({name: sets[name] for name in scored}, kinds)
     written = [each for each in sets if any(METRICS[name].answers and each in wanted[name] for name in names)]
     written = [each for each in written if all(item.prompt for item in sets[each].items)]
     prompts = {name: encoder.prompts(sets[name], positions) for name in written}
     attacks = [name for name in names if METRICS[name].attacked is not None]
     attacked = tuple(dict.fromkeys(str(METRICS[name].attacked) for name in attacks))
-    return Work(sets, documents, prompts, attacked, tuple(wanted[attacks[0]]) if attacks else ())
+    return MeasurementJob(sets, sequences, prompts, attacked, tuple(wanted[attacks[0]]) if attacks else ())
 
 
-def work_on(asked: Asked, work: Path, world: World, stage: Stage) -> None:
+def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) -> None:
     """Measure this rank's part; rank 0 writes the result to ``work``. Every rank must call."""
-    job, about = Work.open(work), json.loads((work / "about.json").read_text(encoding="utf-8"))
-    found, dtype = Found.open(work / _MODEL), DTYPES[asked.dtype]
+    job, about = MeasurementJob.open(work), json.loads((work / "about.json").read_text(encoding="utf-8"))
+    found, dtype = FoundModel.open(work / _MODEL), DTYPES[request.dtype]
     other = None
     if (work / _OTHER).is_file():
-        other = score_documents(load(Found.open(work / _OTHER), dtype, world.device), job, world, stage)
+        other = score_sequences(load(FoundModel.open(work / _OTHER), dtype, world.device), job, world, stage)
     loaded = load(found, dtype, world.device)
-    scores = score_documents(loaded, job, world, stage)
-    answers = answer_sets(loaded, job, asked.max_new_tokens, world, stage, asked.batch_size)
+    scores = score_sequences(loaded, job, world, stage)
+    answers = answer_sets(loaded, job, request.max_new_tokens, world, stage, request.batch_size)
     attacked = attack_items(loaded, job, other, world, stage)
     findings = Findings(
         job.sets,
-        by_set(job.documents, scores),
+        by_set(job.sequences, scores),
         {name: [answer.text.strip() for answer in each] for name, each in answers.items()},
         {name: each.references for name, each in job.prompts.items()},
         attacked,
-        None if asked.reference_log is None else read_reference(user_path(asked.reference_log)),
+        None if request.reference_log is None else read_reference(user_path(request.reference_log)),
     )
-    after = {name: _attack(name, asked, found, loaded, job, world) for name in about["metrics"] if METRICS[name].attack}
+    after = {
+        name: _attack(name, request, found, loaded, job, world) for name in about["metrics"] if METRICS[name].attack
+    }
     if world.is_main:
         values = {name: after[name] if name in after else METRICS[name].compute(findings) for name in about["metrics"]}
         unfinished = sum(not answer.complete for each in answers.values() for answer in each)
         top = {"trainwright": __version__, "model": found.origin, "benchmark": about["benchmark"]}
-        report = BenchmarkReport.of(findings, values, top, asked.settings, _notes(about, findings, unfinished, asked))
+        report = BenchmarkReport.of(
+            findings, values, top, request.settings, _notes(about, findings, unfinished, request)
+        )
         report.save(work / "report.json")
 
 
-def report_of(asked: Asked, work: Path) -> BenchmarkReport:
+def report_of(request: EvaluationRequest, work: Path) -> BenchmarkReport:
     """Return the report of the results in ``work``."""
     return BenchmarkReport.open(work / "report.json")
 
 
-def _attack(name: str, asked: Asked, found: Found, loaded: Loaded, job: Work, world: World) -> dict[str, float]:
+def _attack(
+    name: str, request: EvaluationRequest, found: FoundModel, loaded: Loaded, job: MeasurementJob, world: World
+) -> dict[str, float]:
     """Return the metrics of an attack; each attack gets its own copy of the model."""
-    forget = job.documents.dataset.part(job.documents.of_set("forget"))
+    forget = job.sequences.dataset.part(job.sequences.of_set("forget"))
     if name == "relearning":
-        how = Relearning(asked.relearning_steps, asked.relearning_rate)
+        how = Relearning(request.relearning_steps, request.relearning_rate)
         return relearn(load(found, torch.float32, world.device), forget, how, world)
     return {
-        kind: quantised_probability(load(found, DTYPES[asked.dtype], world.device), forget, kind, world)
+        kind: quantized_probability(load(found, DTYPES[request.dtype], world.device), forget, kind, world)
         for kind in KINDS
     }
 
 
-def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked) -> list[str]:
+def _notes(about: dict[str, Any], found: Findings, unfinished: int, request: EvaluationRequest) -> list[str]:
     notes = list(about["notes"])
     weighed = any(METRICS[name].wrong for name in about["metrics"])
     for name in found.scores if weighed else ():
@@ -169,7 +175,7 @@ def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked
         notes.append(f"{plural(about['cut'], 'text')} truncated to the maximum length")
     if unfinished:
         cut = they(unfinished, "answer", "were cut")
-        notes.append(f"{cut} at the limit, in a chat of {plural(asked.max_new_tokens, 'token')}")
+        notes.append(f"{cut} at the limit, in a chat of {plural(request.max_new_tokens, 'token')}")
     reference = None if found.reference is None else found.reference.truth_ratios
     if reference is not None and "forget_quality" in about["metrics"]:
         here = len(found.scores["forget"].answers)
@@ -180,5 +186,5 @@ def _notes(about: dict[str, Any], found: Findings, unfinished: int, asked: Asked
     return notes
 
 
-def _longest(asked: Asked, found: Found) -> int | None:
-    return min((each for each in (asked.max_length, max_positions(found.section)) if each is not None), default=None)
+def _longest(request: EvaluationRequest, found: FoundModel) -> int | None:
+    return min((each for each in (request.max_length, max_positions(found.section)) if each is not None), default=None)

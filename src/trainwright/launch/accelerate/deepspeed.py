@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.launch.accelerate.reading import Source, read_json
-from trainwright.launch.accelerate.values import Draft, Part
+from trainwright.launch.accelerate.reading import AccelerateConfig, read_json
+from trainwright.launch.accelerate.values import ConfigSection, Draft
 from trainwright.paths import user_path
 from trainwright.recipe.strategy_spec import spec_of
 
@@ -40,7 +40,7 @@ KEYS = (
 )
 
 
-def interpret(part: Part, draft: Draft) -> None:
+def interpret(part: ConfigSection, draft: Draft) -> None:
     """Add the settings of ``part``, and of the JSON file that it names."""
     source = part.source
     stage = part.count("zero_stage")
@@ -72,7 +72,7 @@ def _strategy(stage: int) -> str:
     return f"zero{stage}" if stage else "ddp"
 
 
-def _offload(part: Part, draft: Draft) -> None:
+def _offload(part: ConfigSection, draft: Draft) -> None:
     for name, recipe_key in _OFFLOADED.items():
         key = f"offload_{name}_device"
         device = part.choice(key, _DEVICES)
@@ -88,7 +88,7 @@ def _offload(part: Part, draft: Draft) -> None:
         draft.problem(f"{offload.origin} contradicts {strategy.origin}: only ZeRO stage 3 offloads parameters")
 
 
-def _steps(part: Part, draft: Draft) -> None:
+def _steps(part: ConfigSection, draft: Draft) -> None:
     if part.text("gradient_accumulation_steps") not in (None, "auto"):
         steps = part.count("gradient_accumulation_steps", least=1)
         if steps is not None:
@@ -100,14 +100,14 @@ def _steps(part: Part, draft: Draft) -> None:
             draft.set("optimizer.max_grad_norm", norm or None, part.place("gradient_clipping"))
 
 
-def find_json(name: str, source: Source) -> Path | None:
+def find_json(name: str, source: AccelerateConfig) -> Path | None:
     """Return the DeepSpeed file: relative to the working directory, as in Accelerate, or to the Accelerate file."""
     path = user_path(name)
     candidates = [path] if source.directory is None else [path, source.directory / path]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def _json_file(name: str, origin: str, draft: Draft, source: Source) -> None:
+def _json_file(name: str, origin: str, draft: Draft, source: AccelerateConfig) -> None:
     path = find_json(name, source)
     if path is None:
         also = "" if source.directory in (None, Path()) else f" nor in {source.directory}"

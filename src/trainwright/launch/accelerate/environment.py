@@ -1,7 +1,7 @@
 """The variables in which `accelerate launch` passes its file to a worker: written, and read back.
 
 Accelerate's library reads them in the worker (ACCELERATE_*, FSDP_*, PARALLELISM_CONFIG_*). Its launcher always sets
-most of them, so a default value need not be a choice of the user; see Source.stated.
+most of them, so a default value need not be a choice of the user; see AccelerateConfig.stated.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.launch.accelerate import deepspeed, fsdp
-from trainwright.launch.accelerate.meaning import Meaning, interpret
-from trainwright.launch.accelerate.reading import Source
-from trainwright.launch.accelerate.values import Part
+from trainwright.launch.accelerate.reading import AccelerateConfig
+from trainwright.launch.accelerate.translation import Translation, interpret
+from trainwright.launch.accelerate.values import ConfigSection
 
 _ENVIRONMENT = "the environment of accelerate launch"
 
@@ -77,7 +77,7 @@ _PARALLELISM: dict[str, tuple[str, str | None]] = {
 }
 
 
-def from_environment(environment: Mapping[str, str] | None = None) -> Meaning | None:
+def from_environment(environment: Mapping[str, str] | None = None) -> Translation | None:
     """Return the settings that `accelerate launch` passed to this worker; None if something else started it."""
     variables = os.environ if environment is None else environment
     if "ACCELERATE_MIXED_PRECISION" not in variables:
@@ -85,7 +85,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Meaning | 
     return interpret(_source(variables))
 
 
-def worker_environment(source: Source, meaning: Meaning, *, on_cpu: bool) -> dict[str, str]:
+def worker_environment(source: AccelerateConfig, translation: Translation, *, on_cpu: bool) -> dict[str, str]:
     """Return the variables for workers that run a user's own script, from the settings of the file.
 
     ``on_cpu``: the workers have no GPU. Accelerate's library would otherwise make each of them a separate run.
@@ -104,23 +104,23 @@ def worker_environment(source: Source, meaning: Meaning, *, on_cpu: bool) -> dic
             variables[name] = "1"
     for key, value in _items(source, "fp8_config", "fp8_"):
         variables[f"ACCELERATE_{key.upper()}"] = _text(value)
-    if meaning.distributed_type == "FSDP":
+    if translation.distributed_type == "FSDP":
         variables |= _fsdp(source)
-    if meaning.distributed_type == "DEEPSPEED":
+    if translation.distributed_type == "DEEPSPEED":
         variables |= _deepspeed(source)
     if isinstance(source.values.get("parallelism_config"), dict):
         variables |= _parallelism(source)
     return variables
 
 
-def _precision(source: Source) -> str:
+def _precision(source: AccelerateConfig) -> str:
     value = source.values.get("mixed_precision")
     if value in (None, False):
         return "fp16" if source.values.get("fp16") else "no"
     return str(value).lower()
 
 
-def _fsdp(source: Source) -> dict[str, str]:
+def _fsdp(source: AccelerateConfig) -> dict[str, str]:
     given = dict(_items(source, "fsdp_config", "fsdp_"))
     reshard = str(given.get("fsdp_reshard_after_forward", "")).upper()
     if reshard in fsdp.SHARDING:
@@ -140,7 +140,7 @@ def _fsdp(source: Source) -> dict[str, str]:
     return variables
 
 
-def _deepspeed(source: Source) -> dict[str, str]:
+def _deepspeed(source: AccelerateConfig) -> dict[str, str]:
     given = dict(_items(source, "deepspeed_config", ""))
     variables = {"ACCELERATE_USE_DEEPSPEED": "true"}
     fields = [*given, *(["mixed_precision"] if source.values.get("mixed_precision") is not None else [])]
@@ -155,7 +155,7 @@ def _deepspeed(source: Source) -> dict[str, str]:
     return variables
 
 
-def _parallelism(source: Source) -> dict[str, str]:
+def _parallelism(source: AccelerateConfig) -> dict[str, str]:
     given = dict(_items(source, "parallelism_config", "parallelism_config_"))
     variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} if given else {}
     for key, (name, default) in _PARALLELISM.items():
@@ -165,8 +165,8 @@ def _parallelism(source: Source) -> dict[str, str]:
     return variables
 
 
-def _items(source: Source, name: str, prefix: str) -> list[tuple[str, Any]]:
-    part = Part(source, (name,), prefix)
+def _items(source: AccelerateConfig, name: str, prefix: str) -> list[tuple[str, Any]]:
+    part = ConfigSection(source, (name,), prefix)
     return [(key, part.raw(key)) for key in part.given()]
 
 
@@ -174,7 +174,7 @@ def _text(value: Any) -> str:
     return ("true" if value else "false") if isinstance(value, bool) else str(value)
 
 
-def _source(variables: Mapping[str, str]) -> Source:
+def _source(variables: Mapping[str, str]) -> AccelerateConfig:
     values: dict[str, Any] = {}
     places: dict[tuple[str, ...], str] = {}
 
@@ -206,7 +206,7 @@ def _source(variables: Mapping[str, str]) -> Source:
     kind, variable = _kind(uses, variables, on_cpu=on_cpu, alone=alone)
     values["distributed_type"], values["use_cpu"] = kind, on_cpu
     places |= {("distributed_type",): variable, ("use_cpu",): "ACCELERATE_USE_CPU"}
-    return Source(
+    return AccelerateConfig(
         name=_ENVIRONMENT,
         values=values,
         places=places,

@@ -5,7 +5,7 @@ Both versions become torch's FSDP2, which shards parameter by parameter and comp
 
 from __future__ import annotations
 
-from trainwright.launch.accelerate.values import Draft, Part
+from trainwright.launch.accelerate.values import ConfigSection, Draft
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _RESHARDS = {
@@ -45,7 +45,7 @@ KEYS = (
 )
 
 
-def interpret(part: Part, draft: Draft, nodes: int) -> None:
+def interpret(part: ConfigSection, draft: Draft, nodes: int) -> None:
     """Add the settings of ``part``."""
     _layout(part, draft, nodes)
     _wrap(part, draft)
@@ -64,7 +64,7 @@ def interpret(part: Part, draft: Draft, nodes: int) -> None:
         draft.problem(text, for_script=True)
 
 
-def _layout(part: Part, draft: Draft, nodes: int) -> None:
+def _layout(part: ConfigSection, draft: Draft, nodes: int) -> None:
     version = part.count("fsdp_version", least=1) or 1
     if version > 2:
         part.wrong("fsdp_version", "1 or 2")
@@ -85,7 +85,7 @@ def _layout(part: Part, draft: Draft, nodes: int) -> None:
             draft.note("fsdp_sharding_strategy", "HYBRID shards within a machine; on one machine that is FULL_SHARD")
 
 
-def _sharding(part: Part) -> tuple[str | None, str]:
+def _sharding(part: ConfigSection) -> tuple[str | None, str]:
     """Return the sharding strategy, which version 1's wizard writes as fsdp_reshard_after_forward."""
     stated = part.choice("fsdp_sharding_strategy", SHARDING)
     other = (part.text("fsdp_reshard_after_forward") or "").upper()
@@ -96,7 +96,7 @@ def _sharding(part: Part) -> tuple[str | None, str]:
     return stated, part.place("fsdp_sharding_strategy")
 
 
-def _reshard(part: Part) -> bool | None:
+def _reshard(part: ConfigSection) -> bool | None:
     text = part.text("fsdp_reshard_after_forward")
     if text is None:
         return None
@@ -106,7 +106,7 @@ def _reshard(part: Part) -> bool | None:
     return None if reshard and not part.source.stated else reshard
 
 
-def _wrap(part: Part, draft: Draft) -> None:
+def _wrap(part: ConfigSection, draft: Draft) -> None:
     policy = part.choice("fsdp_auto_wrap_policy", _WRAP_POLICIES)
     classes = part.names("fsdp_transformer_layer_cls_to_wrap")
     if classes and policy in (None, "TRANSFORMER_BASED_WRAP"):
@@ -117,7 +117,7 @@ def _wrap(part: Part, draft: Draft) -> None:
         draft.note("fsdp_auto_wrap_policy", f"{policy} is not supported: each of the model's blocks is a unit")
 
 
-def _activations(part: Part, draft: Draft) -> None:
+def _activations(part: ConfigSection, draft: Draft) -> None:
     recompute = part.flag("fsdp_activation_checkpointing")
     offload = part.flag("fsdp_activation_checkpointing_offload")
     if recompute is not None and (recompute or part.source.stated):

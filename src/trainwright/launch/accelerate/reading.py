@@ -25,7 +25,7 @@ _ENUMS = ("compute_environment", "distributed_type")
 
 
 @dataclass(frozen=True)
-class Source:
+class AccelerateConfig:
     """The settings that Accelerate was given. ``values`` is nested as in a file; ``places`` says where each key was
     written.
 
@@ -65,7 +65,7 @@ def default_path() -> Path:
     return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> AccelerateConfig:
     """Read an Accelerate file.
 
     Raises RequestError, with the line if known, if the file does not exist or holds no mapping.
@@ -81,7 +81,7 @@ def read(path: Path) -> Source:
     values = _plain(strict if strict is not None else tree.values)
     if "distributed_type" not in values and any(key in values for key in _OF_DEEPSPEED):
         return _deepspeed_file(path)
-    return Source(
+    return AccelerateConfig(
         name=str(path),
         values=values,
         places={tuple(map(str, place)): str(origin) for place, origin in tree.origins.items()},
@@ -103,9 +103,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _deepspeed_file(path: Path) -> Source:
+def _deepspeed_file(path: Path) -> AccelerateConfig:
     """Return a DeepSpeed file in place of the Accelerate file that would name it."""
-    return Source(
+    return AccelerateConfig(
         name=str(path),
         values={"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(path)}},
         directory=Path(),
@@ -126,8 +126,10 @@ def _loose_json(text: str, path: Path) -> Tree:
     try:
         return parse_mapping(_without_comments(text), str(path))
     except RequestError as error:
-        said = str(error).replace(": not valid YAML: ", ": not valid JSON: ")
-        raise RequestError(said.replace("a flow mapping", "an object,").replace("a flow sequence", "a list,")) from None
+        message = str(error).replace(": not valid YAML: ", ": not valid JSON: ")
+        raise RequestError(
+            message.replace("a flow mapping", "an object,").replace("a flow sequence", "a list,")
+        ) from None
 
 
 def _without_comments(text: str) -> str:

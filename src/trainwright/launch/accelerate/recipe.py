@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainwright.errors import RequestError
 from trainwright.launch.accelerate.machine import require
-from trainwright.launch.accelerate.meaning import Meaning, as_yaml, missing_rendezvous, read_meaning
+from trainwright.launch.accelerate.translation import Translation, as_yaml, missing_rendezvous, read_translation
 from trainwright.machine.detect import detect
 from trainwright.recipe.merging import read_merged
 from trainwright.recipe.yaml_text import Tree
@@ -33,14 +33,14 @@ class Joined:
     reasons: tuple[str, ...]
 
 
-def meaning_here(
+def find_translation(
     file: Path,
     overrides: Sequence[str],
     *,
     nodes: int | None = None,
     node_rank: int | None = None,
     rendezvous: str | None = None,
-) -> Meaning:
+) -> Translation:
     """Return the translation of a file, with the command line's numbers in place of its own, checked for this
     machine.
 
@@ -51,37 +51,39 @@ def meaning_here(
         RequestError: the file cannot be read or is not supported, or does not say where its machines meet.
         MachineError: this machine lacks the GPUs or the library asked for; the message says what would run here.
     """
-    meaning = read_meaning(file).with_machines(nodes, node_rank, rendezvous)
+    translation = read_translation(file).with_machines(nodes, node_rank, rendezvous)
     processes = _last(overrides, "parallel.num_processes")
     if processes is not None:
-        meaning = replace(meaning, processes=int(processes) if processes.isdigit() else None)
-    meaning.refuse_problems()
-    if (error := missing_rendezvous(meaning)) is not None:
+        translation = replace(translation, processes=int(processes) if processes.isdigit() else None)
+    translation.refuse_problems()
+    if (error := missing_rendezvous(translation)) is not None:
         raise error
-    require(meaning, detect())
-    os.environ.update(meaning.device_environment())
-    return meaning
+    require(translation, detect())
+    os.environ.update(translation.device_environment())
+    return translation
 
 
-def join(meaning: Meaning, recipe: Path | Tree | None, overrides: Sequence[str], *, resumed: bool = False) -> Joined:
+def join(
+    translation: Translation, recipe: Path | Tree | None, overrides: Sequence[str], *, resumed: bool = False
+) -> Joined:
     """Apply the settings of a file over the recipe at ``recipe`` and under the user's ``overrides``.
 
     The file sets a key that the recipe leaves to auto or to its default; another value is overridden, with a note. The
     strategy is not: if recipe and file name different ones, RequestError names both. The recipe of a ``resumed`` run
     has every key, so there the strategy is overridden, too.
     """
-    meaning.refuse_problems()
+    translation.refuse_problems()
     explicit = {override.partition("=")[0].strip() for override in overrides}
     reasons = [
-        f"{key}: the command line's value, not {meaning.settings[key].origin}"
-        for key in meaning.settings
+        f"{key}: the command line's value, not {translation.settings[key].origin}"
+        for key in translation.settings
         if key in explicit
     ]
     dropped = set(explicit)
-    if "parallel.strategy" in explicit and _last(overrides, "parallel.strategy") != meaning.strategy:
+    if "parallel.strategy" in explicit and _last(overrides, "parallel.strategy") != translation.strategy:
         dropped |= set(_OF_THE_STRATEGY)
     written = Tree() if recipe is None else read_merged(recipe, ())
-    for key, setting in meaning.settings.items():
+    for key, setting in translation.settings.items():
         there = _written(written, key)
         if key in dropped or there in (None, "auto", setting.value):
             continue
@@ -93,7 +95,7 @@ def join(meaning: Meaning, recipe: Path | Tree | None, overrides: Sequence[str],
             )
         if not resumed:
             reasons.append(f"{where}, replaced by {as_yaml(setting.value)}: {setting.origin}")
-    kept = replace(meaning, settings={k: v for k, v in meaning.settings.items() if k not in dropped})
+    kept = replace(translation, settings={k: v for k, v in translation.settings.items() if k not in dropped})
     return Joined([*kept.to_overrides(), *overrides], tuple(reasons))
 
 

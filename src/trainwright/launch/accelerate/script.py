@@ -57,7 +57,7 @@ def run_script(script: Script) -> int:
             _check_exit(exit_.code, script)
         except BaseException as error:
             if not stop_requested():
-                raise _told(error, script) from error.__cause__
+                raise _describe_error(error, script) from error.__cause__
             interrupted = error
     if interrupted is None:
         return EXIT_FINISHED
@@ -81,12 +81,12 @@ def _check_exit(code: object, script: Script) -> None:
     if code is None or code == 0:
         return
     number = code & 0xFF if isinstance(code, int) else 1
-    said = "" if isinstance(code, int) else f": {code}"
+    reason = "" if isinstance(code, int) else f": {code}"
     rank = os.environ.get("RANK", "0")
-    raise ScriptExit(f"rank {rank}: {script.target} exited with code {number}{said}", number)
+    raise ScriptExit(f"rank {rank}: {script.target} exited with code {number}{reason}", number)
 
 
-def _told(error: BaseException, script: Script) -> Exception:
+def _describe_error(error: BaseException, script: Script) -> Exception:
     """Return the error for the launcher to report, with its traceback from the script's first line on."""
     if not isinstance(error, Exception):
         return RuntimeError(f"{script.target} ended by {type(error).__name__}")

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator
 
 from trainwright.launch.accelerate.machine import SHARDING, becomes_ddp, lacking
-from trainwright.launch.accelerate.meaning import Meaning, as_yaml, missing_rendezvous
-from trainwright.launch.accelerate.reading import Source
+from trainwright.launch.accelerate.reading import AccelerateConfig
+from trainwright.launch.accelerate.translation import Translation, as_yaml, missing_rendezvous
 from trainwright.machine.machine import Machine
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.text import plural
@@ -16,64 +16,64 @@ _LABEL = 12
 _SHOWN_BY_THEMSELVES = ("parallel.strategy", "parallel.num_processes", "train.mixed_precision")
 
 
-def show(source: Source, meaning: Meaning, machine: Machine, width: int = 100) -> str:
+def show(source: AccelerateConfig, translation: Translation, machine: Machine, width: int = 100) -> str:
     """Return the text, wrapped to at most ``width`` characters per line where possible."""
     lines = [source.name, ""]
-    for label, text in _rows(source, meaning, machine):
+    for label, text in _rows(source, translation, machine):
         wrapped = textwrap.wrap(text, max(40, width - _LABEL), break_long_words=False, break_on_hyphens=False)
         for index, line in enumerate(wrapped):
             lines.append(f"{label if index == 0 else '':<{_LABEL}}{line}".rstrip())
     return "\n".join(lines)
 
 
-def accelerate_remarks(source: Source, meaning: Meaning) -> list[str]:
+def accelerate_remarks(source: AccelerateConfig, translation: Translation) -> list[str]:
     """Return where `accelerate launch` 1.15 interprets the file differently from what it says."""
     remarks = [f"accelerate launch rejects this file: {remark}" for remark in source.remarks]
-    several = meaning.processes is not None and meaning.processes > 1
-    if meaning.distributed_type == "MULTI_CPU" and several and not _has_mpi(source):
+    several = translation.processes is not None and translation.processes > 1
+    if translation.distributed_type == "MULTI_CPU" and several and not _has_mpi(source):
         remarks.append("accelerate launch starts only one process; trainwright train and launch start all")
-    if meaning.device == "cpu" and meaning.distributed_type in SHARDING:
+    if translation.device == "cpu" and translation.distributed_type in SHARDING:
         remarks.append("Accelerate runs this as ddp on a CPU; trainwright train shards")
     return remarks
 
 
-def commands(meaning: Meaning, machine: Machine) -> list[str]:
+def commands(translation: Translation, machine: Machine) -> list[str]:
     """Return the commands that start it here; none of them rejects the file."""
     found: list[str] = []
-    if lacking(meaning, machine):
+    if lacking(translation, machine):
         return found
-    if not meaning.problems and missing_rendezvous(meaning) is None:
-        found.append(f"trainwright train RECIPE --accelerate-config {meaning.source}")
-    of_scripts = any(problem.for_script for problem in meaning.problems)
-    if not of_scripts and meaning.nodes == 1 and not becomes_ddp(meaning, machine):
-        found.append(f"trainwright launch --config-file {meaning.source} SCRIPT")
+    if not translation.problems and missing_rendezvous(translation) is None:
+        found.append(f"trainwright train RECIPE --accelerate-config {translation.source}")
+    of_scripts = any(problem.for_script for problem in translation.problems)
+    if not of_scripts and translation.nodes == 1 and not becomes_ddp(translation, machine):
+        found.append(f"trainwright launch --config-file {translation.source} SCRIPT")
     return found
 
 
-def _rows(source: Source, meaning: Meaning, machine: Machine) -> Iterator[tuple[str, str]]:
-    yield "processes", _processes(meaning)
-    strategy = meaning.strategy
+def _rows(source: AccelerateConfig, translation: Translation, machine: Machine) -> Iterator[tuple[str, str]]:
+    yield "processes", _processes(translation)
+    strategy = translation.strategy
     yield "strategy", f"{strategy}: {spec_of(strategy).summary}" if strategy else "not known"
-    yield "precision", str(meaning.value("train.mixed_precision") or "set by the recipe")
+    yield "precision", str(translation.value("train.mixed_precision") or "set by the recipe")
     others = [
         f"{key}={as_yaml(setting.value)}"
-        for key, setting in meaning.settings.items()
+        for key, setting in translation.settings.items()
         if key not in _SHOWN_BY_THEMSELVES
     ]
     yield from _listed("also sets", others)
-    reasons = lacking(meaning, machine)
-    if meaning.problems:
+    reasons = lacking(translation, machine)
+    if translation.problems:
         yield "here", "refused:"
-        for problem in meaning.problems:
+        for problem in translation.problems:
             yield "", f"- {problem.text}"
     elif not reasons:
-        yield "here", f"runs: {_local(meaning, machine)}"
+        yield "here", f"runs: {_local(translation, machine)}"
     for index, reason in enumerate(reasons):
-        label = "here" if index == 0 and not meaning.problems else ""
+        label = "here" if index == 0 and not translation.problems else ""
         yield label, f"cannot run: {reason}" if index == 0 else reason
-    yield from _listed("ignored", [f"{', '.join(note.keys)}: {note.reason}" for note in meaning.notes])
-    yield from _listed("accelerate", accelerate_remarks(source, meaning))
-    yield from _listed("use", commands(meaning, machine))
+    yield from _listed("ignored", [f"{', '.join(note.keys)}: {note.reason}" for note in translation.notes])
+    yield from _listed("accelerate", accelerate_remarks(source, translation))
+    yield from _listed("use", commands(translation, machine))
 
 
 def _listed(label: str, lines: list[str]) -> Iterator[tuple[str, str]]:
@@ -81,24 +81,26 @@ def _listed(label: str, lines: list[str]) -> Iterator[tuple[str, str]]:
         yield label if index == 0 else "", line
 
 
-def _processes(meaning: Meaning) -> str:
-    count = "set by the recipe" if meaning.processes is None else str(meaning.processes)
-    where = {"cuda": "on GPUs", "cpu": "on the CPU", "any": "on a GPU if there is one, else the CPU"}[meaning.device]
-    if meaning.gpu_ids is not None:
-        where += f" {meaning.gpu_ids}"
-    if meaning.nodes == 1:
+def _processes(translation: Translation) -> str:
+    count = "set by the recipe" if translation.processes is None else str(translation.processes)
+    where = {"cuda": "on GPUs", "cpu": "on the CPU", "any": "on a GPU if there is one, else the CPU"}[
+        translation.device
+    ]
+    if translation.gpu_ids is not None:
+        where += f" {translation.gpu_ids}"
+    if translation.nodes == 1:
         return f"{count} {where}, one machine"
-    place = f", meeting at {meaning.rendezvous}" if meaning.rendezvous else ""
-    return f"{count} {where}, {plural(meaning.nodes, 'machine')}, this is number {meaning.node_rank}{place}"
+    place = f", meeting at {translation.rendezvous}" if translation.rendezvous else ""
+    return f"{count} {where}, {plural(translation.nodes, 'machine')}, this is number {translation.node_rank}{place}"
 
 
-def _local(meaning: Meaning, machine: Machine) -> str:
-    count = meaning.local_processes
-    device = "the CPU" if meaning.device == "cpu" or not machine.gpus else "GPUs"
+def _local(translation: Translation, machine: Machine) -> str:
+    count = translation.local_processes
+    device = "the CPU" if translation.device == "cpu" or not machine.gpus else "GPUs"
     number = "processes" if count is None else f"{count} process{'es' * (count != 1)}"
     return f"{number} on {device} ({machine.describe()})"
 
 
-def _has_mpi(source: Source) -> bool:
+def _has_mpi(source: AccelerateConfig) -> bool:
     part = source.values.get("mpirun_config")
     return isinstance(part, dict) and bool(part.get("mpirun_hostfile"))

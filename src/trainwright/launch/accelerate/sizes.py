@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainwright.launch.accelerate.values import Draft, Part
+from trainwright.launch.accelerate.values import ConfigSection, Draft
 from trainwright.recipe.strategy_spec import spec_of
 
 PREFIX = "parallelism_config_"
@@ -20,7 +20,7 @@ KEYS = tuple(PREFIX + name for name in (*_DATA, *_OTHERS, *_HOW, *_HOW_SEQUENCE)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParallelismSizes:
     """``replicas`` of the model, each over ``shards`` processes; ``origin``: the keys that set them."""
 
     replicas: int
@@ -33,7 +33,7 @@ class Sizes:
         return self.replicas * self.shards
 
 
-def read_sizes(part: Part, draft: Draft) -> Sizes | None:
+def read_sizes(part: ConfigSection, draft: Draft) -> ParallelismSizes | None:
     """Return the sizes of data parallelism; None if the part sets none. Other kinds are reported to ``draft``."""
     sizes = {name: part.count(PREFIX + name, least=1) for name in (*_DATA, *_OTHERS)}
     for name, kind in _OTHERS.items():
@@ -49,11 +49,11 @@ def read_sizes(part: Part, draft: Draft) -> Sizes | None:
     if replicas * shards == 1:
         return None
     given = [name for name in _DATA if PREFIX + name in part]
-    return Sizes(replicas, shards, " and ".join(part.place(PREFIX + name) for name in given))
+    return ParallelismSizes(replicas, shards, " and ".join(part.place(PREFIX + name) for name in given))
 
 
-def apply_sizes(sizes: Sizes, strategy: str, processes: int, said: str, draft: Draft) -> None:
-    """Apply ``sizes`` to a strategy on ``processes`` processes; ``said`` is the file's statement of their number.
+def apply_sizes(sizes: ParallelismSizes, strategy: str, processes: int, origin: str, draft: Draft) -> None:
+    """Apply ``sizes`` to a strategy on ``processes`` processes; ``origin`` is the file's statement of their number.
 
     Sizes that do not fit are added to the draft's problems.
     """
@@ -63,7 +63,7 @@ def apply_sizes(sizes: Sizes, strategy: str, processes: int, said: str, draft: D
         fix = f"set dp_shard_size: {processes // sizes.replicas}" if whole else "change one of them"
         draft.problem(
             f"{sizes.origin}: dp_replicate_size {sizes.replicas} x dp_shard_size {sizes.shards} needs "
-            f"{sizes.processes} processes, but {said}; {fix}"
+            f"{sizes.processes} processes, but {origin}; {fix}"
         )
     elif "replicate_size" in spec.keys and sizes.shards == 1:
         draft.problem(

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainwright.launch.accelerate.reading import Source
+from trainwright.launch.accelerate.reading import AccelerateConfig
 
 _TRUE = ("true", "yes", "on", "1", "y", "t")
 _FALSE = ("false", "no", "off", "0", "n", "f")
 
 
-class Part:
+class ConfigSection:
     """One mapping of a source. Keys that are never read are unknown and are reported at the end."""
 
-    def __init__(self, source: Source, path: tuple[str, ...] = (), prefix: str = "") -> None:
+    def __init__(self, source: AccelerateConfig, path: tuple[str, ...] = (), prefix: str = "") -> None:
         """Wrap the mapping at ``path``; ``prefix`` is what Accelerate puts before a key that was written without it."""
         self.source, self.path = source, path
         self.problems: list[str] = []
@@ -31,7 +31,7 @@ class Part:
             name = key if key.startswith(prefix) else prefix + key
             self._written[name] = key
             self._values[name] = value
-        self._asked: set[str] = set()
+        self._read_keys: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         """Return whether the key has a value; null, none and an empty value do not count."""
@@ -43,7 +43,7 @@ class Part:
 
     def raw(self, key: str) -> Any:
         """Return the value of a key as it is written."""
-        self._asked.add(key)
+        self._read_keys.add(key)
         return self._values.get(key)
 
     def text(self, key: str) -> str | None:
@@ -121,7 +121,7 @@ class Part:
         """Return a line for every key that was not read. ``elsewhere``: keys of other parts, and which part."""
         lines = []
         for key in self._values:
-            if key in self._asked:
+            if key in self._read_keys:
                 continue
             written = self._written[key]
             near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.7)
@@ -139,7 +139,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RecipeValue:
     """The value of a recipe key, and its origin for messages."""
 
     value: Any
@@ -155,7 +155,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigProblem:
     """An unsupported setting. ``for_script``: even if Accelerate's own library does the training."""
 
     text: str
@@ -166,9 +166,9 @@ class Problem:
 class Draft:
     """Collect settings, notes and problems."""
 
-    settings: dict[str, Setting] = field(default_factory=dict)
+    settings: dict[str, RecipeValue] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigProblem] = field(default_factory=list)
 
     def set(self, key: str, value: Any, origin: str) -> None:
         """Set a recipe key. A second value that differs is a problem that names both origins."""
@@ -176,7 +176,7 @@ class Draft:
         if earlier is not None and earlier.value != value:
             self.problem(f"{earlier.origin} contradicts {origin}; both decide {key}")
             return
-        self.settings[key] = earlier or Setting(value, origin)
+        self.settings[key] = earlier or RecipeValue(value, origin)
 
     def note(self, keys: str, reason: str) -> None:
         """Add a note; notes with the same reason are joined."""
@@ -188,4 +188,4 @@ class Draft:
 
     def problem(self, text: str, *, for_script: bool = False) -> None:
         """Add a problem with the file."""
-        self.problems.append(Problem(text, for_script))
+        self.problems.append(ConfigProblem(text, for_script))

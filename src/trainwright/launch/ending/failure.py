@@ -68,9 +68,9 @@ def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
 def _fitting(record: dict[str, Any]) -> bytes:
     """Return the record as JSON, with texts shortened to fit into a slot; tracebacks keep their end."""
     for most in (_SLOT_BYTES, 10_000, 2_000):
-        said = record["message"]
-        info = {**said["extraInfo"], "py_callstack": said["extraInfo"]["py_callstack"][-most:]}
-        message = {"message": said["message"][:most], "extraInfo": info}
+        logged = record["message"]
+        info = {**logged["extraInfo"], "py_callstack": logged["extraInfo"]["py_callstack"][-most:]}
+        message = {"message": logged["message"][:most], "extraInfo": info}
         content = json.dumps({**record, "text": record["text"][:most], "message": message}).encode()
         if len(content) < _SLOT_BYTES:
             return content

@@ -25,7 +25,7 @@ def kills() -> int:
     return 0
 
 
-def be_killed_first(score: int = _FIRST) -> None:
+def raise_oom_score(score: int = _FIRST) -> None:
     """Have the kernel kill this process before others, so that its launcher survives to report it (proc(5)).
 
     Raising the score needs no privileges; a higher score is kept.

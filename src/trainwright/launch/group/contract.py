@@ -25,7 +25,7 @@ from trainwright.engine.task import Task
 from trainwright.errors import MachineError
 from trainwright.machine.accelerators import HIDE, ON_PURPOSE, refuse_unusable, with_device
 from trainwright.machine.machine import Machine
-from trainwright.parallel.layout import Layout, copies_held, planned_layout
+from trainwright.parallel.layout import ModelLayout, copies_held, planned_layout
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import RankInfo, World
 from trainwright.recipe.schema import Recipe
@@ -136,7 +136,7 @@ def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
     _refuse([*_differences(views), *_shared_gpus(gpus), *dealt], world)
 
 
-def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Layout:
+def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> ModelLayout:
     """Compare the layout of the model with the recipe's strategy; return this rank's layout. Every rank must call.
 
     Args:
@@ -148,7 +148,7 @@ def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Layo
     world = strategy.world
     planned = asdict(planned_layout(recipe.parallel, dtype, world.device.type))
     own = strategy.layout()
-    seen: list[tuple[str, Layout]] = _gather(world, (strategy.name, own))
+    seen: list[tuple[str, ModelLayout]] = _gather(world, (strategy.name, own))
     layouts = [layout for _, layout in seen]
     held = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
     updated = copies_held(layouts, [layout.updated for layout in layouts], planned["updated_copies"])

@@ -33,7 +33,7 @@ _WORKERS = {
 
 
 @dataclass(frozen=True)
-class Environment:
+class LaunchEnvironment:
     """What the launcher's variables say about this process.
 
     Attributes:
@@ -71,7 +71,7 @@ class Environment:
         }
 
 
-def read_environment(variables: Mapping[str, str] | None = None, parent: int | None = None) -> Environment:
+def read_environment(variables: Mapping[str, str] | None = None, parent: int | None = None) -> LaunchEnvironment:
     """Read the environment of this process.
 
     Args:
@@ -86,7 +86,7 @@ def read_environment(variables: Mapping[str, str] | None = None, parent: int | N
     found = _launched(given, os.getppid() if parent is None else parent)
     if found is None:
         _refuse_bare_allocation(given)
-        return Environment("python")
+        return LaunchEnvironment("python")
     _check(found)
     return found
 
@@ -125,7 +125,7 @@ def launcher_of(given: Variables, nodes: int = 1) -> str | None:
     return "accelerate launch" if found is None or by_accelerate else found.launcher
 
 
-def _launched(given: Variables, parent: int) -> Environment | None:
+def _launched(given: Variables, parent: int) -> LaunchEnvironment | None:
     """Return the launcher's environment of this process, or None without a launcher."""
     if given.has("RANK", "WORLD_SIZE"):
         return _torch(given)
@@ -170,7 +170,7 @@ class Variables:
             raise MachineError(f"the environment variable {name} is not a number: {self._values[name]!r}") from None
 
 
-def _torch(given: Variables) -> Environment:
+def _torch(given: Variables) -> LaunchEnvironment:
     size = given.number("WORLD_SIZE", default=1)
     elastic = given.has("TORCHELASTIC_RUN_ID")
     rank = given.number("RANK", default=0)
@@ -187,7 +187,7 @@ def _torch(given: Variables) -> Environment:
     name = _UNKNOWN
     if elastic:
         name = "accelerate launch" if given.has(_ACCELERATE) else "torchrun"
-    return Environment(
+    return LaunchEnvironment(
         launcher=name,
         rank=rank,
         size=size,
@@ -230,7 +230,7 @@ def is_loopback(address: str) -> bool:
     return address == "localhost" or address.startswith("127.")
 
 
-def _open_mpi(given: Variables, parent: int) -> Environment:
+def _open_mpi(given: Variables, parent: int) -> LaunchEnvironment:
     size = given.number("OMPI_COMM_WORLD_SIZE", default=1)
     local_size = given.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
     rank = given.number("OMPI_COMM_WORLD_RANK", default=0)
@@ -238,7 +238,7 @@ def _open_mpi(given: Variables, parent: int) -> Environment:
     return _mpi(given, "mpirun", rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local_size, job)
 
 
-def _hydra(given: Variables, parent: int) -> Environment:
+def _hydra(given: Variables, parent: int) -> LaunchEnvironment:
     """Read the variables of MPICH and Intel MPI."""
     size = given.number("PMI_SIZE", default=1)
     local_size = given.number("MPI_LOCALNRANKS", default=size)
@@ -247,8 +247,10 @@ def _hydra(given: Variables, parent: int) -> Environment:
     )
 
 
-def _mpi(given: Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str) -> Environment:
-    return Environment(
+def _mpi(
+    given: Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str
+) -> LaunchEnvironment:
+    return LaunchEnvironment(
         launcher=launcher,
         rank=rank,
         size=size,
@@ -282,7 +284,7 @@ def _hydra_inside_slurm(given: Variables) -> bool:
     return ours != (given.text("SLURM_PROCID"), given.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
 
 
-def _slurm(given: Variables) -> Environment:
+def _slurm(given: Variables) -> LaunchEnvironment:
     rank = given.number("SLURM_PROCID", default=0)
     # Use the step's own numbers: the allocation may be larger than the step.
     size = given.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", default=1)
@@ -294,7 +296,7 @@ def _slurm(given: Variables) -> Environment:
     if nodes > 1:
         address = address or _first_node(given)
         port = port or slurm_port(job, step)
-    return Environment(
+    return LaunchEnvironment(
         launcher="srun",
         rank=rank,
         size=size,
@@ -342,7 +344,7 @@ def _refuse_bare_allocation(given: Variables) -> None:
         )
 
 
-def _check(found: Environment) -> None:
+def _check(found: LaunchEnvironment) -> None:
     if not 0 <= found.rank < found.size or not 0 <= found.local_rank < found.local_size <= found.size:
         raise MachineError(
             f"{found.launcher} gives rank {found.rank} of {found.size} and local rank {found.local_rank} of "

@@ -30,8 +30,8 @@ from trainwright.errors import (
 )
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals
-from trainwright.launch.group.environment import Environment, read_environment
-from trainwright.launch.group.told import is_mine_to_tell
+from trainwright.launch.group.environment import LaunchEnvironment, read_environment
+from trainwright.launch.group.report_once import should_report
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import (
     die_with_parent,
@@ -40,21 +40,21 @@ from trainwright.launch.process import (
     lossy_text,
     threads_allowed,
 )
-from trainwright.launch.request import Request, check_request, for_started, request_of, resolve_request
+from trainwright.launch.request import RunRequest, check_request, for_started, request_of, resolve_request
 from trainwright.machine.detect import detect
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.launch.accelerate.meaning import Meaning
+    from trainwright.launch.accelerate.translation import Translation
     from trainwright.launch.group.first_failure import FailureReport
     from trainwright.launch.group.members import Place
-    from trainwright.launch.group.rendezvous import Meeting
+    from trainwright.launch.group.rendezvous import Rendezvous
     from trainwright.parallel.world import RankInfo
     from trainwright.recipe.yaml_text import Tree
 
 # How long rank 0, which may host the store, waits for the others at the end; after a rejected request some may never
 # arrive.
-_LEAVE_SECONDS, _TOLD_SECONDS = 20.0, 3.0
+_LEAVE_SECONDS, _REPORT_SECONDS = 20.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class JoinAsked:
+class JoinRequest:
     """The request to every process of the run.
 
     Attributes:
@@ -94,7 +94,7 @@ class JoinAsked:
 
 
 def run_joined(
-    asked: JoinAsked,
+    options: JoinRequest,
     prepare: Callable[[Path], None],
     work: Callable[[Path, bool, RankInfo], int],
     tell: Callable[[int, str], None] = lambda code, message: None,
@@ -107,10 +107,10 @@ def run_joined(
         tell: called in every process with the exit code and the message of a failure, before the process ends.
     """
     terminal = lossy_text(os.dup(2), None, "replace")
-    environment = read_environment(parent=asked.launcher)
-    if asked.number:
-        environment = replace(environment, job=f"{environment.job}-{asked.number}")
-    meaning = _accelerate()
+    environment = read_environment(parent=options.launcher)
+    if options.number:
+        environment = replace(environment, job=f"{environment.job}-{options.number}")
+    translation = _accelerate()
     os.environ.update(environment.torch_variables())
     if (parent := _parent(environment)) is not None:
         die_with_parent(parent)
@@ -121,30 +121,30 @@ def run_joined(
     from trainwright.launch.group.first_failure import FailureReport
 
     try:
-        meeting = _meet(environment, asked)
+        rendezvous = _meet(environment, options)
     except TrainwrightError as error:
         tell(error.exit_code, str(error))
         # Without rank 0, rank 1 reports for the other ranks of its job.
-        job = f"{environment.address}:{environment.port} {_words(asked)}"
-        if environment.rank <= 1 and is_mine_to_tell(environment.rank, job):
+        job = f"{environment.address}:{environment.port} {_words(options)}"
+        if environment.rank <= 1 and should_report(environment.rank, job):
             say(f"error: {error}", file=terminal)
         return error.exit_code
-    failures = FailureReport(environment.rank, terminal, None if meeting is None else meeting.peers, tell)
-    part = _Part(asked, environment, meeting, failures, tell)
+    failures = FailureReport(environment.rank, terminal, None if rendezvous is None else rendezvous.peers, tell)
+    participant = _Participant(options, environment, rendezvous, failures, tell)
     with ExitStack() as held:
         try:
             if environment.rank == 0:
                 held.enter_context(_interruptible(failures))
-                opened, place = part.open(meaning, prepare, held)
+                opened, place = participant.open(translation, prepare, held)
             else:
-                opened, place = part.follow()
+                opened, place = participant.follow()
         except Exception as error:
-            return part.refuse(error)
+            return participant.refuse(error)
         if not own_threads:
             os.environ["OMP_NUM_THREADS"] = str(_threads(place))
         follow_signals()
         failures.interrupting(None)
-        rank_info = part.rank_info(place)
+        rank_info = participant.rank_info(place)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
             code = work(run, opened.resume, rank_info)
@@ -152,77 +152,79 @@ def run_joined(
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
                 run_directory.discard_unbegun(run)
-            part.end(code)
-        part.leave_together()
+            participant.end(code)
+        participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
             say(f"stopped after a checkpoint; continue with --resume {run}", file=terminal)
         return code
 
 
-def _words(asked: JoinAsked) -> list[str]:
+def _words(options: JoinRequest) -> list[str]:
     """Return the request as words of a command line; the same in all processes of a run."""
-    recipe = [] if asked.recipe is None else [str(asked.recipe)]
-    return [*recipe, *asked.overrides, *([] if asked.resume is None else ["--resume", asked.resume])]
+    recipe = [] if options.recipe is None else [str(options.recipe)]
+    return [*recipe, *options.overrides, *([] if options.resume is None else ["--resume", options.resume])]
 
 
-def _accelerate() -> Meaning | None:
+def _accelerate() -> Translation | None:
     """Return what `accelerate launch` read from its file; hide the GPUs that the file excludes."""
     from trainwright.launch.accelerate.environment import from_environment
 
-    meaning = from_environment()
-    if meaning is not None:
-        os.environ.update(meaning.device_environment())
-    return meaning
+    translation = from_environment()
+    if translation is not None:
+        os.environ.update(translation.device_environment())
+    return translation
 
 
-def _meet(environment: Environment, asked: JoinAsked) -> Meeting | None:
-    from trainwright.launch.group import rendezvous
+def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | None:
     from trainwright.launch.group.members import Member
+    from trainwright.launch.group.rendezvous import LOOPBACK, meet_ranks, set_interfaces
 
     if environment.size == 1:
         return None
-    address = rendezvous.LOOPBACK if environment.nodes == 1 else environment.address
+    address = LOOPBACK if environment.nodes == 1 else environment.address
     if address is not None:
-        rendezvous.set_interfaces(address)
+        set_interfaces(address)
     member = Member.here(environment)  # before the others arrive, as they expect an answer at once
-    meeting = rendezvous.meet_ranks(environment, _words(asked), asked.seconds)
-    meeting.post(member.posted())
-    return meeting
+    rendezvous = meet_ranks(environment, _words(options), options.seconds)
+    rendezvous.post(member.posted())
+    return rendezvous
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The part of this process in the run.
+class _Participant:
+    """This process as a participant of the run.
 
     Attributes:
-        meeting: with the other processes; None if there are none.
+        rendezvous: with the other processes; None if there are none.
         failures: of this process and of others.
         tell: called with the exit code and the message of a failure.
     """
 
-    asked: JoinAsked
-    environment: Environment
-    meeting: Meeting | None
+    options: JoinRequest
+    environment: LaunchEnvironment
+    rendezvous: Rendezvous | None
     failures: FailureReport
     tell: Callable[[int, str], None]
 
-    def open(self, meaning: Meaning | None, prepare: Callable[[Path], None], held: ExitStack) -> tuple[Opened, Place]:
+    def open(
+        self, translation: Translation | None, prepare: Callable[[Path], None], held: ExitStack
+    ) -> tuple[Opened, Place]:
         """Do on rank 0 everything before the first step that has to be done once."""
         from trainwright.launch.group.members import Member, places
 
-        environment, meeting, failures = self.environment, self.meeting, self.failures
-        if meeting is None:
+        environment, rendezvous, failures = self.environment, self.rendezvous, self.failures
+        if rendezvous is None:
             members = [Member.here(environment)]
         else:
-            members = [Member.read(posted) for posted in meeting.gather(self.asked.seconds)]
-        request = self._request(meaning)
+            members = [Member.read(posted) for posted in rendezvous.gather(self.options.seconds)]
+        request = self._request(translation)
         if request.recipe.parallel.device == "cpu":
             members = [replace(member, gpus=()) for member in members]
         everyone = places(members)
         machines = len({(member.host, member.node) for member in members})
         resolved = resolve_request(request, detect(), machines, check_gpus=False)
         check_request(request, resolved.recipe)
-        if not self.asked.force:
+        if not self.options.force:
             resolved.plan.refuse_shortage()
         run = request.directory(resolved)
         held.enter_context(run_directory.only_launch(run))
@@ -235,37 +237,37 @@ class _Part:
             prepare(run)
             failures.begin(logs)
         opened = Opened(str(run), os.getcwd(), text, request.run is not None)
-        if meeting is not None:
+        if rendezvous is not None:
             shown = [[place.gpu, place.own_cores, place.local_size] for place in everyone]
-            meeting.publish("opened", {"opened": vars(opened), "places": shown})
+            rendezvous.publish("opened", {"opened": vars(opened), "places": shown})
         return opened, everyone[0]
 
-    def _request(self, meaning: Meaning | None) -> Request:
-        if meaning is not None:
+    def _request(self, translation: Translation | None) -> RunRequest:
+        if translation is not None:
             from trainwright.launch.accelerate.machine import require
 
-            if meaning.one_of_several:
+            if translation.one_of_several:
                 raise MachineError(
-                    f"{meaning.source}: accelerate launch starts one process for {meaning.distributed_type} on a CPU, "
-                    "whatever num_processes says; start the recipe with trainwright train RECIPE --accelerate-config "
-                    "FILE, or with torchrun --nproc-per-node"
+                    f"{translation.source}: accelerate launch starts one process for {translation.distributed_type} "
+                    "on a CPU, whatever num_processes says; start the recipe with trainwright train RECIPE "
+                    "--accelerate-config FILE, or with torchrun --nproc-per-node"
                 )
-            meaning.refuse_problems()
-            require(meaning, detect())
-        asked = self.asked
-        request = request_of(asked.recipe, list(asked.overrides), asked.resume, meaning)
+            translation.refuse_problems()
+            require(translation, detect())
+        options = self.options
+        request = request_of(options.recipe, list(options.overrides), options.resume, translation)
         return for_started(request, self.environment.size, self.environment.launcher)
 
     def follow(self) -> tuple[Opened, Place]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
         from trainwright.launch.group.members import Place
 
-        assert self.meeting is not None, "a world of one is rank 0"
+        assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
-        said = self.meeting.wait_for("opened")
-        if "refused" in said:
-            raise _PeerRefused(int(said["refused"]), str(said["why"]))
-        opened = Opened(**said["opened"])
+        decision = self.rendezvous.wait_for("opened")
+        if "refused" in decision:
+            raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
+        opened = Opened(**decision["opened"])
         recipe = opened.path / run_directory.RECIPE
         if not recipe.is_file() or recipe.read_text(encoding="utf-8") != opened.recipe:
             raise MachineError(
@@ -275,25 +277,25 @@ class _Part:
         log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
         enter_process(log, parent=_parent(self.environment), keep_console=False)
         self.failures.begin(log.parent)
-        return opened, Place(*said["places"][self.environment.rank])
+        return opened, Place(*decision["places"][self.environment.rank])
 
     def refuse(self, error: Exception) -> int:
         """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
         if isinstance(error, _PeerRefused):
             self.tell(error.exit_code, str(error))
-            self.leave_together(_TOLD_SECONDS)
+            self.leave_together(_REPORT_SECONDS)
             return error.exit_code
         if self.environment.rank != 0:
             self.end(self.failures.exit_code if self.failures.heard.is_set() else self.failures.fail(error))
-        code, said = EXIT_TRAINING, "".join(traceback.format_exception(error)).rstrip()
+        code, message = EXIT_TRAINING, "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, TrainwrightError):
-            code, said = error.exit_code, str(error)
+            code, message = error.exit_code, str(error)
         self.failures.interrupting(lambda: None)
-        if self.meeting is not None:
-            self.meeting.publish("opened", {"refused": code, "why": said})
-        self.tell(code, said)
-        say(f"{'' if code == EXIT_STOPPED else 'error: '}{said}", file=self.failures.terminal)
-        self.leave_together(_TOLD_SECONDS)
+        if self.rendezvous is not None:
+            self.rendezvous.publish("opened", {"refused": code, "why": message})
+        self.tell(code, message)
+        say(f"{'' if code == EXIT_STOPPED else 'error: '}{message}", file=self.failures.terminal)
+        self.leave_together(_REPORT_SECONDS)
         return code
 
     def rank_info(self, place: Place) -> RankInfo:
@@ -302,14 +304,14 @@ class _Part:
 
         from trainwright.parallel.world import RankInfo
 
-        environment, meeting = self.environment, self.meeting
+        environment, rendezvous = self.environment, self.rendezvous
         return RankInfo(
             environment.rank,
             environment.size,
             environment.local_rank,
             place.local_size,
             place.gpu,
-            None if meeting is None else PrefixStore(f"job/{environment.job}", meeting.store),
+            None if rendezvous is None else PrefixStore(f"job/{environment.job}", rendezvous.store),
         )
 
     def leave_together(self, seconds: float = _LEAVE_SECONDS) -> None:
@@ -319,24 +321,24 @@ class _Part:
         """
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # sent by a launcher that ends the others after the first has ended
-        meeting = self.meeting
-        if meeting is None:
+        rendezvous = self.rendezvous
+        if rendezvous is None:
             return
         try:
             if self.environment.rank == 0:
-                meeting.publish("done", True)
-                meeting.wait_until_left(seconds)
+                rendezvous.publish("done", True)
+                rendezvous.wait_until_left(seconds)
             else:
-                meeting.wait_for("done", seconds=None)
-                meeting.leave()
+                rendezvous.wait_for("done", seconds=None)
+                rendezvous.leave()
         except (TrainwrightError, RuntimeError, TimeoutError):
             pass  # it has ended already
-        meeting.close()
+        rendezvous.close()
 
     def end(self, code: int) -> NoReturn:
         """Exit immediately: the other ranks wait for this one, and its threads may not be joinable any more."""
-        if self.meeting is not None:
-            self.meeting.close()
+        if self.rendezvous is not None:
+            self.rendezvous.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -368,7 +370,7 @@ def _interruptible(failures: FailureReport) -> Iterator[None]:
     yield
 
 
-def _parent(environment: Environment) -> int | None:
+def _parent(environment: LaunchEnvironment) -> int | None:
     # If started by hand, the parent is a shell, which the process may be meant to outlive.
     return None if environment.launcher == "python" else os.getppid()
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from trainwright import __version__
 from trainwright.errors import MachineError
-from trainwright.launch.group.environment import Environment
+from trainwright.launch.group.environment import LaunchEnvironment
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Member:
     version: str = __version__
 
     @classmethod
-    def here(cls, environment: Environment) -> Member:
+    def here(cls, environment: LaunchEnvironment) -> Member:
         """Describe this process."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return cls(socket.gethostname(), environment.node, environment.local_rank, visible_gpus(), tuple(cores))

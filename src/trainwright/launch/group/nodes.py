@@ -20,10 +20,9 @@ from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, Stoppe
 from trainwright.launch import run_directory
 from trainwright.launch.ending.failure import Failure, first_failure
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.group import rendezvous
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.peers import GONE
-from trainwright.launch.group.rendezvous import Meeting
+from trainwright.launch.group.rendezvous import Rendezvous, meet, set_interfaces
 
 _STOP, _KILLED, _FAILED, _FINISHED = "stop", "killed", "failed", "finished"
 # How long a failed node waits for the reports of the others.
@@ -32,7 +31,7 @@ _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeInfo:
     """What a node reports before anything is created; all fields but `host` must be the same on all nodes."""
 
     host: str
@@ -43,7 +42,7 @@ class Node:
     version: str = __version__
 
     @classmethod
-    def here(cls, processes: int, gpus: int, recipe: str, resume: bool) -> Node:
+    def here(cls, processes: int, gpus: int, recipe: str, resume: bool) -> NodeInfo:
         """Describe this node."""
         return cls(socket.gethostname(), processes, gpus, recipe, resume)
 
@@ -76,14 +75,14 @@ class LinkedStopping(Stopping):
 class Nodes:
     """All nodes of a run, seen from this one."""
 
-    def __init__(self, meeting: Meeting, stopping: LinkedStopping, hosts: list[str]) -> None:
-        self.meeting = meeting
-        self.index = meeting.index
-        self.count = meeting.count
+    def __init__(self, rendezvous: Rendezvous, stopping: LinkedStopping, hosts: list[str]) -> None:
+        self.rendezvous = rendezvous
+        self.index = rendezvous.index
+        self.count = rendezvous.count
         self.running = False  # whether workers run, so that the agent handles a lost node
         self._stopping = stopping
         self._hosts = hosts
-        self._told_stop = False
+        self._stop_sent = False
         self._ended: dict[int, dict[str, Any]] = {}  # final report of each node
         self._gone: list[int] = []
         self._launches = 1
@@ -91,7 +90,7 @@ class Nodes:
 
     @classmethod
     def meet(
-        cls, index: int, count: int, place: tuple[str, int], seconds: float, mine: Node, stopping: LinkedStopping
+        cls, index: int, count: int, place: tuple[str, int], seconds: float, mine: NodeInfo, stopping: LinkedStopping
     ) -> Nodes:
         """Meet the other nodes at `place`, host and port of node 0, within `seconds`.
 
@@ -104,48 +103,48 @@ class Nodes:
 
         def admit() -> None:
             patient()
-            meeting.listen()
+            rendezvous.listen()
 
         fix = "choose another one with --rendezvous, on every node"
-        meeting = rendezvous.meet("node", index, count, place, job_of(count), seconds, fix, patient)
-        rendezvous.set_interfaces(place[0])
-        meeting.post(asdict(mine))
+        rendezvous = meet("node", index, count, place, job_of(count), seconds, fix, patient)
+        set_interfaces(place[0])
+        rendezvous.post(asdict(mine))
         if index == 0:
             try:
-                found = [Node(**posted) for posted in meeting.gather(seconds, admit)]
+                found = [NodeInfo(**posted) for posted in rendezvous.gather(seconds, admit)]
                 _check_same(found)
             except TrainwrightError as error:
-                meeting.publish("met", {"refused": str(error), "exit_code": error.exit_code})
-                meeting.wait_until_left(2.0)
-                meeting.close()
+                rendezvous.publish("met", {"refused": str(error), "exit_code": error.exit_code})
+                rendezvous.wait_until_left(2.0)
+                rendezvous.close()
                 raise
-            meeting.publish("met", {"hosts": [node.host for node in found]})
-        said = meeting.wait_for("met", patient)
-        if "refused" in said:
-            meeting.leave()
-            meeting.close()
-            raise NodeFailed(f"node 0: {said['refused']}", said["exit_code"])
-        return cls(meeting, stopping, said["hosts"])
+            rendezvous.publish("met", {"hosts": [node.host for node in found]})
+        reply = rendezvous.wait_for("met", patient)
+        if "refused" in reply:
+            rendezvous.leave()
+            rendezvous.close()
+            raise NodeFailed(f"node 0: {reply['refused']}", reply["exit_code"])
+        return cls(rendezvous, stopping, reply["hosts"])
 
     def open(self, make: Callable[[], tuple[Path, str]]) -> Path:
         """Return the run directory: node 0 creates it by `make`, which also returns its recipe's text; the others only
         open it.
         """
         if self.index == 0:
-            run, recipe = self.telling(make)
-            self.meeting.publish("opened", [str(run), str(run.absolute()), recipe])
+            run, recipe = self.reporting_failure(make)
+            self.rendezvous.publish("opened", [str(run), str(run.absolute()), recipe])
             return run
-        shown, absolute, recipe = self.meeting.wait_for("opened", self.poll)
+        shown, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
         found = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
-        return self.telling(lambda: self._visible(found, recipe))
+        return self.reporting_failure(lambda: self._visible(found, recipe))
 
     def all_ready(self) -> None:
         """Wait until every node has reached this point."""
-        self.meeting.publish(f"ready/{self.index}", True)
+        self.rendezvous.publish(f"ready/{self.index}", True)
         for index in range(self.count):
-            self.meeting.wait_for(f"ready/{index}", self.poll)
+            self.rendezvous.wait_for(f"ready/{index}", self.poll)
 
-    def telling(self, work: Callable[[], Any]) -> Any:
+    def reporting_failure(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; report an exception to the other nodes before it is raised."""
         try:
             return work()
@@ -153,54 +152,54 @@ class Nodes:
             raise
         except BaseException as error:
             code = error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING
-            self.meeting.peers.send(_FAILED, text=str(error) or type(error).__name__, code=code)
+            self.rendezvous.peers.send(_FAILED, text=str(error) or type(error).__name__, code=code)
             raise
 
     def poll(self) -> None:
         """Process the messages of the others. Raises NodeFailed or, while workers run here, NodesLost."""
         self._listen()
-        if self._stopping.flag.value and not self._told_stop:
-            self._told_stop = True
-            self.meeting.peers.send(_STOP)
-        failed = [index for index, said in self._ended.items() if said["kind"] == _FAILED]
+        if self._stopping.flag.value and not self._stop_sent:
+            self._stop_sent = True
+            self.rendezvous.peers.send(_STOP)
+        failed = [index for index, report in self._ended.items() if report["kind"] == _FAILED]
         if not failed and not self._gone:
             return
         if self.running:
             raise NodesLost
         if failed:
-            said = self._ended[failed[0]]
-            raise NodeFailed(f"{self._name(failed[0])}: {said.get('text', 'failed')}", int(said["code"]))
+            report = self._ended[failed[0]]
+            raise NodeFailed(f"{self._name(failed[0])}: {report.get('text', 'failed')}", int(report["code"]))
         raise NodeFailed(f"{self._name(self._gone[0])} is gone: it was killed or is not reachable", EXIT_TRAINING)
 
     def killed(self) -> None:
         """Report that the user has asked to end without a checkpoint."""
-        self.meeting.peers.send(_KILLED)
+        self.rendezvous.peers.send(_KILLED)
 
     def finish(self, codes: dict[int, int | None]) -> list[int]:
         """Wait for the others to finish; return the exit codes of their workers. Raises NodesLost."""
-        self.meeting.peers.send(_FINISHED, codes=_texts(codes))
+        self.rendezvous.peers.send(_FINISHED, codes=_texts(codes))
         while len(self._ended) < self.count - 1:
             self.poll()
             time.sleep(_POLL_SECONDS)
-        return [int(code or 0) for said in self._ended.values() for code in said["codes"].values()]
+        return [int(code or 0) for report in self._ended.values() for code in report["codes"].values()]
 
     def fail(
         self, logs: Path, codes: dict[int, int | None], records: dict[int, dict[str, Any]], out_of_memory: bool
     ) -> Failure:
         """Report the failure here, collect those of the others, and return the first of all."""
-        self.meeting.peers.send(_FAILED, codes=_texts(codes), records=_texts(records), memory=out_of_memory, code=4)
+        self.rendezvous.peers.send(_FAILED, codes=_texts(codes), records=_texts(records), memory=out_of_memory, code=4)
         deadline = time.monotonic() + _REPORT_SECONDS
         while len(self._ended.keys() | set(self._gone)) < self.count - 1 and time.monotonic() < deadline:
             self._listen()
             time.sleep(_POLL_SECONDS)
-        for said in self._ended.values():
-            codes |= {int(rank): code for rank, code in said.get("codes", {}).items()}
-            records |= {int(rank): record for rank, record in said.get("records", {}).items()}
-            out_of_memory |= bool(said.get("memory", False))
+        for report in self._ended.values():
+            codes |= {int(rank): code for rank, code in report.get("codes", {}).items()}
+            records |= {int(rank): record for rank, record in report.get("records", {}).items()}
+            out_of_memory |= bool(report.get("memory", False))
         gone = self._name(self._gone[0]) if self._gone else None
         return first_failure(logs, 0, codes, out_of_memory, records=records, gone=gone)
 
-    def once_more(self, decide: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    def agree_on_relaunch(self, decide: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
         """Return node 0's decision about another launch after a failure, if every node is still there; None for
         none.
         """
@@ -209,21 +208,21 @@ class Nodes:
         try:
             if self.index == 0:
                 everyone = len(self._ended) == self.count - 1 and not self._gone
-                self.meeting.publish(place, {"fault": decide() if everyone else None})
-            fault: dict[str, Any] | None = self.meeting.wait_for(place, self._still_there)["fault"]
+                self.rendezvous.publish(place, {"fault": decide() if everyone else None})
+            fault: dict[str, Any] | None = self.rendezvous.wait_for(place, self._check_connected)["fault"]
             if fault is None:
                 return None
             # Later messages of a node belong to the next launch.
             self._ended.clear()
             self._launches += 1
-            self.meeting.publish(f"{place}/{self.index}", True)
+            self.rendezvous.publish(f"{place}/{self.index}", True)
             for index in range(self.count):
-                self.meeting.wait_for(f"{place}/{index}", self._still_there)
+                self.rendezvous.wait_for(f"{place}/{index}", self._check_connected)
         except (TrainwrightError, RuntimeError):  # a node, or the store, is gone: already reported
             return None
         return fault
 
-    def _still_there(self) -> None:
+    def _check_connected(self) -> None:
         self._listen()
         if self._gone:
             raise NodeFailed(f"{self._name(self._gone[0])} is gone", EXIT_TRAINING)
@@ -232,23 +231,23 @@ class Nodes:
         """Leave; must be called at the end in every case."""
         self._stopping.nodes = None
         try:
-            self.meeting.leave()
+            self.rendezvous.leave()
             if self.index == 0:
-                self.meeting.wait_until_all_left(self.count - len(self._gone), 5.0)
+                self.rendezvous.wait_until_all_left(self.count - len(self._gone), 5.0)
         except RuntimeError:  # node 0 is gone
             pass
-        self.meeting.close()
+        self.rendezvous.close()
 
     def _listen(self) -> None:
-        early, self.meeting.early = self.meeting.early, []
-        for message in early + self.meeting.peers.poll():
+        early, self.rendezvous.early = self.rendezvous.early, []
+        for message in early + self.rendezvous.peers.poll():
             kind, peer = message["kind"], int(message["peer"])
             if kind in (_FAILED, _FINISHED):
                 self._ended[peer] = message
             elif kind == GONE and self._ended.get(peer) is None:
                 self._gone.append(peer)
             elif kind == _STOP:
-                self._told_stop = True
+                self._stop_sent = True
                 self._stopping.flag.value = 1
             elif kind == _KILLED:
                 self._stopping.killed = True
@@ -269,7 +268,7 @@ class Nodes:
         return f"node {index} ({self._hosts[index]})"
 
 
-def _check_same(nodes: list[Node]) -> None:
+def _check_same(nodes: list[NodeInfo]) -> None:
     first = nodes[0]
     for index, node in enumerate(nodes):
         if node.version != first.version:

@@ -96,7 +96,7 @@ class Peers:
         self._lock = threading.RLock()
         self._wake = os.pipe()
         self._closed = False
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._close_in_child)
 
     @classmethod
     def host(cls, listener: socket.socket, job: Job | None = None) -> Peers:
@@ -216,7 +216,7 @@ class Peers:
 
     def _handle(self, line: _Line, message: Message) -> list[Message]:
         if line.peer is None:
-            differs = self._stranger(message)
+            differs = self._differences(message)
             if differs:
                 line.send({"kind": _REFUSED, "differs": differs})
                 self._drop(line)
@@ -234,7 +234,7 @@ class Peers:
         self._send(message, origin=line)
         return [message]
 
-    def _stranger(self, message: Message) -> list[str]:
+    def _differences(self, message: Message) -> list[str]:
         """Return how the sender differs from this job; empty if it belongs to it."""
         job, peer = message.get("job"), message.get("peer")
         if message.get("kind") != _HELLO or not isinstance(job, dict) or not isinstance(peer, int):
@@ -262,7 +262,7 @@ class Peers:
         self._lines.remove(line)
         line.socket.close()
 
-    def _forget(self) -> None:
+    def _close_in_child(self) -> None:
         """Close inherited connections in a forked child: a copy would keep them open after their owner's death."""
         self._closed = True
         for each in (*(line.socket for line in self._lines), self._listener):

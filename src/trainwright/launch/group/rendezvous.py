@@ -23,7 +23,7 @@ import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from trainwright.errors import MachineError, TrainingError
-from trainwright.launch.group.environment import Environment, is_loopback
+from trainwright.launch.group.environment import LaunchEnvironment, is_loopback
 from trainwright.launch.group.identity import WORDS, Job, job_of
 from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, Peers, Unreachable
@@ -37,7 +37,7 @@ _STORE_TIMEOUT = timedelta(minutes=15)
 _POLL_SECONDS = 0.1
 
 
-class Meeting:
+class Rendezvous:
     """The members of a start, counted from 0: ranks or nodes. Member 0 collects, checks and decides.
 
     Attributes:
@@ -145,7 +145,9 @@ class Meeting:
         )
 
 
-def meet_ranks(environment: Environment, arguments: Sequence[str] = (), seconds: float = DEFAULT_TIMEOUT) -> Meeting:
+def meet_ranks(
+    environment: LaunchEnvironment, arguments: Sequence[str] = (), seconds: float = DEFAULT_TIMEOUT
+) -> Rendezvous:
     """Meet the other processes that the launcher started, at least one. All have the same ``arguments``.
 
     Raises MachineError if the port is in use, the address is unknown, or rank 0 does not arrive.
@@ -163,10 +165,10 @@ def meet_ranks(environment: Environment, arguments: Sequence[str] = (), seconds:
         store, port = _meet_by_file(environment, seconds)
         address = LOOPBACK
     # An earlier start may have used the launcher's store.
-    meeting = Meeting("rank", environment.rank, environment.size, store, address, port, f"/{environment.job}")
+    rendezvous = Rendezvous("rank", environment.rank, environment.size, store, address, port, f"/{environment.job}")
     alone = environment.nodes == 1
-    meeting.join_peers(LOOPBACK if alone else "", LOOPBACK if alone else address)
-    return meeting
+    rendezvous.join_peers(LOOPBACK if alone else "", LOOPBACK if alone else address)
+    return rendezvous
 
 
 def meet(
@@ -179,7 +181,7 @@ def meet(
     fix: str,
     meanwhile: Callable[[], None] = lambda: None,
     patience: float = ANSWER_SECONDS,
-) -> Meeting:
+) -> Rendezvous:
     """Meet the other members at `place`, host and port of member 0. Members of other jobs are rejected before the
     store.
 
@@ -205,9 +207,9 @@ def meet(
         except NotPeerZero as error:
             raise MachineError(_not_member_zero(noun, index, place, error.differs, fix)) from None
         store = _client(address, int(peers.welcome["store"]), f"{noun} 0")
-    meeting = Meeting(noun, index, count, store, address, port)
-    meeting.peers = peers
-    return meeting
+    rendezvous = Rendezvous(noun, index, count, store, address, port)
+    rendezvous.peers = peers
+    return rendezvous
 
 
 def _not_member_zero(noun: str, index: int, place: tuple[str, int], differs: list[str] | None, fix: str) -> str:
@@ -327,7 +329,7 @@ def _unreachable(address: str, port: int) -> str | None:
     return None
 
 
-def _meet_by_file(environment: Environment, seconds: float) -> tuple[TCPStore, int]:
+def _meet_by_file(environment: LaunchEnvironment, seconds: float) -> tuple[TCPStore, int]:
     """Meet on one machine: rank 0 chooses a free port and writes it to a file for the others of the same job."""
     if environment.nodes > 1 or environment.job is None:
         example = "-x MASTER_ADDR=… -x MASTER_PORT=…" if environment.launcher == "mpirun" else "in every process"
@@ -335,7 +337,7 @@ def _meet_by_file(environment: Environment, seconds: float) -> tuple[TCPStore, i
             f"{environment.launcher} sets no rendezvous address for the {environment.size} processes; set MASTER_ADDR "
             f"to the name of rank 0's machine and MASTER_PORT to a free port ({example})"
         )
-    path = _meeting_file(environment.job)
+    path = _rendezvous_file(environment.job)
     if environment.rank == 0:
         store = host_store(LOOPBACK, 0, "")
         with _written(path, {"port": store.port, **_identity(os.getpid())}):
@@ -351,7 +353,7 @@ def _meet_by_file(environment: Environment, seconds: float) -> tuple[TCPStore, i
     return store, port
 
 
-def _meeting_file(job: str) -> Path:
+def _rendezvous_file(job: str) -> Path:
     digest = hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()[:20]
     return Path(tempfile.gettempdir()) / f"trainwright-{digest}"
 

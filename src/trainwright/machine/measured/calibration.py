@@ -40,7 +40,7 @@ FORMS: dict[str, Callable[..., tuple[float, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Sample:
+class TimedSample:
     """One measurement. ``held_out``: not used for the fit, so that its error estimates that of other sizes."""
 
     sizes: tuple[float, ...]
@@ -57,7 +57,7 @@ class Curve:
     """
 
     form: str
-    samples: tuple[Sample, ...]
+    samples: tuple[TimedSample, ...]
     coefficients: tuple[float, ...] = ()
     _points: tuple[tuple[float, float], ...] = field(init=False, repr=False, compare=False)
 
@@ -65,7 +65,7 @@ class Curve:
         used = sorted((s.sizes[0], s.seconds) for s in self._usable()) if self.form == "table" else []
         object.__setattr__(self, "_points", tuple((math.log(size), math.log(seconds)) for size, seconds in used))
 
-    def _usable(self) -> Iterator[Sample]:
+    def _usable(self) -> Iterator[TimedSample]:
         """Yield the valid samples; ``contradictions`` reports impossible ones."""
         return (s for s in self.samples if not s.held_out and s.sizes[0] > 0 and s.seconds > 0)
 
@@ -130,7 +130,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True)
-class Setting:
+class ProcessRates:
     """Measured times of one of ``processes`` that all run the same at once, each with ``threads`` on a CPU.
 
     ``curves`` by name:
@@ -171,17 +171,17 @@ class Calibration:
     machine: str
     measured: str
     versions: Mapping[str, str]
-    settings: tuple[Setting, ...]
+    settings: tuple[ProcessRates, ...]
     parts: Mapping[str, float]
     disturbance: float = 0.0
 
     @property
     def is_disturbed(self) -> bool:
         """Whether other programs disturbed the measurement so much that it is not usable."""
-        return self.distrust is not None
+        return self.unreliable_reason is not None
 
     @property
-    def distrust(self) -> str | None:
+    def unreliable_reason(self) -> str | None:
         """The reason why the calibration is not usable, or None."""
         if self.disturbance > _QUIET:
             return f"other programs used the cores during {self.disturbance:.0%} of the measurements"
@@ -190,7 +190,7 @@ class Calibration:
             return f"the median error for held-out sizes is {off:.0%}"
         return None
 
-    def nearest(self, processes: int) -> Setting:
+    def nearest(self, processes: int) -> ProcessRates:
         """Return the setting whose number of processes is nearest to ``processes``, in proportion."""
         return min(self.settings, key=lambda setting: abs(math.log(setting.processes / processes)))
 
@@ -305,7 +305,7 @@ def from_json(content: Mapping[str, Any]) -> Calibration:
         parts=content["parts"],
         disturbance=content["disturbance"],
         settings=tuple(
-            Setting(
+            ProcessRates(
                 processes=setting["processes"],
                 threads=setting["threads"],
                 launch=setting["launch"],
@@ -350,8 +350,8 @@ def _with_errors(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, "errors": tuple(content["errors"])}
 
 
-def _samples(rows: Sequence[Sequence[float]]) -> list[Sample]:
-    return [Sample(tuple(row[:-1]), row[-1]) for row in rows]
+def _samples(rows: Sequence[Sequence[float]]) -> list[TimedSample]:
+    return [TimedSample(tuple(row[:-1]), row[-1]) for row in rows]
 
 
 def _driver() -> str | None:

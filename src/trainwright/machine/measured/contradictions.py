@@ -10,7 +10,7 @@ from pathlib import Path
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import (
     Calibration,
-    Setting,
+    ProcessRates,
     calibration_file,
     current_calibration,
     save_calibration,
@@ -21,15 +21,15 @@ _MOST_RATIO, _MOST_SLOWER = 64.0, 10.0  # rates of two precisions; several threa
 _MOST_OPERATIONS, _MOST_BYTES = 1e17, 1e15  # per second
 
 
-def keep_trusted(found: Calibration, machine: Machine, root: Path | None = None) -> str | None:
+def save_if_reliable(found: Calibration, machine: Machine, root: Path | None = None) -> str | None:
     """Save a calibration of ``machine`` if it is usable; otherwise return why not, and what plans use instead."""
-    distrust = found.distrust or next(contradictions(found), None)
-    if distrust is None:
+    unreliable_reason = found.unreliable_reason or next(contradictions(found), None)
+    if unreliable_reason is None:
         save_calibration(found, calibration_file(machine, root))
         return None
     before = current_calibration(machine, root)
     stays = "plans use a quick measurement" if before is None else f"the one of {before.measured} is kept"
-    return f"the measurement was discarded, because {distrust}: {stays}; measure again without other programs"
+    return f"the measurement was discarded, because {unreliable_reason}: {stays}; measure again without other programs"
 
 
 def contradictions(found: Calibration) -> Iterator[str]:
@@ -41,9 +41,9 @@ def contradictions(found: Calibration) -> Iterator[str]:
                 if not (math.isfinite(sample.seconds) and sample.seconds > 0):
                     yield f"{place}: {sample.seconds} seconds for {_sizes(sample.sizes)}"
                 elif name.startswith("product/") and 2 * math.prod(sample.sizes) / sample.seconds > _MOST_OPERATIONS:
-                    yield f"{place}: {2 * math.prod(sample.sizes) / sample.seconds:.1e} operations a second"
+                    yield f"{place}: {2 * math.prod(sample.sizes) / sample.seconds:.1e} operations per second"
                 elif name.startswith("traffic/") and sample.sizes[0] / sample.seconds > _MOST_BYTES:
-                    yield f"{place}: {sample.sizes[0] / sample.seconds:.1e} bytes a second"
+                    yield f"{place}: {sample.sizes[0] / sample.seconds:.1e} bytes per second"
             if not all(math.isfinite(c) and c >= 0 for c in curve.coefficients):
                 yield f"{place}.coefficients: {', '.join(map(str, curve.coefficients))}"
         if not (math.isfinite(setting.launch) and setting.launch >= 0):
@@ -65,7 +65,7 @@ def _against_each_other(found: Calibration) -> Iterator[str]:
                 yield f"settings: {threads} threads are {one_thread / rate:.0f} times as slow as one"
 
 
-def _rate(setting: Setting, precision: str) -> float | None:
+def _rate(setting: ProcessRates, precision: str) -> float | None:
     """Return the operations per second over all measured products; None without any."""
     curves = [curve for name, curve in setting.curves.items() if name.startswith(f"product/{precision}/")]
     samples = [sample for curve in curves for sample in curve.samples]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainwright.machine.cache import cache_root, keep
+from trainwright.machine.cache import cache_root, try_write
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import digest, hardware, versions
 
@@ -99,7 +99,7 @@ def remember(machine: Machine, run: OwnRun) -> None:
     if not (math.isfinite(run.seconds) and _LEAST_FACTOR <= run.seconds <= _MOST_FACTOR):
         return
     runs = (*own_runs(machine).runs, run)[-_MOST:]
-    keep(_file(machine), json.dumps({"form": _FORM, "runs": [asdict(one) for one in runs]}) + "\n")
+    try_write(_file(machine), json.dumps({"form": _FORM, "runs": [asdict(one) for one in runs]}) + "\n")
 
 
 def run_of(known: Mapping[str, Any], seconds: float, memory: float | None) -> OwnRun | None:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.machine.cache import cache_root, keep
+from trainwright.machine.cache import cache_root, try_write
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import (
     Calibration,
-    Setting,
+    ProcessRates,
     as_json,
     digest,
     from_json,
@@ -67,51 +67,53 @@ USUAL = Shapes(((1536, 576), (576, 1536), (576, 576)), 128, (576, 1536, 9, 3, 64
 
 
 @dataclass(frozen=True)
-class Measured:
+class QuickMeasurement:
     """The result of ``measured``.
 
-    ``found``: None if there is no measurement. ``said``: message about a measurement made now. ``trouble``: why the
+    ``found``: None if there is no measurement. ``message``: message about a measurement made now. ``trouble``: why the
     plan has to use datasheets.
     """
 
     found: Calibration | None = None
-    said: str | None = None
+    message: str | None = None
     trouble: str | None = None
 
 
-def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lambda text: None) -> Measured:
+def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lambda text: None) -> QuickMeasurement:
     """Return the measurement of ``machine``, made now if needed. ``say``: called with a message before measuring.
 
     A machine that is not present is not measured: the measurement in its file is used.
     """
     if machine.described_by is not None:
-        return Measured(_carried(Path(machine.described_by)))
+        return QuickMeasurement(_carried(Path(machine.described_by)))
     if not machine.is_here:
-        return Measured()
+        return QuickMeasurement()
     wanted, file = shapes.bounded(machine.device), measured_file(machine)
     known = load_calibration(file)
     if known is not None and not known.is_disturbed and covers(known, wanted):
-        return Measured(known)
+        return QuickMeasurement(known)
     say("measuring this machine")
     begun = time.monotonic()
     try:
         found = _measure(machine, wanted, known)
     except _Failed as failed:
-        return Measured(None, None, f"this machine could not be measured ({failed}), so times are from datasheets")
+        return QuickMeasurement(
+            None, None, f"this machine could not be measured ({failed}), so times are from datasheets"
+        )
     if why := next(contradictions(found), None):
-        return Measured(None, None, f"the measurements are contradictory ({why}), so times are from datasheets")
+        return QuickMeasurement(None, None, f"the measurements are contradictory ({why}), so times are from datasheets")
     if known is not None and covers(known, wanted) and known.disturbance < found.disturbance:
         found = known  # both were disturbed, this one less
-    keep(file, json.dumps(as_json(found)) + "\n")
+    try_write(file, json.dumps(as_json(found)) + "\n")
     kept = f"saved in {file}" if load_calibration(file) == found else f"cannot be saved in {file.parent}"
     what = "this machine's first GPU" if machine.gpus else "this processor"
-    said = f"measured {what} in {time.monotonic() - begun:.1f} s: {rates_in_words(found)}; {kept}"
+    message = f"measured {what} in {time.monotonic() - begun:.1f} s: {rates_in_words(found)}; {kept}"
     if found.is_disturbed:
-        said += (
-            f". Other programs used the cores ({found.disturbance:.0%} of the times were spoilt): the next plan "
+        message += (
+            f". Other programs used the cores ({found.disturbance:.0%} of the times were disturbed): the next plan "
             + ("measures again")
         )
-    return Measured(found, said)
+    return QuickMeasurement(found, message)
 
 
 def measured_file(machine: Machine, root: Path | None = None) -> Path:
@@ -134,7 +136,7 @@ def for_block(found: Calibration, block: Sequence[int] | None) -> Calibration:
     return replace(found, settings=tuple(_with_nearest_block(setting, block) for setting in found.settings))
 
 
-def _with_nearest_block(setting: Setting, block: Sequence[int]) -> Setting:
+def _with_nearest_block(setting: ProcessRates, block: Sequence[int]) -> ProcessRates:
     curves = dict(setting.curves)
     for name, curve in setting.curves.items():
         if name.startswith("block/"):
@@ -169,14 +171,14 @@ def documents_of_block(shapes: Shapes) -> tuple[int, int]:
 def rates_in_words(found: Calibration) -> str:
     """Return the rates of products as text: per core, or of the GPU."""
     first = found.settings[0]
-    unit, scale = ("GFLOP/s a core", 1e9) if first.threads else ("TFLOP/s", 1e12)
+    unit, scale = ("GFLOP/s per core", 1e9) if first.threads else ("TFLOP/s", 1e12)
     rates = {precision: _best(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
     shown = ", ".join(f"{name} {rate / scale:.0f}" for name, rate in rates.items() if rate is not None)
     copied = max((s.sizes[0] / s.seconds for s in _samples(found, "traffic/fp32/copy")), default=None)
     return f"{shown} {unit}" + ("" if copied is None else f", copies {copied / 1e9:.3g} GB/s")
 
 
-def _best(setting: Setting, precision: str) -> float | None:
+def _best(setting: ProcessRates, precision: str) -> float | None:
     curves = [curve for name, curve in setting.curves.items() if name.startswith(f"product/{precision}/")]
     return max((2 * math.prod(s.sizes) / s.seconds for curve in curves for s in curve.samples), default=None)
 

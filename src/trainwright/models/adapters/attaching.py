@@ -150,14 +150,16 @@ class Adapter:
         return config, together
 
     @torch.no_grad()
-    def read_back(self, model: PreTrainedModel, directory: Path, input_ids: torch.Tensor, *, whole: bool) -> None:
+    def read_back(
+        self, model: PreTrainedModel, directory: Path, input_ids: torch.Tensor, *, all_parameters: bool
+    ) -> None:
         """Load the saved adapter into ``model`` instead of the trained one, and check that the logits are the same.
 
         Args:
             model: the model of this adapter, in evaluation mode.
             input_ids: [B, L].
-            whole: all parameters are present, not only those of the running module. Otherwise adapters with DoRA
-                magnitudes or replaced modules cannot be loaded, and their logits are not compared.
+            all_parameters: all parameters are present, not only those of the running module. Otherwise adapters with
+                DoRA magnitudes or replaced modules cannot be loaded, and their logits are not compared.
 
         Raises:
             TrainingError: the logits differ.
@@ -165,7 +167,7 @@ class Adapter:
         from safetensors.torch import load_file
 
         replaced = {key: parameter for key, parameter in _by_key(model, _TRAINED).items() if ".lora_" not in key}
-        if not whole and (self._config.use_dora or replaced):
+        if not all_parameters and (self._config.use_dora or replaced):
             return
         with _computed_in(model) as dtypes:
             expected = model(input_ids=input_ids, use_cache=False).logits.float()

@@ -58,11 +58,11 @@ class BaseModel:
         """Describe file, digest and precision."""
         parts = [f"weights {self.fingerprint}"]
         if self.file is not None:
-            parts += [f"file {self.file}", f"SHA-256 {self.sha256}", f"dequantised from {self.precision}"]
+            parts += [f"file {self.file}", f"SHA-256 {self.sha256}", f"dequantized from {self.precision}"]
         elif self.precision:
             parts += [self.precision]
         if self.quantisation != "none":
-            parts += [f"quantised to {self.quantisation}"]
+            parts += [f"quantized to {self.quantisation}"]
         return ", ".join(parts)
 
     @property

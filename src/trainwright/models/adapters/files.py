@@ -181,7 +181,7 @@ class SavedAdapter:
             )
         elif own.fingerprint == base.fingerprint and own.quantisation != base.quantisation:
             kinds = [
-                f"quantised to {each.quantisation}".replace("quantised to none", "not quantised")
+                f"quantized to {each.quantisation}".replace("quantized to none", "not quantized")
                 for each in (own, base)
             ]
             _warn_once(

@@ -75,11 +75,11 @@ class Context:
                 hidden = model.decoded(torch.cat([self._tokens(model), asked], 1))
             self._place(model, model.remembered(hidden[:, -shape.latents :]), None)
         elif shape.regions == 2:
-            region = model.tokens(self._steps.forgetful(shape.actions))
+            region = model.tokens(self._steps.without_past(shape.actions))
             self._place(model, self._between_marks(model, region), None)
         else:
             kept = self._steps.part(self._moves_by, shape.steps)
-            self._place(model, None, kept.forgetful(shape.actions) if kept.length else None)
+            self._place(model, None, kept.without_past(shape.actions) if kept.length else None)
 
     def _between_marks(self, model: HistoryModel, region: torch.Tensor) -> torch.Tensor:
         opens, closes = (model.mark(self._count, closes=closes) for closes in (False, True))

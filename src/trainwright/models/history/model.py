@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 _BASE = 10_000.0  # base of the rotary wavelengths, arXiv 2104.09864
-Layout = Literal["transition", "parts"]
+TokenLayout = Literal["transition", "parts"]
 
 
 @dataclass
@@ -57,7 +57,7 @@ class KeyValueCache:
         self.length = 0
 
 
-class Block(nn.Module):
+class HistoryBlock(nn.Module):
     """Causal self-attention and a feed-forward layer, with pre-layer normalization (arXiv 2002.04745).
 
     Args:
@@ -134,7 +134,7 @@ class HistoryShape:
     width: int
     layers: int
     heads: int
-    layout: Layout
+    layout: TokenLayout
     positions: Literal["rotary", "learned"]
     steps: int
     regions: int = 1
@@ -189,7 +189,7 @@ class Steps:
         """Return the number of steps."""
         return self.states.shape[1]
 
-    def forgetful(self, actions: int) -> Steps:
+    def without_past(self, actions: int) -> Steps:
         """Return the same steps without the action, reward and done flag before the first one."""
         before = self.before_actions.clone()
         before[:, 0] = actions
@@ -216,7 +216,7 @@ class HistoryModel(nn.Module):
             self.marks = nn.Embedding(3, width) if shape.regions == 2 else None  # open, close, empty region
             self.memory = nn.Embedding(2 * shape.latents, width) if shape.latents else None  # initial ones, and queries
             self.memory_norm = nn.LayerNorm(width) if shape.latents else None
-            blocks = (Block(i, width, shape.heads, shape.dropout) for i in range(shape.layers))
+            blocks = (HistoryBlock(i, width, shape.heads, shape.dropout) for i in range(shape.layers))
             self.blocks = nn.ModuleList(blocks)
             self.norm = nn.LayerNorm(width)
             self.act = nn.Linear(width, shape.actions)
@@ -229,9 +229,9 @@ class HistoryModel(nn.Module):
                 else None
             )
             self.mark_head = nn.Linear(width, 2) if shape.regions == 2 else None
-            self._initialise()
+            self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         """Initialize as GPT-2: small normal weights, with smaller residual projections for deeper models."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:

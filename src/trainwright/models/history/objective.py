@@ -44,7 +44,7 @@ class HistoryBatch:
 
 
 @dataclass(frozen=True)
-class Weights:
+class LossWeights:
     """Weights of the parts of the loss relative to actions, and the label smoothing of actions."""
 
     label_smoothing: float = 0.0
@@ -56,7 +56,7 @@ class Weights:
 class HistoryObjective(nn.Module):
     """``forward(batch)`` returns ``SUMS`` over the batch (fp32); ``forward(use=f)`` returns ``f(model)``."""
 
-    def __init__(self, model: HistoryModel, weights: Weights) -> None:
+    def __init__(self, model: HistoryModel, weights: LossWeights) -> None:
         super().__init__()
         self.model = model
         self.weights = weights

@@ -68,7 +68,7 @@ def token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 @torch.no_grad()
-def standardised_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tensor:
+def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tensor:
     """Return how many standard deviations each target's log-likelihood is above the mean [N], without gradients.
 
     Mean and deviation are over the vocabulary, weighted by the model's probabilities (arXiv 2404.02936, equation 2).

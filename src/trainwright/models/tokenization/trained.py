@@ -38,10 +38,10 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
     from filelock import FileLock
     from transformers import PreTrainedTokenizerFast
 
-    from trainwright.data.sources.key import look
+    from trainwright.data.sources.key import file_states
 
     size, source = _parsed(name, key)
-    seen = json.dumps([_VERSION, size, look(source, key)], default=str)
+    seen = json.dumps([_VERSION, size, file_states(source, key)], default=str)
     directory = cache_root() / "tokenizers" / hashlib.sha256(seen.encode()).hexdigest()[:32]
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.with_suffix(".lock")):

@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor
 
 from trainwright.errors import RequestError
 from trainwright.parallel.available_memory import memory_shortage
-from trainwright.parallel.layout import Layout, dtype_name, tensor_placement
+from trainwright.parallel.layout import ModelLayout, dtype_name, tensor_placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.shards import Shard, persistent_buffers
 from trainwright.parallel.strategy import NeedsFullMatrices, Setup
 from trainwright.parallel.units import find_units
-from trainwright.parallel.world import World, have_group
+from trainwright.parallel.world import World, ensure_process_group
 
 if TYPE_CHECKING:
     from trainwright.models.weights import Weights
@@ -80,7 +80,7 @@ class FullySharded:
             for key, parameter in self._parameters.items():
                 weights.fill(key, self._shard_of(key, _local(parameter)), self.world)
             for key, buffer in self._persistent():
-                weights.fill(key, Shard.whole(buffer), self.world)
+                weights.fill(key, Shard.full(buffer), self.world)
 
     def _shard(self, units: list[nn.Module], dtype: torch.dtype, offload: bool) -> FSDPModule:
         """Shard the units, inner ones first, and then the module with its remaining parameters."""
@@ -111,7 +111,7 @@ class FullySharded:
             # Experts that received no token of this rank.
             sharded.set_reduce_scatter_unused_params(True)
         assert isinstance(self.module, FSDPModule)
-        _materialise(self.module, device, torch.device("cpu") if offload else device)
+        _materialize(self.module, device, torch.device("cpu") if offload else device)
         self._scalars = {key: p for key, p in self.module.named_parameters() if p.dim() == 0}
         _make_root(self.module)
         return self.module
@@ -163,7 +163,7 @@ class FullySharded:
             if master.grad is None:  # missing gradients count as zero, as under every other strategy
                 master.grad = torch.zeros_like(master)
         self._optimizer.step()
-        self._forget_gradients()
+        self._clear_gradients()
 
     def _gathered_rows(self, master: nn.Parameter, local: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Gather rows for an optimizer that needs full matrices, see NeedsFullMatrices."""
@@ -177,14 +177,14 @@ class FullySharded:
         dist.all_gather(parts, own, group=self._mesh.get_group("shard"))
         return torch.cat(parts)[: shard.shape[0]], shard.offset[0]
 
-    def _forget_gradients(self) -> None:
+    def _clear_gradients(self) -> None:
         for key, master in self._masters.items():
             master.grad = self._parameters[key].grad = None
 
     def discard_gradients(self) -> None:
         """Drop the gradients without changing the weights."""
         self._root.reset_iter_state()
-        self._forget_gradients()
+        self._clear_gradients()
 
     def state(self) -> dict[str, Shard]:
         """Return this rank's part of parameters, buffers and optimizer state."""
@@ -202,7 +202,7 @@ class FullySharded:
         for key in self._masters:
             yield f"model.{key}", self._shard_of(key, _local(self._parameters[key]))
         for key, buffer in self._persistent():
-            yield f"model.{key}", Shard.whole(buffer, self.world.rank, self.world.size)
+            yield f"model.{key}", Shard.full(buffer, self.world.rank, self.world.size)
         for key, master in self._masters.items():
             for slot, value in self._optimizer.state[master].items():
                 yield f"optimizer.{slot}.{key}", self._shard_of(key, value)
@@ -211,7 +211,7 @@ class FullySharded:
         """Return ``local`` as a shard of parameter ``key``, or of its optimizer state."""
         parameter = self._parameters[key]
         if not isinstance(parameter, DTensor) or not local.dim():
-            return Shard.whole(local, self.world.rank, self.world.size)
+            return Shard.full(local, self.world.rank, self.world.size)
         ranks = self.world.size // self._replicas
         # Equal parts along the first dimension, the last ones smaller or empty, like torch.chunk's.
         rows = -(-parameter.shape[0] // ranks)
@@ -231,13 +231,13 @@ class FullySharded:
     def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((key, buffer) for key, buffer in self.module.named_buffers() if key in self._buffers)
 
-    def layout(self) -> Layout:
+    def layout(self) -> ModelLayout:
         """Describe how this rank holds the model."""
         sharded = {key: p for key, p in self._parameters.items() if key in self._masters and isinstance(p, DTensor)}
         name = max(sharded, key=lambda key: sharded[key].numel())
         parameter = sharded[name]
         updated = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return Layout(
+        return ModelLayout(
             parameter=name,
             shape=tuple(parameter.shape),
             local_shape=tuple(parameter.to_local().shape),
@@ -254,7 +254,7 @@ class FullySharded:
         )
 
     @contextmanager
-    def whole(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+    def full_parameters(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation."""
         wanted = sum(dtype.itemsize * size for unit in _units(self.module) for dtype, size in _gathered_weights(unit))
         reason = memory_shortage(self.world, wanted, available_memory)
@@ -284,14 +284,14 @@ class FullySharded:
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:
-    """Return a mesh of the ranks, in rows of neighbours that share one copy of the model."""
+    """Return a mesh of the ranks, in rows of neighbors that share one copy of the model."""
     if world.size % replicas:
         raise RequestError(
             f"parallel.replicate_size: {replicas} replicas of the model do not divide parallel.num_processes "
             f"{world.size} evenly; choose from "
             f"{', '.join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)}"
         )
-    have_group(world)
+    ensure_process_group(world)
     if replicas == 1:
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     shape = (replicas, world.size // replicas)
@@ -310,7 +310,7 @@ def _make_root(module: nn.Module) -> None:
     module.reset_iter_state()
 
 
-def _materialise(module: nn.Module, device: torch.device, rests_on: torch.device) -> None:
+def _materialize(module: nn.Module, device: torch.device, rests_on: torch.device) -> None:
     """Allocate tensors that are on the meta device; sharded parameters on device ``rests_on``."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for user in module.modules():

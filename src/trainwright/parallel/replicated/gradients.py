@@ -16,7 +16,7 @@ from torch import nn
 from trainwright.parallel.replicated.spec import ADD_ELEMENTS
 
 
-class Gradients:
+class GradientAccumulator:
     """Accumulate gradients over the micro-batches of a step, in fp32 from the second summand on.
 
     A low-precision gradient is added to its sum as soon as the backward pass has made it: it is still in the cache, and

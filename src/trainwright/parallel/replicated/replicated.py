@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainwright.parallel.layout import Layout, dtype_name, placement
+from trainwright.parallel.layout import ModelLayout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm_of_all
 from trainwright.parallel.optimizer_state import create_optimizer_state
-from trainwright.parallel.replicated.gradients import Gradients
+from trainwright.parallel.replicated.gradients import GradientAccumulator
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.parallel.shards import Shard, persistent_buffers
 from trainwright.parallel.strategy import Setup
@@ -26,7 +26,7 @@ from trainwright.recipe.strategy_spec import spec_of
 class Replicated:
     """The full model on every rank; ``gradients`` sums gradients over the ranks."""
 
-    gradients = Gradients
+    gradients = GradientAccumulator
 
     def __init__(self, setup: Setup) -> None:
         world, module, dtype = setup.world, setup.module, setup.dtype
@@ -106,13 +106,13 @@ class Replicated:
     def state(self) -> dict[str, Shard]:
         """Return this rank's part of parameters, buffers and optimizer state."""
         rank, size = self.world.rank, self.world.size
-        return {name: Shard.whole(tensor, rank, size) for name, tensor in self._tensors()}
+        return {name: Shard.full(tensor, rank, size) for name, tensor in self._tensors()}
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor]) -> None:
         """Fill the state from ``read(name, shard)``."""
         create_optimizer_state(self._optimizer)
         for name, tensor in self._tensors():
-            tensor.copy_(read(name, Shard.whole(tensor)))
+            tensor.copy_(read(name, Shard.full(tensor)))
         for name, master in self._masters.items():
             if master is not self._working[name]:
                 self._working[name].data.copy_(master)
@@ -132,13 +132,13 @@ class Replicated:
                 yield name, self._masters.get(name, parameter).detach()
         yield from persistent_buffers(self.module)
 
-    def layout(self) -> Layout:
+    def layout(self) -> ModelLayout:
         """Describe how this rank holds the model."""
         name = max(self._working, key=lambda key: self._working[key].numel())
         parameter, master = self._working[name], self._masters[name]
         elements = sum(p.numel() for p in self._working.values())
         updated = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return Layout(
+        return ModelLayout(
             parameter=name,
             shape=tuple(parameter.shape),
             local_shape=tuple(parameter.shape),
@@ -155,6 +155,6 @@ class Replicated:
         )
 
     @contextmanager
-    def whole(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+    def full_parameters(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation."""
         yield self.module, None

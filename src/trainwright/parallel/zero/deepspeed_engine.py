@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainwright.errors import RequestError
-from trainwright.parallel.world import TIMEOUT, World, have_group
+from trainwright.parallel.world import TIMEOUT, World, ensure_process_group
 from trainwright.parallel.zero.spec import DEEPSPEED
 
 # Attribute names of a module's hooks in torch.
@@ -45,7 +45,7 @@ def import_deepspeed(world: World) -> Any:
     if world.device.type == "cpu":
         # It requires fp16 instructions; torch computes in fp16 without them.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    have_group(world)
+    ensure_process_group(world)
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is None:  # it would create one with its own timeout
         groups._WORLD_GROUP = dist.new_group(timeout=TIMEOUT)
@@ -118,7 +118,7 @@ def set_hooks(module: nn.Module, tables: Hooks) -> None:
             setattr(part, name, table)
 
 
-def forget_order(engine: Any) -> None:
+def reset_module_order(engine: Any) -> None:
     """Reset the order of submodules after passes of parts of the module, which ZeRO-3 would take for a new pass."""
     engine.optimizer.parameter_offload.get_param_coordinator().reset_step()
 

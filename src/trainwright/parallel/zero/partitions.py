@@ -19,7 +19,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """The part of one parameter that this rank updates.
 
     Attributes:
@@ -44,7 +44,7 @@ class Piece:
 class Partitions(Protocol):
     """The sharded state of one of DeepSpeed's optimizers."""
 
-    def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, Piece]:
+    def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, ParameterPiece]:
         """Return this rank's piece of every trainable parameter, by name."""
 
     def masters(self) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ class Partitions(Protocol):
     def refresh(self) -> None:
         """Copy the changed master weights to the computing parameters."""
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Drop gradients, including those that DeepSpeed keeps for parameters that the next step does not reach."""
 
 
@@ -90,7 +90,7 @@ class _Stage1And2:
     def masters(self) -> list[torch.Tensor]:
         return list(self._optimizer.single_partition_of_fp32_groups)
 
-    def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, Piece]:
+    def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, ParameterPiece]:
         found = {}
         for group, (members, master) in enumerate(zip(self._groups(), self.masters(), strict=True)):
             share = master.numel()
@@ -101,7 +101,7 @@ class _Stage1And2:
                 position = offset + begin - rank * share if end > begin else 0
                 ranges = tuple(itertools.pairwise(edges))
                 shape = tuple(parameter.shape)
-                found[names[parameter]] = Piece(shape, ranges, begin, end - begin, group, position)
+                found[names[parameter]] = ParameterPiece(shape, ranges, begin, end - begin, group, position)
         return found
 
     def gradients(self) -> Iterator[torch.Tensor]:
@@ -122,7 +122,7 @@ class _Stage1And2:
     def refresh(self) -> None:
         self._optimizer.update_lp_params()
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         optimizer = self._optimizer
         optimizer.zero_grad()
         optimizer.micro_step_id = -1  # as before the first backward pass; otherwise gradients would be added to these
@@ -158,7 +158,7 @@ class _Bf16Stage1(_Stage1And2):
     def gradient_parts(self) -> int:
         return 1
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         self._optimizer.clear_hp_grads()
         self._optimizer.clear_lp_grads()
 
@@ -180,14 +180,14 @@ class _Stage3:
     def masters(self) -> list[torch.Tensor]:
         return list(self._optimizer.fp32_partitioned_groups_flat)
 
-    def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, Piece]:
+    def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, ParameterPiece]:
         found = {}
         for group in self._optimizer.fp16_groups:
             for parameter in group:
                 index, position, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
                 shape, ranges = tuple(parameter.ds_shape), chunks(parameter.ds_numel, size)
                 begin, end = ranges[rank]
-                found[names[parameter]] = Piece(shape, ranges, begin, end - begin, index, position)
+                found[names[parameter]] = ParameterPiece(shape, ranges, begin, end - begin, index, position)
         return found
 
     def gradients(self) -> Iterator[torch.Tensor]:
@@ -213,7 +213,7 @@ class _Stage3:
         if persistent:
             persistent[0].all_gather(persistent)
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         optimizer = self._optimizer
         optimizer.zero_grad()
         # A parameter that the next step does not reach would be updated with this step's gradient.

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from trainwright.parallel.shards import Shard
-from trainwright.parallel.zero.partitions import Piece
+from trainwright.parallel.zero.partitions import ParameterPiece
 
 
-def row_blocks(pieces: Mapping[str, tuple[Piece, torch.Tensor]], rank: int, size: int) -> dict[str, Shard]:
+def row_blocks(pieces: Mapping[str, tuple[ParameterPiece, torch.Tensor]], rank: int, size: int) -> dict[str, Shard]:
     """Return this rank's rows of every tensor. Every rank must call this.
 
     Args:
@@ -40,7 +40,7 @@ def row_blocks(pieces: Mapping[str, tuple[Piece, torch.Tensor]], rank: int, size
     return shards
 
 
-def covering_rows(piece: Piece, dtype: torch.dtype) -> tuple[Shard, slice]:
+def covering_rows(piece: ParameterPiece, dtype: torch.dtype) -> tuple[Shard, slice]:
     """Return an empty block of the rows that a piece overlaps, and the piece's slice of the flattened block."""
     width = _width(piece)
     first, last = piece.begin // width, -(-(piece.begin + piece.size) // width)
@@ -50,22 +50,22 @@ def covering_rows(piece: Piece, dtype: torch.dtype) -> tuple[Shard, slice]:
     return Shard(block, piece.shape, _offset(piece, first)), slice(begin, begin + piece.size)
 
 
-def _width(piece: Piece) -> int:
+def _width(piece: ParameterPiece) -> int:
     return max(1, math.prod(piece.shape[1:]))
 
 
-def _offset(piece: Piece, row: int) -> tuple[int, ...]:
+def _offset(piece: ParameterPiece, row: int) -> tuple[int, ...]:
     return (row, *(0 for _ in piece.shape[1:])) if piece.shape else ()
 
 
-def _owned_rows(piece: Piece, rank: int) -> tuple[int, int]:
+def _owned_rows(piece: ParameterPiece, rank: int) -> tuple[int, int]:
     """Return the rows whose first element is in a rank's range."""
     width = _width(piece)
     begin, end = piece.ranges[rank]
     return (-(-begin // width), -(-end // width)) if end > begin else (0, 0)
 
 
-def _heads(piece: Piece) -> list[int]:
+def _heads(piece: ParameterPiece) -> list[int]:
     """Return, for every rank, the elements at the start of its range whose row starts before it."""
     width = _width(piece)
     return [min(-(-begin // width) * width, end) - begin if end > begin else 0 for begin, end in piece.ranges]
@@ -75,7 +75,7 @@ _Received = dict[tuple[str, int], torch.Tensor]
 
 
 def _exchange(
-    pieces: Mapping[str, tuple[Piece, torch.Tensor]], heads: Mapping[str, list[int]], rank: int, size: int
+    pieces: Mapping[str, tuple[ParameterPiece, torch.Tensor]], heads: Mapping[str, list[int]], rank: int, size: int
 ) -> _Received:
     """Return the heads of all tensors from all ranks, by name and rank."""
     lengths = [sum(heads[name][r] for name in pieces) for r in range(size)]

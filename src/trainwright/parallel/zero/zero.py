@@ -18,13 +18,19 @@ import torch.distributed as dist
 from torch import nn
 
 from trainwright.parallel.available_memory import memory_shortage
-from trainwright.parallel.layout import Layout, dtype_name, placement
+from trainwright.parallel.layout import ModelLayout, dtype_name, placement
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.shards import Shard, persistent_buffers
 from trainwright.parallel.strategy import Setup
 from trainwright.parallel.zero.deepspeed_config import settings
-from trainwright.parallel.zero.deepspeed_engine import forget_order, hooks, import_deepspeed, set_hooks, start_engine
-from trainwright.parallel.zero.partitions import Piece, chunks, partitions
+from trainwright.parallel.zero.deepspeed_engine import (
+    hooks,
+    import_deepspeed,
+    reset_module_order,
+    set_hooks,
+    start_engine,
+)
+from trainwright.parallel.zero.partitions import ParameterPiece, chunks, partitions
 from trainwright.parallel.zero.rows import covering_rows, row_blocks
 from trainwright.recipe.strategy_spec import spec_of
 
@@ -47,7 +53,7 @@ class Zero:
         self._gather = import_deepspeed(world).zero.GatheredParameters
         self._model = module
         self._weights = weights
-        _hollow(module)
+        _replace_meta_parameters(module)
         self._names = {parameter: key for key, parameter in module.named_parameters()}
         self._originals: dict[str, torch.Tensor] = {}  # fp32 values of trainable parameters that this rank needs
         optimizer = setup.make_optimizer((key, p) for key, p in module.named_parameters() if p.requires_grad)
@@ -62,14 +68,14 @@ class Zero:
         self._restore_masters()
         if weights is not None:
             for name, buffer in persistent_buffers(self._model):
-                weights.fill(name, Shard.whole(buffer), world)
+                weights.fill(name, Shard.full(buffer), world)
 
     def _set_precision(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Fill in a parameter's weights and cast it to ``dtype``; keep the fp32 values that this rank may need."""
         name, full = self._names[parameter], parameter.detach()
         if self._weights is not None:
             full = torch.empty(full.shape, dtype=full.dtype, device=self.world.device)
-            self._weights.fill(name, Shard.whole(full), self.world)
+            self._weights.fill(name, Shard.full(full), self.world)
         if parameter.requires_grad and dtype != torch.float32:
             own = full
             if self._sharded:
@@ -109,27 +115,27 @@ class Zero:
             for part in self._partitions.gradients():
                 part.mul_(scale)
         self._engine.step()
-        self._partitions.forget()
+        self._partitions.clear_gradients()
 
     def discard_gradients(self) -> None:
         """Drop the gradients without changing the weights."""
-        self._partitions.forget()
+        self._partitions.clear_gradients()
 
     def state(self) -> dict[str, Shard]:
         """Return this rank's part of parameters, buffers and optimizer state."""
         rank, size = self.world.rank, self.world.size
         shards = {}
         masters = self._partitions.masters()
-        tensors: dict[str, tuple[Piece, torch.Tensor]] = {}
+        tensors: dict[str, tuple[ParameterPiece, torch.Tensor]] = {}
         for name, piece in self._pieces.items():
             tensors[f"model.{name}"] = piece, piece.of(masters[piece.group].detach())
             for slot, value in self._optimizer.state.get(masters[piece.group], {}).items():
                 if value.numel() == masters[piece.group].numel() and value.dim():
                     tensors[f"optimizer.{slot}.{name}"] = piece, piece.of(value)
                 else:
-                    shards[f"optimizer.{slot}.{name}"] = Shard.whole(value, rank, size)
+                    shards[f"optimizer.{slot}.{name}"] = Shard.full(value, rank, size)
         for name, buffer in persistent_buffers(self._model):
-            shards[f"model.{name}"] = Shard.whole(buffer, rank, size)
+            shards[f"model.{name}"] = Shard.full(buffer, rank, size)
         for dtype in sorted({local.dtype for _, local in tensors.values()}, key=str):  # in the same order on all ranks
             alike = {name: item for name, item in tensors.items() if item[1].dtype == dtype}
             shards.update(row_blocks(alike, rank, size))
@@ -147,9 +153,9 @@ class Zero:
                     if value.numel() == flat.numel() and value.dim():
                         _fill(piece, piece.of(value), f"optimizer.{slot}.{name}", read)
                     else:
-                        value.copy_(read(f"optimizer.{slot}.{name}", Shard.whole(value)))
+                        value.copy_(read(f"optimizer.{slot}.{name}", Shard.full(value)))
             for name, buffer in persistent_buffers(self._model):
-                buffer.copy_(read(f"model.{name}", Shard.whole(buffer)))
+                buffer.copy_(read(f"model.{name}", Shard.full(buffer)))
             self._partitions.refresh()
 
     def _create_optimizer_state(self) -> None:
@@ -183,7 +189,7 @@ class Zero:
                 yield name, parameter.detach()
         yield from persistent_buffers(self._model)
 
-    def _assemble(self, piece: Piece, local: torch.Tensor) -> torch.Tensor:
+    def _assemble(self, piece: ParameterPiece, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor. All ranks but one contribute zero bytes, so the sum is exact in any dtype."""
         total = piece.ranges[-1][1]
         whole = torch.zeros(total, dtype=local.dtype, device=self.world.device)
@@ -192,7 +198,7 @@ class Zero:
             dist.all_reduce(whole.view(torch.uint8))
         return whole.view(piece.shape)
 
-    def layout(self) -> Layout:
+    def layout(self) -> ModelLayout:
         """Describe how this rank holds the model."""
         parameters: dict[str, Any] = {
             name: parameter for parameter, name in self._names.items() if name in self._pieces
@@ -207,7 +213,7 @@ class Zero:
         else:
             rests = parameter
             held = sum(p.numel() for p in parameters.values())
-        return Layout(
+        return ModelLayout(
             parameter=name,
             shape=piece.shape,
             local_shape=(piece.size,) if self._sharded else piece.shape,
@@ -224,7 +230,7 @@ class Zero:
         )
 
     @contextmanager
-    def whole(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
+    def full_parameters(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation."""
         if not self._sharded:
             yield self._model, None
@@ -236,7 +242,7 @@ class Zero:
             try:
                 yield self._model, reason
             finally:
-                forget_order(self._engine)
+                reset_module_order(self._engine)
             return
         # DeepSpeed's hooks would free each layer after it runs, and gather it again for the next token with all ranks
         # taking part, but ranks generate answers of different lengths.
@@ -249,24 +255,24 @@ class Zero:
                 set_hooks(self._model, installed)
 
 
-def _hollow(module: nn.Module) -> None:
+def _replace_meta_parameters(module: nn.Module) -> None:
     """Replace parameters on the meta device by ones without memory that can be allocated later."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for user in module.modules():
         for name, parameter in user._parameters.items():
             if parameter is not None and parameter.is_meta:
-                hollow = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-                user._parameters[name] = made.setdefault(parameter, nn.Parameter(hollow, parameter.requires_grad))
+                placeholder = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                user._parameters[name] = made.setdefault(parameter, nn.Parameter(placeholder, parameter.requires_grad))
 
 
-def _frozen_piece(parameter: Any, rank: int, size: int) -> Piece:
+def _frozen_piece(parameter: Any, rank: int, size: int) -> ParameterPiece:
     """Return the piece of a frozen parameter under ZeRO-3: chunked like the others, but in no partition."""
     ranges = chunks(parameter.ds_numel, size)
     begin, end = ranges[rank]
-    return Piece(tuple(parameter.ds_shape), ranges, begin, end - begin, group=-1, position=0)
+    return ParameterPiece(tuple(parameter.ds_shape), ranges, begin, end - begin, group=-1, position=0)
 
 
-def _fill(piece: Piece, local: torch.Tensor, name: str, read: Callable[[str, Shard], torch.Tensor]) -> None:
+def _fill(piece: ParameterPiece, local: torch.Tensor, name: str, read: Callable[[str, Shard], torch.Tensor]) -> None:
     """Read this rank's piece of a tensor."""
     if piece.size:
         rows, inside = covering_rows(piece, local.dtype)

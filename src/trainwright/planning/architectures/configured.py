@@ -112,7 +112,7 @@ def _gpt_fields(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
         values = gpt_variants.expanded(config)
     except KeyError as error:
         known = ", ".join(gpt_variants.VARIANTS)
-        raise RequestError(f"{origin}.variant: {error.args[0]} is none of {known}") from None
+        raise RequestError(f"{origin}.variant: {error.args[0]} is an unknown variant; choose from {known}") from None
     dropout = values.get("dropout", 0.0)
     if values["position_embedding"] == "learned":
         theirs = {

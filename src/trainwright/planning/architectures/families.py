@@ -1,6 +1,6 @@
 """Configuration keys, default values and fixed properties of each model family.
 
-Keys and defaults are those of the configurations of transformers 5; fixed properties are those of its modelling code.
+Keys and defaults are those of the configurations of transformers 5; fixed properties are those of its modeling code.
 Imports no torch.
 """
 

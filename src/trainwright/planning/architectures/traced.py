@@ -15,11 +15,11 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from trainwright.machine.cache import cache_root, keep
+from trainwright.machine.cache import cache_root, try_write
 
 if TYPE_CHECKING:
-    from trainwright.planning.architectures.tracing import Event
-    from trainwright.planning.operations.shapes import MicroBatch
+    from trainwright.planning.architectures.tracing import TraceEvent
+    from trainwright.planning.operations.shapes import BatchShape
 
 # Rows and tokens per row: three shapes for three unknowns.
 _SHAPES = ((2, 64), (4, 64), (2, 128))
@@ -35,7 +35,7 @@ def layout(config: str) -> dict[str, Any]:
     return _cached(config, "layout", lambda tracing: tracing.layout_of(json.loads(config)))
 
 
-def numbers(config: str, recompute: str, width: int, batch: MicroBatch, input_wants: bool) -> dict[str, Any]:
+def numbers(config: str, recompute: str, width: int, batch: BatchShape, input_wants: bool) -> dict[str, Any]:
     """Return the fields of ``passes.Pass`` that are bytes of memory, for the first block.
 
     Raises:
@@ -77,13 +77,13 @@ def _cached(config: str, kind: str, make: Any) -> Any:
     except Exception as error:  # code of any model
         family = json.loads(config).get("model_type")
         raise TraceError(f"{family}: {type(error).__name__}: {str(error).splitlines()[:1]}") from error
-    keep(file, json.dumps(made))
+    try_write(file, json.dumps(made))
     return made
 
 
-def _fitted(runs: list[Mapping[str, list[Event]]]) -> dict[str, list[Event]]:
+def _fitted(runs: list[Mapping[str, list[TraceEvent]]]) -> dict[str, list[TraceEvent]]:
     """Fit the event sizes of three runs as [a, b, c]: a + b * tokens + c * pairs, in bytes."""
-    fitted: dict[str, list[Event]] = {}
+    fitted: dict[str, list[TraceEvent]] = {}
     for name in runs[0]:
         lines = [run[name] for run in runs]
         if len({json.dumps([event[:2] for event in line]) for line in lines}) > 1:
@@ -102,11 +102,11 @@ def _solved(sizes: list[int]) -> list[float]:
     return [sizes[0] - of_tokens * tokens[0] - of_squares * squares[0], of_tokens, of_squares]
 
 
-def _sized(events: list[Event], tokens: int, squares: int) -> list[Event]:
+def _sized(events: list[TraceEvent], tokens: int, squares: int) -> list[TraceEvent]:
     return [[kind, what, round(a + b * tokens + c * squares)] for kind, what, (a, b, c) in events]
 
 
-def _replayed(lines: Mapping[str, list[Event]]) -> dict[str, Any]:
+def _replayed(lines: Mapping[str, list[TraceEvent]]) -> dict[str, Any]:
     """Return the fields of ``passes.Pass`` from events.
 
     Events are allocations (+), releases (-) and gradients (a parameter's name), with bytes or numbers.

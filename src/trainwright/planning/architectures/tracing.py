@@ -20,7 +20,7 @@ from trainwright.models.causal_lm import CausalLM
 from trainwright.models.cut import cut_config, layer_count
 from trainwright.models.recompute import save_activation_memory
 
-Event = list[Any]
+TraceEvent = list[Any]
 _LAYERS = 2  # number of layers of the model whose first block is traced
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
@@ -69,7 +69,7 @@ def timeline(
     input_wants: bool,
     rows: int,
     length: int,
-) -> dict[str, list[Event]]:
+) -> dict[str, list[TraceEvent]]:
     """Return the allocations, releases and gradients of the first block: without gradients, forward, and backward."""
     with _fake():
         lm = CausalLM(_model(config, _DTYPES[width], _LAYERS), packed=packed).train()
@@ -79,7 +79,7 @@ def timeline(
             named["attention_mask"] = None
         save_activation_memory([block], recompute)
         recorder = _Recorder([*lm.parameters(), *lm.buffers(), *tree_leaves([hidden, arguments, named])])
-        lines: dict[str, list[Event]] = {}
+        lines: dict[str, list[TraceEvent]] = {}
         with torch.no_grad(), recorder:
             made = [recorder.note(hidden.clone())]
             block(made.pop(), *arguments, **named)
@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, before: Iterable[Any]) -> None:
         super().__init__()
         self._before = [value for value in before if isinstance(value, torch.Tensor)]
-        self._events: list[Event] = []
+        self._events: list[TraceEvent] = []
         self._known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in self._before}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +158,7 @@ class _Recorder(TorchDispatchMode):
 
         return take
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[TraceEvent]:
         taken, self._events = self._events, []
         return taken
 
@@ -188,7 +188,7 @@ def _batch(lm: CausalLM, packed: bool, masked: bool, rows: int, length: int) -> 
         tokens=tokens,
         weight=1.0,
         examples=(),
-        documents=(),
+        sequences=(),
         roles=(),
         target_counts=(),
     )

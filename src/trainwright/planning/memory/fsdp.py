@@ -19,7 +19,7 @@ from trainwright.planning.stack import OWN, Stack
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShardedUnit:
     """Element counts of a unit, padded to equal rows on every rank. ``own``: those of the fullest rank."""
 
     padded: int
@@ -29,7 +29,7 @@ class Unit:
 
 
 @lru_cache(maxsize=128)
-def units(inventory: Inventory, shards: int) -> dict[int, Unit]:
+def units(inventory: Inventory, shards: int) -> dict[int, ShardedUnit]:
     """Return the units by number; OUTSIDE is the model itself."""
     sums: dict[int, list[int]] = {}
     for weight in inventory.weights:
@@ -40,7 +40,7 @@ def units(inventory: Inventory, shards: int) -> dict[int, Unit]:
         if weight.trainable:
             unit[1] += rows * shards * weight.columns
             unit[3] += rows * weight.columns
-    return {number: Unit(*values) for number, values in sums.items()}
+    return {number: ShardedUnit(*values) for number, values in sums.items()}
 
 
 class FsdpMemory(StrategyMemory):
@@ -98,7 +98,7 @@ class FsdpFlow(Flow):
         self._width = width
         self._shards = shards
         self._reshard = reshard
-        self._sums_whole = stack.sums_whole
+        self._sums_unsharded = stack.sums_unsharded
         self._offload = offload
         self._whole = 0  # bytes of gathered parameters
         self._buffer = 0  # left from the last gathering, or filled for the next unit
@@ -155,7 +155,7 @@ class FsdpFlow(Flow):
 
     def unit_ended(self, unit: int) -> Allocated:
         """End the backward pass of ``unit`` and return the most memory that was held."""
-        if self._last or (self._reshard and not self._sums_whole):
+        if self._last or (self._reshard and not self._sums_unsharded):
             return self._reduce(unit)
         if self._reshard:
             self._whole -= self._bytes(unit)
@@ -201,7 +201,7 @@ class FsdpFlow(Flow):
         self._whole -= self._bytes(unit)
         self._reducing = self._exchanged * sizes.trained
         most = self.held
-        sharded = self._reshard and not self._sums_whole  # earlier micro-batches left sharded gradients
+        sharded = self._reshard and not self._sums_unsharded  # earlier micro-batches left sharded gradients
         kept = 0 if sharded or self._first else self._summed_in
         own = self._width if self._reshard or self._first or self._width < self._kept else 0
         self._gradients -= (own + kept) * sizes.trained
@@ -215,7 +215,7 @@ class FsdpFlow(Flow):
     @property
     def _summed_in(self) -> int:
         """Bytes per element of gradients that are accumulated in place."""
-        return self._exchanged if self._sums_whole else self._kept
+        return self._exchanged if self._sums_unsharded else self._kept
 
     def _keep(self, unit: int) -> Allocated:
         """Keep a unit's gradients in fp32 until those of later micro-batches are added."""

@@ -11,7 +11,7 @@ from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations import block_kinds, block_weights, end_weights
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import Adapter, OptimizerName, Quantisation
+from trainwright.planning.workload import AdapterShape, OptimizerName, Quantization
 
 OUTSIDE = -1  # the unit of parameters outside the blocks
 _FIRST = ("embedding", "positions")
@@ -36,14 +36,14 @@ class Weight(NamedTuple):
         return self.rows * self.columns
 
     @property
-    def is_orthogonalised(self) -> bool:
+    def is_orthogonalized(self) -> bool:
         """Whether Muon updates it (engine/muon.py); AdamW updates all others."""
         return self.unit != OUTSIDE and self.columns > 1
 
     def state(self, optimizer: OptimizerName, shards: int = 1) -> int:
         """Return this parameter's optimizer-state elements on the fullest of ``shards`` ranks that share its rows."""
         own = -(-self.rows // shards) * self.columns
-        return own if optimizer == "muon" and self.is_orthogonalised else 2 * own + 1  # AdamW also has a step count
+        return own if optimizer == "muon" and self.is_orthogonalized else 2 * own + 1  # AdamW also has a step count
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +74,13 @@ def inventory(
     a: Architecture,
     width: int,
     trainable: bool,
-    adapter: Adapter | None = None,
-    quantisation: Quantisation = "none",
+    adapter: AdapterShape | None = None,
+    quantization: Quantization = "none",
     stack: Stack = OWN,
 ) -> Inventory:
     """Return the inventory of a model that computes in elements of ``width`` bytes.
 
-    A quantized weight counts as the number of elements of that width that use the same bytes (models/quantisation.py).
+    A quantized weight counts as the number of elements of that width that use the same bytes (models/quantization.py).
     """
     if a.config and adapter is None:
         listed = traced.layout(a.config)["weights"]
@@ -93,11 +93,11 @@ def inventory(
     last = [w for w in ends if w not in first]
     blocks, buffers = [], 0
     for unit, kind in enumerate(block_kinds(a)):
-        for name, p in block_weights(a, kind, width, trainable, adapter, quantisation, stack).parameters.items():
-            if p.quantised == "none":
+        for name, p in block_weights(a, kind, width, trainable, adapter, quantization, stack).parameters.items():
+            if p.quantized == "none":
                 blocks.append(Weight(unit, name, p.n, p.k, p.trainable))
                 continue
-            bits = p.numel if p.quantised == "int8" else p.numel // 2
+            bits = p.numel if p.quantized == "int8" else p.numel // 2
             blocks.append(Weight(unit, name, -(-bits // width), 1, False, packed=True))
             buffers += _scales(p)
     return Inventory((*first, *blocks, *last), buffers)
@@ -141,9 +141,9 @@ def _scales(weight: Parameter) -> int:
     nf4: one byte per 64 elements, one fp32 per 256 of these, and a table of 256; nf4_single: one fp32 per 64; int8: one
     fp32 per row.
     """
-    if weight.quantised == "int8":
+    if weight.quantized == "int8":
         return 4 * weight.n
     scales = -(-weight.numel // 64)
-    if weight.quantised == "nf4_single":
+    if weight.quantized == "nf4_single":
         return 4 * scales
     return scales + 4 * -(-scales // 256) + 1024 + 4

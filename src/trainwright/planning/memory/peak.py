@@ -14,15 +14,15 @@ from trainwright.parallel.constants import NORM_ELEMENTS
 from trainwright.planning.memory.inventory import Inventory, by_unit, first_blocks, inventory, partly_trained
 from trainwright.planning.memory.strategies import StrategyMemory, memory_model
 from trainwright.planning.memory.walk import Allocated, Moved, Peak, Walk
-from trainwright.planning.operations import MicroBatch, Setting, passes
+from trainwright.planning.operations import BatchShape, PassSettings, passes
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice, Workload
 
-# models/quantisation.py: number of elements that are quantized at once, and the approximate bytes that each needs.
-_QUANTISED, _QUANTISING = 2**20, 23
+# models/quantization.py: number of elements that are quantized at once, and the approximate bytes that each needs.
+_QUANTIZED, _QUANTIZING = 2**20, 23
 _PLACES = 256  # rows whose lengths are read one by one
 _MIB = 2**20
-# Memory of the driver and the libraries, including kernels and workspaces: 0.4 to 0.6 GiB on data-centre cards.
+# Memory of the driver and the libraries, including kernels and workspaces: 0.4 to 0.6 GiB on data-center cards.
 _CUDA_CONTEXT = 512 * _MIB
 # Communicators with their channels, within and between nodes.
 _NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
@@ -57,7 +57,7 @@ class Memory:
         return self.tensors + sum(self.overhead.values())
 
 
-def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> MicroBatch:
+def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> BatchShape:
     """Return the largest micro-batch of a process; with ``later``, of those after the first of their step.
 
     Padded rows are sorted (data/stream/stream.py), the longest first; packs fill the last micro-batch only partly.
@@ -70,7 +70,7 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Micr
         longest = workload.length_at(first) or longest
         masked = rows > 1 and mean < longest
         targets = workload.targets(_filled(workload, first, rows), rows)
-        return MicroBatch(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
+        return BatchShape(rows, longest, ((longest, rows),), targets, packed=False, masked=masked)
     tokens = rows * row
     if later and choice.gradient_accumulation_steps == 2 and workload.most_batch_tokens is not None:
         # The tokens that the packs of the first pass leave over.
@@ -80,7 +80,7 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Micr
     others, rest = divmod(tokens - longest, mean)
     documents = [(mean, others), (longest, 1), (rest, 1)]
     kept = tuple((length, count) for length, count in documents if length and count)
-    return MicroBatch(1, tokens, kept, workload.targets(tokens, sum(n for _, n in kept)), packed=True, masked=False)
+    return BatchShape(1, tokens, kept, workload.targets(tokens, sum(n for _, n in kept)), packed=True, masked=False)
 
 
 def _filled(workload: Workload, first: int, rows: int) -> int:
@@ -95,10 +95,10 @@ def _filled(workload: Workload, first: int, rows: int) -> int:
 
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack = OWN) -> Memory:
     """Return the memory that ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: the program."""
-    setting = Setting.of(workload, choice, micro_batch(workload, choice), cluster, stack)
+    setting = PassSettings.of(workload, choice, micro_batch(workload, choice), cluster, stack)
     held = partly_trained(
         inventory(
-            workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantisation, stack
+            workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantization, stack
         ),
         workload.trained,
     )
@@ -118,7 +118,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         width=setting.width,
         moved=moved,
         holds=holds,
-        beside=_cached(setting),
+        cached=_cached(setting),
         trained=workload.trained,
         counts=by_unit(held),
         before=_returned(setting),
@@ -134,13 +134,13 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         host["gradients"] = gradients
     between = sum(base.values())
     norm = 4 * min(NORM_ELEMENTS, held.largest_trained) if cluster.device == "cpu" else 0
-    beside = 0 if workload.optimizer == "adamw" else _orthogonalising(held, setting)
-    step = max(model.step() + beside, flow.held.total + norm)
+    extra = 0 if workload.optimizer == "adamw" else _orthogonalizing(held, setting)
+    step = max(model.step() + extra, flow.held.total + norm)
     phases = {
         "load": _load(held, workload, choice, cluster, base, host),
         "forward": between + walk.forward.total,
         "backward": between + walk.backward.total,
-        "optimizer": between + (beside if updates_on_host else step),
+        "optimizer": between + (extra if updates_on_host else step),
         "evaluation": between + walk.evaluation.total,
         "checkpoint": between,
     }
@@ -160,13 +160,13 @@ def _moved(choice: Choice, cluster: Cluster) -> Moved:
     return "inputs" if choice.activation_checkpointing == "selective" else "everything"
 
 
-def _cached(setting: Setting) -> int:
+def _cached(setting: PassSettings) -> int:
     """Return the bytes of a block's keys and values if the program caches them as for generation."""
     each = 2 * setting.architecture.key_value_width * setting.width
     return setting.batch.tokens * each if setting.stack.caches_keys else 0
 
 
-def _returned(setting: Setting) -> int:
+def _returned(setting: PassSettings) -> int:
     """Return the bytes of what a forward pass returns if the program keeps it until the next one has returned."""
     if not setting.stack.keeps_outputs:
         return 0
@@ -186,20 +186,20 @@ def _lasting(model: StrategyMemory, workload: Workload) -> Mapping[str, int]:
     base = dict(model.lasting())
     if held.buffers:
         cut = choice.shards if setting.stack.cuts_scales else 1
-        base["quantised base's scales"] = -(-held.buffers // cut)
-    if workload.beside is not None and workload.beside.copied:
-        copied = first_blocks(inventory(workload.architecture, setting.width, False), workload.beside.blocks)
+        base["quantized base's scales"] = -(-held.buffers // cut)
+    if workload.reference is not None and workload.reference.copied:
+        copied = first_blocks(inventory(workload.architecture, setting.width, False), workload.reference.blocks)
         shards = choice.shards if choice.spec.shards_parameters else 1
         base["reference"] = -(-copied // shards) * setting.width
     return base
 
 
-def _orthogonalising(held: Inventory, setting: Setting) -> int:
+def _orthogonalizing(held: Inventory, setting: PassSettings) -> int:
     """Return the most bytes while Muon updates one matrix, which is in full on every rank (engine/muon.py)."""
     width = 2 if setting.device.is_gpu else 4
     most = 0
     for w in held.weights:
-        if w.trainable and w.is_orthogonalised:
+        if w.trainable and w.is_orthogonalized:
             square = min(w.rows, w.columns) ** 2
             # The momentum in fp32; then the end of an iteration, or a moment within it.
             at_once = max(4 * w.numel + square, 2 * w.numel + 4 * square)
@@ -213,7 +213,7 @@ def _drawing(workload: Workload, choice: Choice) -> int:
     embedding = a.vocabulary * a.hidden
     head = 4 * embedding if a.tied else 0  # separate until it is tied
     if workload.quantisation != "none":
-        return max(head, _QUANTISING * min(_QUANTISED, a.hidden * a.intermediate))
+        return max(head, _QUANTIZING * min(_QUANTIZED, a.hidden * a.intermediate))
     return head if workload.adapter is None else max(head, (4 - choice.width) * embedding)
 
 

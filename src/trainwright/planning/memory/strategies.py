@@ -11,7 +11,7 @@ from trainwright.errors import RequestError
 from trainwright.extensions import load
 from trainwright.planning.memory.inventory import Inventory
 from trainwright.planning.memory.walk import Flow
-from trainwright.planning.operations import Setting
+from trainwright.planning.operations import PassSettings
 from trainwright.planning.workload import Choice, OptimizerName
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.registries import STRATEGIES
@@ -25,7 +25,7 @@ class StrategyMemory(ABC):
     """
 
     held: Inventory
-    setting: Setting
+    setting: PassSettings
     choice: Choice
     optimizer: OptimizerName
 

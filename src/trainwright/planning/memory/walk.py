@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from trainwright.planning.operations import Pass, Passes
+from trainwright.planning.operations import ModelPasses, Pass
 
 _ENDS = 5
 Moved = Literal["nothing", "everything", "inputs"]
@@ -106,13 +106,13 @@ class Walk:
     bytes of what the previous pass returned, which stay until the forward pass is over.
     """
 
-    parts: Passes
-    later: Passes
+    parts: ModelPasses
+    later: ModelPasses
     tied: bool
     width: int
     moved: Moved = "nothing"
     holds: bool = False
-    beside: int = 0
+    cached: int = 0
     trained: frozenset[tuple[int, str]] | None = None
     counts: tuple[tuple[int, int], ...] = ()
     before: int = 0
@@ -161,7 +161,7 @@ class Walk:
             return block.kept
         return 0 if self.moved == "everything" else max(0, block.kept - block.output)
 
-    def _forwards(self, flow: Flow, parts: Passes) -> None:
+    def _forwards(self, flow: Flow, parts: ModelPasses) -> None:
         peak = self.forward
         embedding = parts.embedding
         peak.note(flow.forward(-1), self.before, 0)
@@ -178,13 +178,13 @@ class Walk:
                 work = held - embedding.output if unit == 0 and held >= embedding.output else held
                 peak.note(most, kept, held + block.output)
                 peak.note(flow.held, kept, work + block.forward_peak)
-            kept += self._stays(block) + self.beside
+            kept += self._stays(block) + self.cached
         peak.note(flow.head(), kept, parts.head.forward_peak, loss=True)
         flow.forward_ended()
 
-    def _backwards(self, flow: Flow, parts: Passes) -> None:
+    def _backwards(self, flow: Flow, parts: ModelPasses) -> None:
         peak = self.backward
-        kept = parts.embedding.kept + sum(self._stays(block) + self.beside for block in parts.blocks)
+        kept = parts.embedding.kept + sum(self._stays(block) + self.cached for block in parts.blocks)
         peak.note(flow.backward(-1), kept, parts.head.kept, loss=True)
         waiting = self._moments(flow, -1, parts.head, kept, 0, loss=True)
         looked_at = set(self._looked_at())

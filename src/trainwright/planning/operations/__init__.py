@@ -2,7 +2,7 @@
 
 ``passes(setting, recompute)`` returns the parts of a model, each run once forward and backward: the kernels it
 launches, with their matrix sizes and bytes, and its saved and working memory. See ``passes.Pass``, ``tape.Kernel`` and
-``shapes.MicroBatch``.
+``shapes.BatchShape``.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from functools import lru_cache
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.passes import (
     Pass,
+    PassSettings,
     Recompute,
-    Setting,
     block_pass,
     embedding_pass,
     head_pass,
 )
-from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
+from trainwright.planning.operations.shapes import BatchShape, BlockKind, Device
 from trainwright.planning.operations.tape import Kernel
-from trainwright.planning.operations.weights import Weights, block_weights, end_weights
+from trainwright.planning.operations.weights import ModelWeights, block_weights, end_weights
 
 __all__ = [
+    "BatchShape",
     "BlockKind",
     "Device",
     "Kernel",
-    "MicroBatch",
+    "ModelPasses",
+    "ModelWeights",
     "Pass",
-    "Passes",
-    "Setting",
-    "Weights",
+    "PassSettings",
     "block_kinds",
     "block_pass",
     "block_weights",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Passes:
+class ModelPasses:
     """The parts of a model. ``blocks``: in order; equal ones are the same object."""
 
     embedding: Pass
@@ -51,7 +51,7 @@ class Passes:
     head: Pass
 
 
-def passes(setting: Setting, recompute: str | int = "none") -> Passes:
+def passes(setting: PassSettings, recompute: str | int = "none") -> ModelPasses:
     """Return the parts of a model in training, recomputed according to the recipe's train.activation_checkpointing."""
     return _passes(setting, recompute)
 
@@ -60,7 +60,7 @@ _PARTLY: dict[str | int, Recompute] = {"selective": "selective", "compiled": "co
 
 
 @lru_cache(maxsize=128)
-def _passes(setting: Setting, recompute: str | int) -> Passes:
+def _passes(setting: PassSettings, recompute: str | int) -> ModelPasses:
     every = recompute if isinstance(recompute, int) else 1
     blocks = []
     for number, kind in enumerate(block_kinds(setting.architecture), start=1):
@@ -68,7 +68,7 @@ def _passes(setting: Setting, recompute: str | int) -> Passes:
         if recompute != "none" and number % every == 0:
             again = _PARTLY.get(recompute, "full")
         blocks.append(block_pass(setting, kind, again, input_wants=setting.trainable or number > 1))
-    return Passes(embedding_pass(setting), tuple(blocks), head_pass(setting))
+    return ModelPasses(embedding_pass(setting), tuple(blocks), head_pass(setting))
 
 
 @lru_cache(maxsize=128)
@@ -76,17 +76,17 @@ def block_kinds(a: Architecture) -> tuple[BlockKind, ...]:
     """Return the kinds of ``a``'s blocks in order; if only their number is known they are spread evenly."""
     kinds = []
     for block in range(a.layers):
-        rotated = _spread(block, a.rotary_layers, a.layers)
+        rotated = _distributed_evenly(block, a.rotary_layers, a.layers)
         among = a.layers - a.rotary_layers if 0 < a.rotary_layers < a.layers else a.layers
-        windowed = (among == a.layers or not rotated) and _spread(block, a.windowed_layers, among)
+        windowed = (among == a.layers or not rotated) and _distributed_evenly(block, a.windowed_layers, among)
         after = a.layers - a.first_dense
-        sparse = block >= a.first_dense and _spread(block - a.first_dense, a.sparse_layers, after)
-        linear = a.linear_layers > 0 and _spread(block, a.linear_layers, a.layers)
+        sparse = block >= a.first_dense and _distributed_evenly(block - a.first_dense, a.sparse_layers, after)
+        linear = a.linear_layers > 0 and _distributed_evenly(block, a.linear_layers, a.layers)
         kinds.append(BlockKind(windowed and not linear, rotated, sparse, linear))
     return tuple(kinds)
 
 
-def _spread(block: int, some: int, among: int) -> bool:
+def _distributed_evenly(block: int, some: int, among: int) -> bool:
     """Return whether ``block`` is one of ``some``, with every ``among / (among - some)``-th left out."""
     others = among - some
     return not others or (block + 1) * others // among == block * others // among

@@ -1,17 +1,18 @@
-"""A decoder block of each family as its modelling code runs it (transformers 5, models/*/modeling_*.py).
+"""A decoder block of each family as its modeling code runs it (transformers 5, models/*/modeling_*.py).
 
-Local names and the order of calls follow the modelling code wherever they determine which tensors are alive.
+Local names and the order of calls follow the modeling code wherever they determine which tensors are alive.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.architectures.architecture import Architecture, Latent
 from trainwright.planning.operations.attention import Attention
 from trainwright.planning.operations.delta import delta_net
 from trainwright.planning.operations.elementary import (
     add,
+    broadcast,
     cat,
     contiguous,
     dropout,
@@ -28,12 +29,11 @@ from trainwright.planning.operations.elementary import (
     view,
 )
 from trainwright.planning.operations.experts import sparse_mlp
-from trainwright.planning.operations.latent import latent_projections
-from trainwright.planning.operations.layers import mlp, norm, project, rotate, rotate_pairs
+from trainwright.planning.operations.layers import mlp, norm, project, rms_norm, rotate, rotate_pairs
 from trainwright.planning.operations.scores import repeat
-from trainwright.planning.operations.shapes import BlockKind, Device, Heads, MicroBatch
+from trainwright.planning.operations.shapes import BatchShape, BlockKind, Device, Heads
 from trainwright.planning.operations.tape import Tape, Tensor
-from trainwright.planning.operations.weights import Weights
+from trainwright.planning.operations.weights import ModelWeights
 
 _FP32 = 4
 
@@ -45,9 +45,9 @@ class Block:
     tape: Tape
     architecture: Architecture
     kind: BlockKind
-    batch: MicroBatch
+    batch: BatchShape
     device: Device
-    weights: Weights
+    weights: ModelWeights
     cos: Tensor
     sin: Tensor
 
@@ -126,7 +126,9 @@ class Block:
             return delta_net(tape, a, a.delta, hidden, self.weights, self.batch)
         gate = None
         if a.latent is not None:
-            q, k, v = latent_projections(tape, a, a.latent, hidden, self.weights, self.batch.tokens, self.cos, self.sin)
+            q, k, v = _latent_projections(
+                tape, a, a.latent, hidden, self.weights, self.batch.tokens, self.cos, self.sin
+            )
         else:
             q, k, v, gate = self._projections(hidden)
         if self.kind.rotated and a.latent is None:
@@ -226,3 +228,43 @@ class Block:
         if self.kind.sparse:
             return sparse_mlp(tape, a, hidden, self.weights, self.batch.tokens, self.device)
         return mlp(tape, a, hidden, self.weights)
+
+
+def _latent_projections(
+    tape: Tape,
+    a: Architecture,
+    latent: Latent,
+    hidden: Tensor,
+    weights: ModelWeights,
+    tokens: int,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys [B, H, L, D], partly rotated, and values [B, H, L, V].
+
+    Multi-head latent attention as transformers trains it (models/deepseek_v3): keys and values are expanded in full.
+    """
+    heads, plain = a.heads, a.head_dim - latent.rotated
+    states = hidden
+    if latent.query_rank:
+        tape.operation = "query_a"
+        states = rms_norm(tape, project(tape, hidden, weights, "query_a"), weights["query_a_norm"], tokens)
+    tape.operation = name = "query_b" if latent.query_rank else "query"
+    states = view(tape, project(tape, states, weights, name))
+    passed, turned = split(tape, states, [tokens * heads * plain, tokens * heads * latent.rotated])
+    del states
+    tape.operation = "key_value_a"
+    compressed = project(tape, hidden, weights, "key_value_a")
+    narrow, shared = split(tape, compressed, [tokens * latent.rank, tokens * latent.rotated])
+    narrow = rms_norm(tape, narrow, weights["key_value_a_norm"], tokens)
+    tape.operation = "rotary"
+    turned = rotate_pairs(tape, turned, cos, sin)
+    shared = rotate_pairs(tape, shared, cos, sin)
+    queries = cat(tape, [passed, turned], heads_first=True)
+    del passed, turned
+    tape.operation = "key_value_b"
+    expanded = view(tape, project(tape, narrow, weights, "key_value_b"))
+    keys, values = split(tape, expanded, [tokens * heads * plain, tokens * heads * latent.value])
+    tape.operation = "rotary"
+    keys = cat(tape, [keys, broadcast(tape, shared, heads * shared.numel)], heads_first=True)
+    return queries, keys, values

@@ -22,18 +22,18 @@ from trainwright.planning.operations.elementary import (
     to,
     view,
 )
-from trainwright.planning.operations.layers import normalised, project, rms_norm
+from trainwright.planning.operations.layers import normalized, project, rms_norm
 from trainwright.planning.operations.scores import product, repeat
-from trainwright.planning.operations.shapes import MicroBatch
+from trainwright.planning.operations.shapes import BatchShape
 from trainwright.planning.operations.tape import Tape, Tensor
-from trainwright.planning.operations.weights import Weights
+from trainwright.planning.operations.weights import ModelWeights
 
 _FP32 = 4
 _CHUNK = 64
 
 
 def delta_net(
-    tape: Tape, a: Architecture, delta: DeltaNet, hidden: Tensor, weights: Weights, batch: MicroBatch
+    tape: Tape, a: Architecture, delta: DeltaNet, hidden: Tensor, weights: ModelWeights, batch: BatchShape
 ) -> Tensor:
     """Apply the layer that replaces attention, including the output matrix."""
     tokens, heads = batch.tokens, delta.value_heads
@@ -65,7 +65,7 @@ def delta_net(
     return project(tape, gated, weights, "output")
 
 
-def _convolved(tape: Tape, x: Tensor, weights: Weights) -> Tensor:
+def _convolved(tape: Tape, x: Tensor, weights: ModelWeights) -> Tensor:
     """Apply a causal convolution to each channel, and silu."""
     weight = weights["delta.convolution"]
     made = mul(tape, x, as_tensor(tape, weight, x.width))
@@ -80,7 +80,7 @@ def _rule(
     value: Tensor,
     write: Tensor,
     decay: Tensor,
-    batch: MicroBatch,
+    batch: BatchShape,
 ) -> Tensor:
     width, heads = query.width, delta.value_heads
     chunks = -(-batch.length // _CHUNK)
@@ -88,7 +88,7 @@ def _rule(
     if heads != delta.key_heads:
         query, key = (repeat(tape, x, heads // delta.key_heads) for x in (query, key))
     query, key, value, write, decay = (to(tape, contiguous(tape, x), _FP32) for x in (query, key, value, write, decay))
-    query, key = scale(tape, normalised(tape, query, rows)), normalised(tape, key, rows)
+    query, key = scale(tape, normalized(tape, query, rows)), normalized(tape, key, rows)
     written_values, written_keys = mul(tape, value, write), mul(tape, key, write)
     total = plus(tape, decay, 0)  # the cumulative sum up to each token
     pairs = _between(tape, total, count)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.elementary import add, dropout, from_result, gather, scale, to
 from trainwright.planning.operations.layers import embedding, linear, norm
-from trainwright.planning.operations.shapes import Device, MicroBatch
+from trainwright.planning.operations.shapes import BatchShape, Device
 from trainwright.planning.operations.tape import Parameter, Tape, Tensor
-from trainwright.planning.operations.weights import Weights
+from trainwright.planning.operations.weights import ModelWeights
 from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
@@ -30,7 +30,7 @@ class Beginning:
 
 
 def begin(
-    tape: Tape, a: Architecture, weights: Weights, batch: MicroBatch, device: Device, of_head: bool = False
+    tape: Tape, a: Architecture, weights: ModelWeights, batch: BatchShape, device: Device, of_head: bool = False
 ) -> Beginning:
     """Compute the embeddings, and the tables and masks that all blocks share.
 
@@ -61,7 +61,7 @@ def begin(
     return Beginning(hidden, cos, sin, held)
 
 
-def _masks(a: Architecture, batch: MicroBatch) -> list[int]:
+def _masks(a: Architecture, batch: BatchShape) -> list[int]:
     """Return the sizes of the masks that transformers makes once for all layers."""
     if batch.packed:
         return []
@@ -74,19 +74,19 @@ def _masks(a: Architecture, batch: MicroBatch) -> list[int]:
     return [size] * (plain + (windowed or (batch.masked and a.windowed_layers > 0)))
 
 
-def head_weight(weights: Weights) -> Parameter:
+def head_weight(weights: ModelWeights) -> Parameter:
     """Return the weight of the head, which may be the embedding."""
     return weights.parameters.get("head", weights["embedding"])
 
 
 def finish(
-    tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, batch: MicroBatch, stack: Stack = OWN
+    tape: Tape, a: Architecture, hidden: Tensor, weights: ModelWeights, batch: BatchShape, stack: Stack = OWN
 ) -> Tensor:
     """Apply the final norm and the summed loss (models/causal_lm.py), or the loss of ``stack``."""
     tape.operation = "final_norm"
     hidden = norm(tape, a, hidden, weights, "final_norm", batch.tokens)
     if stack.loss != "chunked":
-        return _whole_loss(tape, a, hidden, head_weight(weights), weights.bias("head"), stack)
+        return _full_loss(tape, a, hidden, head_weight(weights), weights.bias("head"), stack)
     tape.operation = "targets"
     if batch.targets < batch.tokens:
         hidden = gather(tape, hidden, batch.targets * a.hidden, tape.new(0, 8))
@@ -141,7 +141,7 @@ def _loss(
     return total
 
 
-def _whole_loss(
+def _full_loss(
     tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, stack: Stack
 ) -> Tensor:
     """Compute the loss from the logits of all tokens.

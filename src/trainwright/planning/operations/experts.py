@@ -24,12 +24,14 @@ from trainwright.planning.operations.layers import activation, expand, linear, l
 from trainwright.planning.operations.scores import repeat
 from trainwright.planning.operations.shapes import Device
 from trainwright.planning.operations.tape import Parameter, Tape, Tensor
-from trainwright.planning.operations.weights import Weights
+from trainwright.planning.operations.weights import ModelWeights
 
 _FP32, _INT64 = 4, 8
 
 
-def sparse_mlp(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int, device: Device) -> Tensor:
+def sparse_mlp(
+    tape: Tape, a: Architecture, hidden: Tensor, weights: ModelWeights, tokens: int, device: Device
+) -> Tensor:
     """Return the weighted output of the experts that each token is routed to, plus that of shared experts."""
     if a.every_expert:
         return view(tape, _every_expert(tape, a, hidden, weights, tokens))
@@ -45,7 +47,7 @@ def sparse_mlp(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, to
     return view(tape, out)
 
 
-def _route(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int) -> tuple[Tensor, Tensor]:
+def _route(tape: Tape, a: Architecture, hidden: Tensor, weights: ModelWeights, tokens: int) -> tuple[Tensor, Tensor]:
     """Return the weights and indices of the experts of each token."""
     tape.operation = "router"
     if a.latent is not None or a.family == "glm4_moe":
@@ -76,7 +78,7 @@ def _route_in_fp32(
     return scale(tape, weights), indices
 
 
-def _every_expert(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights, tokens: int) -> Tensor:
+def _every_expert(tape: Tape, a: Architecture, hidden: Tensor, weights: ModelWeights, tokens: int) -> Tensor:
     """Run Llama4TextMoe: every token passes through all experts, with zeros for those it is not routed to."""
     tape.operation = "router"
     logits = linear(tape, hidden, weights["router"])
@@ -98,7 +100,7 @@ def _every_expert(tape: Tape, a: Architecture, hidden: Tensor, weights: Weights,
     return add(tape, shared, _sum_of_each(tape, out, tokens * a.hidden))
 
 
-def _one_by_one(tape: Tape, a: Architecture, states: Tensor, weights: Weights) -> Tensor:
+def _one_by_one(tape: Tape, a: Architecture, states: Tensor, weights: ModelWeights) -> Tensor:
     """Run experts that are linear modules, each on its part of the rows (Axolotl, monkeypatch/models/llama4)."""
     made = []
     for piece in slices(tape, states, [states.numel // a.experts] * a.experts):
@@ -109,11 +111,11 @@ def _one_by_one(tape: Tape, a: Architecture, states: Tensor, weights: Weights) -
     return _copied(tape, made, states.numel)
 
 
-def _of_one(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, parts: int) -> Tensor:
+def _of_one(tape: Tape, a: Architecture, x: Tensor, weights: ModelWeights, name: str, parts: int) -> Tensor:
     """Multiply by one expert's part of the matrix called ``name``, which has ``parts`` of them for each expert."""
     whole = weights[name]
     one = Parameter(name, whole.n // (parts * a.experts), whole.k, whole.width, whole.trainable)
-    one.quantised = whole.quantised
+    one.quantized = whole.quantized
     return linear_of(one, weights.stack)(tape, x, one)
 
 
@@ -138,7 +140,7 @@ def _with_bias(tape: Tape, out: Tensor, bias: Parameter | None, indices: Tensor,
 
 
 def _experts(
-    tape: Tape, a: Architecture, hidden: Tensor, scores: Tensor, indices: Tensor, weights: Weights, tokens: int
+    tape: Tape, a: Architecture, hidden: Tensor, scores: Tensor, indices: Tensor, weights: ModelWeights, tokens: int
 ) -> Tensor:
     form, count, selected = weights.stack.experts, a.experts, tokens * a.experts_per_token
     product = sliced_linear if form == "sliced" else grouped_linear
@@ -225,9 +227,9 @@ def _sum_of_each(tape: Tape, x: Tensor, numel: int) -> Tensor:
 
 def _expand_each(tape: Tape, weight: Parameter, experts: int, width: int) -> None:
     """Dequantize the experts' matrices one after another."""
-    if weight.quantised != "none":
+    if weight.quantized != "none":
         one = Parameter(weight.name, weight.n // experts, weight.k, weight.width, False)
-        one.quantised = weight.quantised
+        one.quantized = weight.quantized
         for _ in range(experts):
             expand(tape, one, width)
 

@@ -26,7 +26,7 @@ from trainwright.planning.operations.elementary import (
     view,
 )
 from trainwright.planning.operations.tape import Parameter, Storage, Tape, Tensor
-from trainwright.planning.operations.weights import Weights
+from trainwright.planning.operations.weights import ModelWeights
 from trainwright.planning.stack import Stack
 
 _FP32 = 4
@@ -76,10 +76,10 @@ def linear(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None = No
 
 def linear_of(weight: Parameter, stack: Stack) -> Callable[..., Tensor]:
     """Return the product with ``weight``, which is dequantized for it if it is quantized."""
-    return linear if weight.quantised == "none" else partial(_expanded_linear, saves_x=stack.saves_inputs)
+    return linear if weight.quantized == "none" else partial(_expanded_linear, saves_x=stack.saves_inputs)
 
 
-def project(tape: Tape, x: Tensor, weights: Weights, name: str) -> Tensor:
+def project(tape: Tape, x: Tensor, weights: ModelWeights, name: str) -> Tensor:
     """Multiply ``x`` by the matrix called ``name``, and add the output of its adapter, if any (peft/tuners/lora)."""
     weight, adapter = weights[name], weights.adapter
     base = linear_of(weight, weights.stack)
@@ -99,13 +99,13 @@ def project(tape: Tape, x: Tensor, weights: Weights, name: str) -> Tensor:
     return add(tape, result, _dora(tape, x, result, weights, name))
 
 
-def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> Tensor:
+def _dora(tape: Tape, x: Tensor, base: Tensor, weights: ModelWeights, name: str) -> Tensor:
     """Return DoRA's addition to the output of the frozen weight (Liu et al., arXiv 2402.09353), as PEFT computes it."""
     weight, narrow, wide = weights[name], weights[f"{name}.lora_A"], weights[f"{name}.lora_B"]
     # The product of the two matrices is computed from an identity; its graph exists until the call returns.
     product = linear(tape, linear(tape, tape.new(weight.k * weight.k, x.width), narrow), wide)
     with tape.no_grad():
-        expanded = to(tape, expand(tape, weight, _FP32), x.width) if weight.quantised != "none" else None
+        expanded = to(tape, expand(tape, weight, _FP32), x.width) if weight.quantized != "none" else None
         norms = mean(tape, add(tape, scale(tape, product), weight), weight.n)
     ratio = mul(tape, norms, weights[f"{name}.magnitude"])
     made = linear(tape, linear(tape, x, narrow), wide)
@@ -115,15 +115,15 @@ def _dora(tape: Tape, x: Tensor, base: Tensor, weights: Weights, name: str) -> T
 
 
 def expand(tape: Tape, weight: Parameter, width: int) -> Tensor:
-    """Dequantize a matrix (models/quantisation.py), with its scales in fp32."""
-    if weight.quantised == "int8":
+    """Dequantize a matrix (models/quantization.py), with its scales in fp32."""
+    if weight.quantized == "int8":
         made = tape.new(weight.numel, width)
         tape.launch("elementwise", weight.numel, made.bytes)
         tape.launch("elementwise", made.bytes, made.bytes)
         return made
     count = weight.numel // 64
     scales = shifted = None
-    if weight.quantised == "nf4":
+    if weight.quantized == "nf4":
         scales = tape.new(count, _FP32)
         tape.launch("expansion", count, scales.bytes)
         shifted = tape.new(count, _FP32)
@@ -180,12 +180,12 @@ def rms_norm(tape: Tape, x: Tensor, weight: Parameter, rows: int, in_fp32: bool 
 
 def rms_norm_of_gemma(tape: Tape, x: Tensor, weight: Parameter, rows: int) -> Tensor:
     """Apply GemmaRMSNorm: multiply by one plus the weight, in fp32."""
-    output = normalised(tape, to(tape, x, _FP32), rows)
+    output = normalized(tape, to(tape, x, _FP32), rows)
     output = mul(tape, output, shift(tape, as_tensor(tape, weight, _FP32)))
     return to(tape, output, x.width)
 
 
-def normalised(tape: Tape, x: Tensor, rows: int) -> Tensor:
+def normalized(tape: Tape, x: Tensor, rows: int) -> Tensor:
     """Divide each of ``rows`` rows by the root of its mean square."""
     return mul(tape, x, from_result(tape, shift(tape, mean(tape, square(tape, x), rows)), temporaries=2))
 
@@ -230,7 +230,7 @@ def layer_norm(tape: Tape, x: Tensor, weight: Parameter, bias: Parameter | None,
     return out
 
 
-def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, rows: int) -> Tensor:
+def norm(tape: Tape, a: Architecture, x: Tensor, weights: ModelWeights, name: str, rows: int) -> Tensor:
     """Apply the norm of the family to ``rows`` rows."""
     weight = weights[name]
     if weights.stack.fused:
@@ -244,7 +244,7 @@ def norm(tape: Tape, a: Architecture, x: Tensor, weights: Weights, name: str, ro
     return rms_norm(tape, x, weight, rows, in_fp32=a.post_norm)
 
 
-def mlp(tape: Tape, a: Architecture, x: Tensor, weights: Weights, prefix: str = "") -> Tensor:
+def mlp(tape: Tape, a: Architecture, x: Tensor, weights: ModelWeights, prefix: str = "") -> Tensor:
     """Apply a plain MLP; ``prefix``: prefix of the names of its weights."""
 
     def through(x: Tensor, name: str) -> Tensor:

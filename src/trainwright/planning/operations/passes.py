@@ -13,11 +13,11 @@ from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.block import Block
 from trainwright.planning.operations.devices import device_of
 from trainwright.planning.operations.ends import begin, finish
-from trainwright.planning.operations.shapes import BlockKind, Device, MicroBatch
+from trainwright.planning.operations.shapes import BatchShape, BlockKind, Device
 from trainwright.planning.operations.tape import ALTERNATE, Kernel, Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import block_weights, end_weights
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import Adapter, Choice, Quantisation, Workload
+from trainwright.planning.workload import AdapterShape, Choice, Quantization, Workload
 
 # "compiled": what a compiler saves without requested recomputation.
 Recompute = Literal["none", "full", "selective", "compiled"]
@@ -78,26 +78,28 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PassSettings:
     """The settings of passes.
 
     ``width``: bytes per element of activations and weights. ``trainable``: whether the model's own weights are trained;
-    with an ``adapter`` they are not. ``quantisation``: of the base model. ``stack``: the program that runs it.
+    with an ``adapter`` they are not. ``quantization``: of the base model. ``stack``: the program that runs it.
     ``hooked``: the strategy has hooks on every module.
     """
 
     architecture: Architecture
-    batch: MicroBatch
+    batch: BatchShape
     device: Device
     width: int
     trainable: bool = True
-    adapter: Adapter | None = None
-    quantisation: Quantisation = "none"
+    adapter: AdapterShape | None = None
+    quantization: Quantization = "none"
     stack: Stack = OWN
     hooked: bool = False
 
     @classmethod
-    def of(cls, workload: Workload, choice: Choice, batch: MicroBatch, cluster: Cluster, stack: Stack = OWN) -> Setting:
+    def of(
+        cls, workload: Workload, choice: Choice, batch: BatchShape, cluster: Cluster, stack: Stack = OWN
+    ) -> PassSettings:
         """Return the settings of the passes of ``workload`` with ``choice`` over ``batch`` on ``cluster``."""
         return cls(
             architecture=workload.architecture,
@@ -106,7 +108,7 @@ class Setting:
             width=choice.width,
             trainable=workload.adapter is None,
             adapter=workload.adapter,
-            quantisation=workload.quantisation,
+            quantization=workload.quantisation,
             stack=stack,
             hooked=choice.spec.hooks_modules,
         )
@@ -119,7 +121,7 @@ class Setting:
 
 
 @lru_cache(maxsize=512)
-def block_pass(setting: Setting, kind: BlockKind, recompute: Recompute, input_wants: bool = True) -> Pass:
+def block_pass(setting: PassSettings, kind: BlockKind, recompute: Recompute, input_wants: bool = True) -> Pass:
     """Return the pass of a block. ``input_wants``: whether a gradient is passed to the part before it.
 
     For a traced family the memory is that of its first block, and the kernels are those of a llama of its sizes.
@@ -136,12 +138,12 @@ def block_pass(setting: Setting, kind: BlockKind, recompute: Recompute, input_wa
     return replace(made, moments=moments, **found)
 
 
-def _written_block(setting: Setting, kind: BlockKind, recompute: Recompute, input_wants: bool) -> Pass:
+def _written_block(setting: PassSettings, kind: BlockKind, recompute: Recompute, input_wants: bool) -> Pass:
     a, batch = setting.architecture, setting.batch
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
-        trainable, adapter, quantisation = setting.trainable, setting.adapter, setting.quantisation
-        weights = block_weights(a, kind, setting.width, trainable, adapter, quantisation, setting.stack)
+        trainable, adapter, quantization = setting.trainable, setting.adapter, setting.quantization
+        weights = block_weights(a, kind, setting.width, trainable, adapter, quantization, setting.stack)
         tables = [tape.new(0, setting.width) for _ in range(2)]
         for table in tables:
             table.numel = int(a.head_dim * a.rotary) * batch.tokens
@@ -158,7 +160,7 @@ def _written_block(setting: Setting, kind: BlockKind, recompute: Recompute, inpu
 
 
 @lru_cache(maxsize=512)
-def head_pass(setting: Setting) -> Pass:
+def head_pass(setting: PassSettings) -> Pass:
     """Return the pass of the final norm, the head and the loss."""
 
     def prepare(tape: Tape) -> Callable[[Tensor], Tensor]:
@@ -169,7 +171,7 @@ def head_pass(setting: Setting) -> Pass:
 
 
 @lru_cache(maxsize=512)
-def embedding_pass(setting: Setting) -> Pass:
+def embedding_pass(setting: PassSettings) -> Pass:
     """Return the pass of everything before the blocks; saved bytes include the rotary tables."""
     a, batch = setting.architecture, setting.batch
     tape = Tape(setting.device)
@@ -205,7 +207,7 @@ def embedding_pass(setting: Setting) -> Pass:
     )
 
 
-def _run(setting: Setting, prepare: Callable[[Tape], Callable[[Tensor], Tensor]], input_wants: bool) -> Pass:
+def _run(setting: PassSettings, prepare: Callable[[Tape], Callable[[Tensor], Tensor]], input_wants: bool) -> Pass:
     numel = setting.batch.tokens * setting.architecture.hidden
     evaluation = Tape(setting.device)
     with evaluation.no_grad():

@@ -20,7 +20,7 @@ from trainwright.planning.operations.elementary import (
     view,
 )
 from trainwright.planning.operations.layers import softmax
-from trainwright.planning.operations.shapes import Device, Heads, MicroBatch
+from trainwright.planning.operations.shapes import BatchShape, Device, Heads
 from trainwright.planning.operations.tape import Parameter, Tape, Tensor
 
 _FP32, _INT64 = 4, 8
@@ -32,7 +32,7 @@ class ScoresAttention:
 
     tape: Tape
     heads: Heads
-    batch: MicroBatch
+    batch: BatchShape
     device: Device
     sinks: Parameter | None = None
 

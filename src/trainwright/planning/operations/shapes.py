@@ -12,7 +12,7 @@ from trainwright.planning.architectures.architecture import Architecture
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class BatchShape:
     """The shape of one pass over the model, on one device.
 
     ``rows`` rows of ``length`` tokens each, including padding; if packed, one row of all documents. ``documents``:
@@ -101,11 +101,11 @@ class Heads:
         """The number of query heads per key head."""
         return self.queries // self.keys
 
-    def kernel(self, device: Device, width: int, batch: MicroBatch) -> Kernel:
+    def kernel(self, device: Device, width: int, batch: BatchShape) -> Kernel:
         """Return the kernel that computes this attention in a dtype of ``width`` bytes."""
         return choose(self.needs(device, width, batch), device.limits).kernel
 
-    def needs(self, device: Device, width: int, batch: MicroBatch) -> Needs:
+    def needs(self, device: Device, width: int, batch: BatchShape) -> Needs:
         """Return what a kernel has to compute for this attention in a dtype of ``width`` bytes."""
         return Needs(
             self.size,

@@ -1,6 +1,6 @@
 """Simulate eager tensors without data: the memory that PyTorch would allocate and the kernels it would launch.
 
-A block is written in this package as its modelling code is, on tensors that have a size and no content. As in torch, a
+A block is written in this package as its modeling code is, on tensors that have a size and no content. As in torch, a
 tensor's bytes are freed when the last handle on its storage is deleted. Every operation records the node that autograd
 would record, with the tensors it would save, and ``Tape.backward`` runs the nodes in autograd's order, accumulating
 gradients in place where autograd does (torch/csrc/autograd: engine.cpp, input_buffer.cpp, functions/accumulate_grad.h).
@@ -101,9 +101,9 @@ class Tensor:
 
 
 class Parameter:
-    """A weight [n, k] (k = 1: a vector), whose memory is counted elsewhere. ``quantised``: its format."""
+    """A weight [n, k] (k = 1: a vector), whose memory is counted elsewhere. ``quantized``: its format."""
 
-    __slots__ = ("k", "n", "name", "node", "quantised", "trainable", "width")
+    __slots__ = ("k", "n", "name", "node", "quantized", "trainable", "width")
 
     def __init__(self, name: str, n: int, k: int, width: int, trainable: bool) -> None:
         self.name = name
@@ -111,7 +111,7 @@ class Parameter:
         self.k = k
         self.width = width
         self.trainable = trainable
-        self.quantised = "none"
+        self.quantized = "none"
         self.node: Node | None = None
 
     @property

@@ -6,7 +6,7 @@ from trainwright.planning.architectures.architecture import Architecture, DeltaN
 from trainwright.planning.operations.shapes import BlockKind
 from trainwright.planning.operations.tape import Parameter
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.workload import Adapter, Quantisation, Target
+from trainwright.planning.workload import AdapterShape, Quantization, Target
 
 # The matrices of a block that are linear modules, by purpose; a family may fuse several into one.
 ADAPTED: dict[str, frozenset[Target]] = {
@@ -28,7 +28,7 @@ ADAPTED: dict[str, frozenset[Target]] = {
 }
 
 
-class Weights:
+class ModelWeights:
     """Parameters by name, in the model's order.
 
     ``width``: bytes per element. ``trainable``: whether they are trained. ``adapter``: the adapter on its target
@@ -40,14 +40,14 @@ class Weights:
         self,
         width: int,
         trainable: bool,
-        adapter: Adapter | None = None,
-        quantisation: Quantisation = "none",
+        adapter: AdapterShape | None = None,
+        quantization: Quantization = "none",
         stack: Stack = OWN,
     ) -> None:
         self.parameters: dict[str, Parameter] = {}
         self.stack = stack
         self.adapter = adapter
-        self._quantisation = quantisation
+        self._quantization = quantization
         self._width = width
         self._trainable = trainable
 
@@ -62,8 +62,8 @@ class Weights:
         """Add a matrix, or with ``k`` 1 a vector, and optionally its bias."""
         self._put(name, n, k, self._trainable)
         does = ADAPTED.get(name.removeprefix("shared."), frozenset())
-        if (does or (self.stack.expert_linears and name.startswith("experts."))) and self._quantisation != "none":
-            self.parameters[name].quantised = self._quantisation
+        if (does or (self.stack.expert_linears and name.startswith("experts."))) and self._quantization != "none":
+            self.parameters[name].quantized = self._quantization
         if bias:
             self._put(f"{name}.bias", n, 1, self._trainable)
         if self.adapter is not None and does & set(self.adapter.targets):
@@ -81,12 +81,12 @@ def block_weights(
     kind: BlockKind,
     width: int,
     trainable: bool,
-    adapter: Adapter | None = None,
-    quantisation: Quantisation = "none",
+    adapter: AdapterShape | None = None,
+    quantization: Quantization = "none",
     stack: Stack = OWN,
-) -> Weights:
+) -> ModelWeights:
     """Return the parameters of a block, in the order in which transformers registers them."""
-    weights = Weights(width, trainable, adapter, quantisation, stack)
+    weights = ModelWeights(width, trainable, adapter, quantization, stack)
     norms = _norm_names(a)
     if a.family in ("gpt2", "gpt_neox"):
         for name in norms:
@@ -107,9 +107,9 @@ def block_weights(
     return weights
 
 
-def end_weights(a: Architecture, width: int, trainable: bool) -> Weights:
+def end_weights(a: Architecture, width: int, trainable: bool) -> ModelWeights:
     """Return the parameters outside the blocks."""
-    weights = Weights(width, trainable)
+    weights = ModelWeights(width, trainable)
     weights.add("embedding", a.vocabulary, a.hidden)
     if a.learned_positions:
         weights.add("positions", a.positions, a.hidden)
@@ -131,7 +131,7 @@ def _norm_names(a: Architecture) -> tuple[str, ...]:
     return ("input_norm", "post_attention_norm")
 
 
-def _add_attention(weights: Weights, a: Architecture) -> None:
+def _add_attention(weights: ModelWeights, a: Architecture) -> None:
     queries, keys = a.query_width, a.key_value_width
     if a.fused_qkv:
         weights.add("query_key_value", queries + 2 * keys, a.hidden, bias=a.qkv_bias)
@@ -148,7 +148,7 @@ def _add_attention(weights: Weights, a: Architecture) -> None:
         weights.add("key_norm", keys if whole else a.head_dim, bias=a.norm_bias)
 
 
-def _add_latent(weights: Weights, a: Architecture, latent: Latent) -> None:
+def _add_latent(weights: ModelWeights, a: Architecture, latent: Latent) -> None:
     if latent.query_rank:
         weights.add("query_a", latent.query_rank, a.hidden, bias=a.qkv_bias)
         weights.add("query_a_norm", latent.query_rank)
@@ -161,7 +161,7 @@ def _add_latent(weights: Weights, a: Architecture, latent: Latent) -> None:
     weights.add("output", a.hidden, a.heads * latent.value, bias=a.output_bias)
 
 
-def _add_delta(weights: Weights, a: Architecture, delta: DeltaNet) -> None:
+def _add_delta(weights: ModelWeights, a: Architecture, delta: DeltaNet) -> None:
     weights.add("delta.steps", delta.value_heads)
     weights.add("delta.decay", delta.value_heads)
     weights.add("delta.convolution", 2 * delta.keys + delta.values, delta.kernel)
@@ -171,7 +171,7 @@ def _add_delta(weights: Weights, a: Architecture, delta: DeltaNet) -> None:
     weights.add("output", a.hidden, delta.values)
 
 
-def _add_mlp(weights: Weights, a: Architecture, prefix: str, width: int, bias: bool) -> None:
+def _add_mlp(weights: ModelWeights, a: Architecture, prefix: str, width: int, bias: bool) -> None:
     if a.fused_gate_up:
         weights.add(f"{prefix}gate_up", 2 * width, a.hidden, bias=bias)
     else:
@@ -181,7 +181,7 @@ def _add_mlp(weights: Weights, a: Architecture, prefix: str, width: int, bias: b
     weights.add(f"{prefix}down", a.hidden, width, bias=bias)
 
 
-def _add_experts(weights: Weights, a: Architecture) -> None:
+def _add_experts(weights: ModelWeights, a: Architecture) -> None:
     weights.add("router", a.experts, a.hidden, bias=a.router_bias)
     weights.add("experts.gate_up", a.experts * 2 * a.expert_intermediate, a.hidden, bias=a.expert_bias)
     weights.add("experts.down", a.experts * a.hidden, a.expert_intermediate, bias=a.expert_bias)

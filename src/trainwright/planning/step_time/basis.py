@@ -20,13 +20,13 @@ from trainwright.planning.workload import Workload
 class Basis:
     """The source of a plan's times.
 
-    ``measurement``: with the block alone that is nearest to the model's. ``said``: message about a measurement made
+    ``measurement``: with the block alone that is nearest to the model's. ``message``: message about a measurement made
     now. ``trouble``: why there is no measurement. ``runs``: this machine's own runs, which correct predictions.
     """
 
     calibration: Calibration | None = None
     measurement: Calibration | None = None
-    said: str | None = None
+    message: str | None = None
     trouble: str | None = None
     runs: OwnRuns = OwnRuns()  # noqa: RUF009
 
@@ -51,7 +51,7 @@ def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] 
     shapes = shapes_of(workload)
     found = measured(machine, shapes, doing)
     measurement = None if found.found is None else for_block(found.found, shapes.bounded(machine.device).block)
-    return Basis(None, measurement, found.said, found.trouble, runs)
+    return Basis(None, measurement, found.message, found.trouble, runs)
 
 
 def shapes_of(workload: Workload) -> Shapes:

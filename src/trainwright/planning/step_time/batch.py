@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from trainwright.planning.operations import MicroBatch
+from trainwright.planning.operations import BatchShape
 from trainwright.planning.workload import Choice, Workload
 
 _PLACES = 64  # micro-batches whose lengths are read
 
 
-def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = None) -> MicroBatch:
+def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = None) -> BatchShape:
     """Return a micro-batch of mean size of the busiest process.
 
     ``sorted_rows``: number of rows that are sorted by length before they are divided into micro-batches; None: those of
@@ -20,7 +20,7 @@ def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = 
     if workload.packed:
         tokens = round(min(most, _tokens_of_a_process(workload, choice) / choice.gradient_accumulation_steps))
         documents = _documents(max(1, tokens), workload.document)
-        return MicroBatch(
+        return BatchShape(
             rows=1,
             length=max(1, tokens),
             documents=documents,
@@ -30,7 +30,7 @@ def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = 
         )
     rows = max(1, min(choice.micro_batch_size, math.ceil(workload.global_batch_rows / choice.num_processes)))
     length = round(_padded(workload, rows, sorted_rows))
-    return MicroBatch(
+    return BatchShape(
         rows=rows,
         length=length,
         documents=((length, rows),),

@@ -15,7 +15,7 @@ _SMALL = 64  # bytes that processes exchange after every step
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitWork:
     """A part of the model that is gathered and reduced as one: a block, or everything outside the blocks.
 
     ``forward``, ``backward``: seconds of computation per micro-batch.
@@ -32,8 +32,8 @@ class Exchange:
     """Predict the time of a choice's collectives.
 
     ``hidden``: the share of a collective that can overlap with computation. ``exchanged``: bytes per element of reduced
-    gradients. ``sums_whole``: FSDP reduces only in the last micro-batch of a step. ``matrices``: of a block, each of
-    which DeepSpeed gathers separately; its hooks around every module take Python time.
+    gradients. ``sums_unsharded``: FSDP reduces only in the last micro-batch of a step. ``matrices``: of a block, each
+    of which DeepSpeed gathers separately; its hooks around every module take Python time.
     """
 
     choice: Choice
@@ -42,10 +42,10 @@ class Exchange:
     devices_per_node: int
     hidden: float
     exchanged: int = 4
-    sums_whole: bool = False
+    sums_unsharded: bool = False
     matrices: int = 7
 
-    def exposed(self, units: Sequence[Unit]) -> float:
+    def exposed(self, units: Sequence[UnitWork]) -> float:
         """Return the seconds of a step in which a device waits for others. ``units``: that outside the blocks first."""
         choice = self.choice
         if choice.num_processes == 1:
@@ -72,11 +72,11 @@ class Exchange:
         return self.rates.collective(kind, size, self._group(self.choice.num_processes))
 
     def _group(self, ranks: int) -> Group:
-        """Return a group of ``ranks`` neighbouring ranks."""
+        """Return a group of ``ranks`` neighboring ranks."""
         inside = min(ranks, self.devices_per_node)
         return Group(-(-ranks // inside), inside)
 
-    def _buckets(self, units: Sequence[Unit]) -> float:
+    def _buckets(self, units: Sequence[UnitWork]) -> float:
         """Return the exposed seconds of reducing gradients in buckets during the last micro-batch's backward pass.
 
         Gradients outside the blocks come last, with no computation left to overlap.
@@ -85,15 +85,15 @@ class Exchange:
         bucket = self.choice.spec.bucket_bytes or max(1, others)
         buckets, rest = divmod(others, bucket)
         before = buckets * self._all("all_reduce", bucket) + self._all("all_reduce", rest)
-        beside = sum(unit.backward for unit in units[1:])
-        return before - self.hidden * min(before, beside) + self._all("all_reduce", last)
+        computing = sum(unit.backward for unit in units[1:])
+        return before - self.hidden * min(before, computing) + self._all("all_reduce", last)
 
-    def _sharded(self, units: Sequence[Unit]) -> float:
+    def _sharded(self, units: Sequence[UnitWork]) -> float:
         choice = self.choice
         group = self._group(choice.shards)
         messages = self.matrices if choice.spec.hooks_modules else 1
 
-        def gathered(unit: Unit) -> float:
+        def gathered(unit: UnitWork) -> float:
             part = unit.parameters * self.width / messages
             return messages * self.rates.collective("all_gather", part, group)
 
@@ -106,19 +106,19 @@ class Exchange:
         # Parameters outside the blocks stay gathered until the end of the backward pass.
         backward = self._backward(units, [0.0, *gathers[1:]], scatters)
         passes = choice.gradient_accumulation_steps
-        if self.sums_whole:
+        if self.sums_unsharded:
             before = self._backward(units, [0.0, *gathers[1:]], [0.0] * len(units))
             return passes * forward + (passes - 1) * before + backward
         return passes * (forward + backward)
 
-    def _forward(self, units: Sequence[Unit], gathers: Sequence[float]) -> float:
+    def _forward(self, units: Sequence[UnitWork], gathers: Sequence[float]) -> float:
         """Return the exposed seconds of the forward pass: each unit is gathered while the previous one computes."""
         waiting = gathers[0]
         for before, gather in zip(units, gathers[1:], strict=False):
-            waiting += self._beside(gather, before.forward)
+            waiting += self._uncovered(gather, before.forward)
         return waiting
 
-    def _backward(self, units: Sequence[Unit], gathers: Sequence[float], scatters: Sequence[float]) -> float:
+    def _backward(self, units: Sequence[UnitWork], gathers: Sequence[float], scatters: Sequence[float]) -> float:
         """Return the exposed seconds of the backward pass.
 
         While a unit computes, the previous unit is gathered and the gradients of the next one are reduced.
@@ -128,14 +128,14 @@ class Exchange:
         for index in range(last, 0, -1):
             gather = gathers[index - 1] if index > 1 else 0.0
             scatter = scatters[index + 1] if index < last else 0.0
-            waiting += self._beside(gather + scatter, units[index].backward)
-        return waiting + self._beside(scatters[1] if last else 0.0, units[0].backward)
+            waiting += self._uncovered(gather + scatter, units[index].backward)
+        return waiting + self._uncovered(scatters[1] if last else 0.0, units[0].backward)
 
-    def _beside(self, exchanging: float, computing: float) -> float:
+    def _uncovered(self, exchanging: float, computing: float) -> float:
         """Return the seconds that communication adds to simultaneous computation."""
         return exchanging - self.hidden * min(exchanging, computing)
 
-    def _over_replicas(self, units: Sequence[Unit]) -> float:
+    def _over_replicas(self, units: Sequence[UnitWork]) -> float:
         """Return the exposed seconds of all-reducing gradient shards over replicas, after the last reduce-scatters."""
         choice = self.choice
         inside = max(1, min(choice.num_processes, self.devices_per_node) // choice.shards)

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from trainwright.machine.measured.calibration import Calibration, Setting
+from trainwright.machine.measured.calibration import Calibration, ProcessRates
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.configured import from_config
-from trainwright.planning.operations import Device, MicroBatch, Passes, passes
-from trainwright.planning.operations import Setting as Shapes
-from trainwright.planning.step_time.rates_measured import apart
+from trainwright.planning.operations import BatchShape, Device, ModelPasses, PassSettings, passes
+from trainwright.planning.step_time.rates_measured import distance
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import MixedPrecision
 
@@ -24,8 +23,8 @@ _LEAST, _MOST = 0.7, 2.5
 
 
 def with_measured_blocks(
-    setting: Setting, measured: Calibration, setting_of: Callable[[int, int | None], Setting]
-) -> Setting:
+    setting: ProcessRates, measured: Calibration, setting_of: Callable[[int, int | None], ProcessRates]
+) -> ProcessRates:
     """Return the setting with its factors of kernels in a step scaled so that they predict the measured block.
 
     The block is that of the nearest setting in which it was measured.
@@ -33,7 +32,7 @@ def with_measured_blocks(
     Args:
         setting_of: the rates of a number of processes and threads, with typical factors.
     """
-    by_distance = sorted(measured.settings, key=lambda one: apart(one, setting.processes, setting.threads))
+    by_distance = sorted(measured.settings, key=lambda one: distance(one, setting.processes, setting.threads))
     in_step = dict(setting.in_step)
     for precision in MIXED.keys() & in_step.keys():
         names = [f"block/{precision}/{direction}" for direction in ("forward", "backward")]
@@ -61,13 +60,13 @@ def llama(**sizes: object) -> Architecture:
     return found
 
 
-def on_cpu(a: Architecture, batch: MicroBatch, precision: str, setting: Setting) -> tuple[Passes, Pricing]:
+def on_cpu(a: Architecture, batch: BatchShape, precision: str, setting: ProcessRates) -> tuple[ModelPasses, Pricing]:
     """Return the passes of a model on a CPU, and what predicts their time."""
-    shapes = Shapes(a, batch, Device("cpu", setting.threads or 1), _WIDTH[precision])
+    shapes = PassSettings(a, batch, Device("cpu", setting.threads or 1), _WIDTH[precision])
     return passes(shapes), Pricing(setting, batch, MIXED[precision], on_gpu=False)
 
 
-def block_seconds(sizes: Sequence[float], precision: str, setting: Setting) -> float:
+def block_seconds(sizes: Sequence[float], precision: str, setting: ProcessRates) -> float:
     """Return the predicted seconds of the forward and backward pass of a block (``trainwright.doctor.block.Sizes``)."""
     hidden, inner, heads, shared, size, documents, length = map(int, sizes)
     architecture = llama(
@@ -80,6 +79,6 @@ def block_seconds(sizes: Sequence[float], precision: str, setting: Setting) -> f
         vocab_size=2,
     )
     tokens = documents * length
-    batch = MicroBatch(1, tokens, ((length, documents),), tokens, packed=True, masked=False)
+    batch = BatchShape(1, tokens, ((length, documents),), tokens, packed=True, masked=False)
     run, pricing = on_cpu(architecture, batch, precision, setting)
     return pricing.pass_and_back(run.blocks[0]).seconds

@@ -1,6 +1,6 @@
 """Rates of a machine for training: from its calibration, or its quick measurement, or its datasheets.
 
-All have the form of the same curves (``machine.measured.calibration.Setting``). Imports no torch.
+All have the form of the same curves (``machine.measured.calibration.ProcessRates``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from trainwright.machine.describe import Cluster
 from trainwright.machine.links import Link
-from trainwright.machine.measured.calibration import Calibration, Setting
+from trainwright.machine.measured.calibration import Calibration, ProcessRates
 from trainwright.planning.step_time.measured_blocks import with_measured_blocks
 from trainwright.planning.step_time.rates_measured import measured_setting, peak, thread_counts
 from trainwright.planning.step_time.rates_nominal import nominal_setting, steps_of
 
-Layout = Literal["forward", "input", "weight"]
+ProductLayout = Literal["forward", "input", "weight"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 
 # Share of a link's rate that large messages reach (all-gathers of NCCL: 361 of 450 GB/s over NVLink 4, 235 of 300 over
@@ -49,7 +49,7 @@ class Rates:
     calibration: Calibration | None = None
     measurement: Calibration | None = None
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    _settings: dict[tuple[int, int | None], Setting] = field(default_factory=dict, repr=False, compare=False)
+    _settings: dict[tuple[int, int | None], ProcessRates] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def calibrated(self) -> bool:
@@ -61,7 +61,7 @@ class Rates:
         """Whether the rates were measured on this machine."""
         return self.calibration is not None or self.measurement is not None
 
-    def setting(self, processes: int, threads: int | None = None) -> Setting:
+    def setting(self, processes: int, threads: int | None = None) -> ProcessRates:
         """Return the rates of each of ``processes`` that run at once on a node.
 
         ``threads``: threads per process on a CPU, by default all available.
@@ -73,18 +73,18 @@ class Rates:
             self._settings[key] = self._setting(*key)
         return self._settings[key]
 
-    def _setting(self, processes: int, threads: int | None) -> Setting:
+    def _setting(self, processes: int, threads: int | None) -> ProcessRates:
         if self.calibration is not None:
             return self.calibration.nearest(processes)
         if self.measurement is not None:
             return with_measured_blocks(self._measured(processes, threads), self.measurement, self._measured)
         return self._nominal(processes, threads)
 
-    def _measured(self, processes: int, threads: int | None) -> Setting:
+    def _measured(self, processes: int, threads: int | None) -> ProcessRates:
         assert self.measurement is not None
         return measured_setting(self.measurement, self._nominal, processes, threads)
 
-    def _nominal(self, processes: int, threads: int | None) -> Setting:
+    def _nominal(self, processes: int, threads: int | None) -> ProcessRates:
         return nominal_setting(self.cluster, processes, threads)
 
     def threads(self, processes: int) -> tuple[int | None, ...]:

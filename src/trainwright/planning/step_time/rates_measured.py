@@ -12,8 +12,8 @@ from trainwright.machine.measured.calibration import (
     Curve,
     Exchanged,
     InStep,
-    Sample,
-    Setting,
+    ProcessRates,
+    TimedSample,
     interpolated,
 )
 
@@ -35,16 +35,16 @@ _LAUNCH = 2e-6
 _IN_STEP = InStep(products=1.1, attention=1.1, traffic=2.5)
 _FAST, _FAST_PRODUCTS = 6.5, 1.5
 
-Nominal = Callable[[int, int | None], Setting]
+Nominal = Callable[[int, int | None], ProcessRates]
 
 
-def measured_setting(measured: Calibration, nominal: Nominal, processes: int, threads: int | None) -> Setting:
+def measured_setting(measured: Calibration, nominal: Nominal, processes: int, threads: int | None) -> ProcessRates:
     """Return the rates of each of ``processes`` with ``threads`` threads, all running at once.
 
     Each curve is that of the nearest setting in which it was measured; otherwise it is nominal, scaled by the deviation
     of nominal rates in that setting.
     """
-    by_distance = sorted(measured.settings, key=lambda setting: apart(setting, processes, threads))
+    by_distance = sorted(measured.settings, key=lambda setting: distance(setting, processes, threads))
     own = nominal(processes, threads)
     curves = {name: _nearest_curve(name, own, by_distance, nominal) for name in own.curves}
     launch = by_distance[0].launch if by_distance[0].launch > 0 else own.launch
@@ -67,7 +67,7 @@ def _products(measured: Calibration, precision: str) -> float:
     return _IN_STEP.products + share * (_FAST_PRODUCTS - _IN_STEP.products)
 
 
-def apart(setting: Setting, processes: int, threads: int | None) -> tuple[float, float]:
+def distance(setting: ProcessRates, processes: int, threads: int | None) -> tuple[float, float]:
     """Return the distance of a setting from these numbers of processes and threads, and that of the threads alone."""
     of_threads = abs(math.log((setting.threads or 1) / (threads or 1)))
     return abs(math.log(setting.processes / processes)) + of_threads, of_threads
@@ -111,7 +111,7 @@ class _Factors:
         return math.exp(interpolated(self.points, math.log(size)))
 
 
-def _nearest_curve(name: str, own: Setting, by_distance: Sequence[Setting], nominal: Nominal) -> Curve:
+def _nearest_curve(name: str, own: ProcessRates, by_distance: Sequence[ProcessRates], nominal: Nominal) -> Curve:
     curve = own.curves[name]
     for near in by_distance:
         known = name if name in near.curves else _stand_in(name, near.curves)
@@ -129,7 +129,7 @@ def _nearest_curve(name: str, own: Setting, by_distance: Sequence[Setting], nomi
     return curve
 
 
-def _through(curve: Curve, samples: Sequence[Sample]) -> Curve:
+def _through(curve: Curve, samples: Sequence[TimedSample]) -> Curve:
     """Return a table with the measured points included."""
     known = {sample.sizes: sample for sample in (*curve.samples, *samples)}
     return replace(curve, samples=tuple(known[sizes] for sizes in sorted(known)))
@@ -151,5 +151,5 @@ def _typical_seconds(curve: Curve, sizes_of: Curve) -> float:
 def _scaled(curve: Curve, factors: _Factors) -> Curve:
     if curve.form != "table":
         return replace(curve, coefficients=tuple(c * factors.typical for c in curve.coefficients))
-    samples = tuple(Sample(s.sizes, s.seconds * factors.at(s.sizes[0])) for s in curve.samples)
+    samples = tuple(TimedSample(s.sizes, s.seconds * factors.at(s.sizes[0])) for s in curve.samples)
     return replace(curve, samples=samples)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainwright.machine.catalogue import Card
+from trainwright.machine.catalog import Card
 from trainwright.machine.describe import Cluster
-from trainwright.machine.measured.calibration import FORMS, Curve, Exchanged, InStep, Sample, Setting
+from trainwright.machine.measured.calibration import FORMS, Curve, Exchanged, InStep, ProcessRates, TimedSample
 
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
@@ -104,7 +104,7 @@ _CPU_HOST, _CPU_WAIT = 2e-5, 2.5e-3
 _GLOO_BYTES, _GLOO_MESSAGE = 1.0e9, 150e-6  # through the loopback interface
 
 
-def nominal_setting(cluster: Cluster, processes: int, threads: int | None = None) -> Setting:
+def nominal_setting(cluster: Cluster, processes: int, threads: int | None = None) -> ProcessRates:
     """Return the rates of each of ``processes`` that run at once on a node of ``cluster``, from its datasheets.
 
     ``threads``: threads of each process on a CPU; None shares the cores among them.
@@ -114,7 +114,7 @@ def nominal_setting(cluster: Cluster, processes: int, threads: int | None = None
     return _of_gpu(cluster, processes)
 
 
-def _of_gpu(cluster: Cluster, processes: int) -> Setting:
+def _of_gpu(cluster: Cluster, processes: int) -> ProcessRates:
     card = cluster.card
     units = _UNITS.get((card.vendor, *card.capability), _OTHER_UNITS)
     streamed = _STREAMED * card.memory_bandwidth
@@ -148,7 +148,7 @@ def _of_gpu(cluster: Cluster, processes: int) -> Setting:
     for direction in ("to", "from"):
         curves[f"host/{direction}"] = _line(1e-5, 1 / (_HOST_COPIES * card.host_link.bandwidth))
     curves["data"] = Curve("batch", (), (1.5e-4, 2e-6, 2e-8))
-    return Setting(processes, None, curves, launch=_LAUNCH, overlap=_HIDDEN)
+    return ProcessRates(processes, None, curves, launch=_LAUNCH, overlap=_HIDDEN)
 
 
 def _sustained(card: Card, units: _Units, precision: str) -> float | None:
@@ -161,7 +161,7 @@ def _sustained(card: Card, units: _Units, precision: str) -> float | None:
     return peak * min(most, units.sustained * power)
 
 
-def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> Setting:
+def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> ProcessRates:
     cores = cluster.cpu_cores / processes  # below 1 processes take turns
     cores = cores if threads is None else min(cores, threads)
     share = cores / cluster.cpu_cores
@@ -187,13 +187,13 @@ def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> Setting:
         curves[f"collective/{kind}"] = _line(messages * _GLOO_MESSAGE, times / _GLOO_BYTES)
     in_step = {precision: InStep(host=_CPU_HOST) for precision in ("fp32", "bf16", "fp16")}
     between = Exchanged(waited=_CPU_WAIT)
-    return Setting(processes, max(1, int(cores)), curves, _CORE_KERNEL, in_step=in_step, exchange=between)
+    return ProcessRates(processes, max(1, int(cores)), curves, _CORE_KERNEL, in_step=in_step, exchange=between)
 
 
 def _traffic_of_cores(rate: float) -> Curve:
     points = [(size, _CORE_KERNEL + size / rate) for size in (1e3, 1e5, 1e6, _CACHED)]
     points += [(4 * _CACHED * times, 4 * _CACHED * times / _FRESH_BYTES) for times in (1, 4)]
-    return Curve("table", tuple(Sample((size,), seconds) for size, seconds in points))
+    return Curve("table", tuple(TimedSample((size,), seconds) for size, seconds in points))
 
 
 def _add_attention(
@@ -205,7 +205,7 @@ def _add_attention(
     """
     lengths = [float(2**power) for power in range(4, 20)]
     for direction, products, rate in (("forward", 2, rates[0]), ("backward", 5, rates[1])):
-        samples = tuple(Sample((length,), products * (length + half) / rate) for length in lengths)
+        samples = tuple(TimedSample((length,), products * (length + half) / rate) for length in lengths)
         curves[f"attention/{precision}/{direction}{suffix}"] = Curve("table", samples)
 
 

@@ -15,16 +15,23 @@ from typing import Any
 from trainwright.machine.describe import Cluster
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.memory.inventory import Inventory, by_unit, inventory, partly_trained
-from trainwright.planning.operations import BlockKind, Pass, Passes, block_kinds, block_weights, passes
-from trainwright.planning.operations import Setting as Shapes
+from trainwright.planning.operations import (
+    BlockKind,
+    ModelPasses,
+    Pass,
+    PassSettings,
+    block_kinds,
+    block_weights,
+    passes,
+)
 from trainwright.planning.operations.weights import ADAPTED
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time.batch import seen_pairs, typical_batch
-from trainwright.planning.step_time.exchange import Exchange, Unit
+from trainwright.planning.step_time.exchange import Exchange, UnitWork
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.update import Update
 from trainwright.planning.step_time.work import Pricing, Work
-from trainwright.planning.workload import Adapter, Choice, MixedPrecision, Workload
+from trainwright.planning.workload import AdapterShape, Choice, MixedPrecision, Workload
 
 # Matrices of a block: query, key, value, output; gate, up and down, or the router.
 _ATTENTION_AND_MLP, _ATTENTION_AND_ROUTER = 7, 5
@@ -110,7 +117,7 @@ class _Step:
         self.speeds = rates.setting(self.per_node, choice.threads)
         self.batch = typical_batch(workload, choice, stack.sorted_rows)
         self.width = choice.width
-        self.shapes = Shapes.of(workload, choice, self.batch, cluster, stack)
+        self.shapes = PassSettings.of(workload, choice, self.batch, cluster, stack)
         self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack)
 
     def time(self) -> StepTime:
@@ -129,7 +136,14 @@ class _Step:
         stack = self.stack
         hidden = self.speeds.overlap
         exchange = Exchange(
-            choice, self.rates, self.width, self.per_node, hidden, stack.exchanged, stack.sums_whole, self._matrices()
+            choice,
+            self.rates,
+            self.width,
+            self.per_node,
+            hidden,
+            stack.exchanged,
+            stack.sums_unsharded,
+            self._matrices(),
         )
         units = self._units(run, forward, backward)
         kept = sum(part.kept for part in run.blocks)
@@ -139,7 +153,7 @@ class _Step:
             "memory-bound operations": passes_a_step * passed.traffic + update.keeping(),
             "recomputation": passes_a_step * again.seconds,
             "loss and head": passes_a_step * ends.seconds,
-            **({"reference": passes_a_step * reference.seconds} if self.workload.beside is not None else {}),
+            **({"reference": passes_a_step * reference.seconds} if self.workload.reference is not None else {}),
             "optimizer": update.optimizer(),
             "communication": exchange.exposed(units),
             "offload": update.offload(kept, sum(work.seconds for work in forward)),
@@ -178,16 +192,16 @@ class _Step:
 
     def _reference(self) -> Work:
         """Return the forward pass of the model that runs in addition, which has no adapter."""
-        beside = self.workload.beside
-        if beside is None:
+        reference = self.workload.reference
+        if reference is None:
             return Work()
         plain = passes(replace(self.shapes, adapter=None))
-        work = sum((self._work(part, backward=False) for part in plain.blocks[: beside.blocks]), Work())
-        if beside.blocks == len(plain.blocks):
+        work = sum((self._work(part, backward=False) for part in plain.blocks[: reference.blocks]), Work())
+        if reference.blocks == len(plain.blocks):
             work += self.pricing.work(plain.head.forward, backward=False)
-        return work * beside.share
+        return work * reference.share
 
-    def _ends(self, run: Passes) -> Work:
+    def _ends(self, run: ModelPasses) -> Work:
         """Return the work of embedding, final norm, head and loss, forward and backward."""
         logits = self._logits_rows() * self.workload.architecture.vocabulary
         work = Work(loss=self.pricing.logits(logits) if logits else 0.0)
@@ -198,7 +212,7 @@ class _Step:
     def _logits_rows(self) -> int:
         return self.batch.targets if self.stack.loss == "chunked" else self.batch.tokens
 
-    def _units(self, run: Passes, forward: Sequence[Work], backward: Sequence[Work]) -> list[Unit]:
+    def _units(self, run: ModelPasses, forward: Sequence[Work], backward: Sequence[Work]) -> list[UnitWork]:
         """Return a unit for the parts outside the blocks, then one per block."""
         counts = self._counts()
         embedding = (
@@ -207,7 +221,7 @@ class _Step:
         )
         times = [embedding, *zip(forward, backward, strict=True)]
         run_through = zip(counts[: len(times)], times, strict=True)
-        return [Unit(*count, there.seconds, back.seconds) for count, (there, back) in run_through]
+        return [UnitWork(*count, there.seconds, back.seconds) for count, (there, back) in run_through]
 
     def _counts(self) -> tuple[tuple[int, int], ...]:
         """Return the numbers of parameters and of trained parameters, outside the blocks and of each block."""
@@ -240,15 +254,15 @@ class _Step:
             trainable=sum(trained for _, trained in counts),
             matrices=each * a.layers + 2,
             width=self.width,
-            orthogonalised=self._orthogonalised(),
+            orthogonalized=self._orthogonalized(),
             stack=self.stack,
         )
 
-    def _orthogonalised(self) -> Counter[tuple[int, int]]:
+    def _orthogonalized(self) -> Counter[tuple[int, int]]:
         if self.workload.optimizer == "adamw":
             return Counter()
         trained = (one for one in self._inventory().weights if one.trainable)
-        return Counter((one.rows, one.columns) for one in trained if one.is_orthogonalised)
+        return Counter((one.rows, one.columns) for one in trained if one.is_orthogonalized)
 
     def _data(self) -> float:
         """Return the seconds for preparing data; on a GPU only those of a step's first batch, as others overlap."""
@@ -287,7 +301,7 @@ def model_operations(workload: Workload) -> float:
     return total
 
 
-def adapter_parameters(a: Architecture, kind: BlockKind, adapter: Adapter) -> int:
+def adapter_parameters(a: Architecture, kind: BlockKind, adapter: AdapterShape) -> int:
     """Return the number of parameters that an adapter adds to a block."""
     weights = block_weights(a, kind, 4, True).parameters
     total = 0

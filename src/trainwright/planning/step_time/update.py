@@ -21,7 +21,7 @@ _ITERATIONS = 5  # engine/muon.py: iterations of three products each
 class Update:
     """Predict the time of a process's update of ``trainable`` of the model's ``parameters``.
 
-    ``matrices``: number of tensors. ``width``: bytes per element in computation. ``orthogonalised``: number of matrices
+    ``matrices``: number of tensors. ``width``: bytes per element in computation. ``orthogonalized``: number of matrices
     that Muon updates, by rows and columns.
     """
 
@@ -31,7 +31,7 @@ class Update:
     trainable: int
     matrices: int
     width: int
-    orthogonalised: Mapping[tuple[int, int], int]
+    orthogonalized: Mapping[tuple[int, int], int]
     stack: Stack = OWN
 
     @property
@@ -57,13 +57,13 @@ class Update:
         if self.stack != OWN:  # the curve is of 4-byte numbers: three per weight and gradient, four of its state
             numbers *= (3 * self.kept + 4 * self.stack.state_bytes) / (7 * _FP32)
         update = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"].seconds(numbers)
-        return norm + clip + update + self._casts() + self._orthogonalising()
+        return norm + clip + update + self._casts() + self._orthogonalizing()
 
-    def _orthogonalising(self) -> float:
+    def _orthogonalizing(self) -> float:
         """Return the seconds of Muon's products, which every rank computes on full matrices (engine/muon.py)."""
         curve = self.pricing.curve("product", "bf16" if self.pricing.on_gpu else "fp32", "forward")
         seconds = 0.0
-        for (rows, columns), count in self.orthogonalised.items():
+        for (rows, columns), count in self.orthogonalized.items():
             low, high = sorted((rows, columns))
             once = curve.seconds(low, low, high) + curve.seconds(low, low, low) + curve.seconds(low, high, low)
             seconds += count * _ITERATIONS * once

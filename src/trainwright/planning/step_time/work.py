@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainwright.machine.measured.calibration import Curve, InStep
-from trainwright.machine.measured.calibration import Setting as Speeds
-from trainwright.planning.operations import Kernel, MicroBatch, Pass
+from trainwright.machine.measured.calibration import ProcessRates as Speeds
+from trainwright.planning.operations import BatchShape, Kernel, Pass
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import MixedPrecision
 
 if TYPE_CHECKING:
-    from trainwright.planning.step_time.rates import Layout
+    from trainwright.planning.step_time.rates import ProductLayout
 
 # A compiler fuses everything between two products into one kernel that reads its inputs and writes its outputs; the
 # rest stays in registers. In a llama block (3,072 wide, its MLP 8,192) these are 149,000 numbers per token forward and
@@ -74,7 +74,7 @@ class Pricing:
     """
 
     def __init__(
-        self, speeds: Speeds, batch: MicroBatch, precision: MixedPrecision, on_gpu: bool, stack: Stack = OWN
+        self, speeds: Speeds, batch: BatchShape, precision: MixedPrecision, on_gpu: bool, stack: Stack = OWN
     ) -> None:
         self.speeds = speeds
         self.stack = stack
@@ -157,7 +157,7 @@ class Pricing:
         once = curve.seconds(0, 0, 0)
         return once + count * (curve.seconds(m, n, k) - once)
 
-    def _layout(self, kernel: Kernel, backward: bool) -> Layout:
+    def _layout(self, kernel: Kernel, backward: bool) -> ProductLayout:
         rows = self.batch.targets if kernel.operation == "head" else self.batch.tokens
         if kernel.k == rows or kernel.m > rows >= kernel.k:
             return "weight"

@@ -17,7 +17,7 @@ from pydantic import (
 
 from trainwright.errors import RequestError
 from trainwright.recipe.contradiction import Contradiction, Contradictions
-from trainwright.recipe.sections.fields import Count, Positive, Section, Text, ValidationRows, whole
+from trainwright.recipe.sections.fields import Count, Positive, Section, Text, ValidationRows, reject_bool
 from trainwright.registries import SOURCES
 
 DataFormat = Literal[
@@ -105,7 +105,7 @@ class DataSection(Section):
         description="Format of the rows. auto: detected from the first rows and printed. documents: each file is one "
         "row.",
     )
-    max_length: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
+    max_length: Annotated[int, Field(ge=2), BeforeValidator(reject_bool)] = Field(
         1024,
         description="Maximum length of an example in tokens; for pairs, of each answer with its prompt. Longer "
         "examples are truncated, counted and reported, or split according to long_documents.",
@@ -148,7 +148,7 @@ class DataSection(Section):
         return {key: value for key, value in values.items() if value is not None or key not in _OF_A_TASK}
 
     def part(self, key: str) -> DataSection:
-        """Return the data of one of ``PARTS`` alone, as training data; no validation rows are held back."""
+        """Return the data of one of ``PARTS`` alone, as training data; no validation rows are held out."""
         nothing = dict.fromkeys(("benchmark", "validation", *PARTS))
         found = self.model_copy(update={**nothing, "train": getattr(self, key)})
         found._part = f"data.{key}"

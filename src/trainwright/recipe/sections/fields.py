@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 Auto = Literal["auto"]
 
 
-def whole(value: object) -> object:
+def reject_bool(value: object) -> object:
     """Reject true and false as whole numbers."""
     # In Python True equals 1; a user who writes `max_steps: true` means something else.
     if isinstance(value, bool):
@@ -45,7 +45,7 @@ def _is_count(value: object, least: int) -> bool:
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 # More tokens than exist; a plan or a stream far beyond that would not finish.
-Count = Annotated[int, Field(ge=1, le=10**15), BeforeValidator(whole)]
+Count = Annotated[int, Field(ge=1, le=10**15), BeforeValidator(reject_bool)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
 NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]

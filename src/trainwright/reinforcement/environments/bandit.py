@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from trainwright.errors import RequestError
-from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, whole_numbers
+from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, check_counts
 from trainwright.reinforcement.random_numbers import mixed, uniform
 
 
@@ -30,7 +30,7 @@ class Bandit(Environment):
         noise: float = 0.3,
         seed: int = 0,
     ) -> None:
-        whole_numbers(self.name, arms=arms, horizon=horizon, count=count)
+        check_counts(self.name, arms=arms, horizon=horizon, count=count)
         if rewards not in ("bernoulli", "gaussian"):
             raise RequestError(f"environment bandit: rewards is bernoulli or gaussian, not {rewards}")
         if rewards == "bernoulli" and noise != 0.3:

@@ -146,7 +146,7 @@ class VectorEnvironment(ABC):
         """Apply ``actions``; return the rewards, and where episodes end before the horizon (or None)."""
 
 
-def whole_numbers(environment: str, **values: Any) -> None:
+def check_counts(environment: str, **values: Any) -> None:
     """Check options that are counts.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, whole_numbers
+from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, check_counts
 
 # The effect of the five actions on (x, y): x + 1, x - 1, the same for y, none.
 MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0))
@@ -24,7 +24,7 @@ class Grid(Environment):
     observation_kind = "coordinates"
 
     def __init__(self, size: int, horizon: int) -> None:
-        whole_numbers(self.name, size=size, horizon=horizon)
+        check_counts(self.name, size=size, horizon=horizon)
         self.options = {"size": size, "horizon": horizon}
         self.size = size
         self.horizon = horizon
@@ -34,7 +34,7 @@ class Grid(Environment):
 
     @property
     def start(self) -> tuple[int, int]:
-        """Return the start of episodes: the centre."""
+        """Return the start of episodes: the center."""
         return self.size // 2, self.size // 2
 
     def _cells(self) -> torch.Tensor:

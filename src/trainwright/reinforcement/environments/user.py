@@ -10,7 +10,7 @@ import torch
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.extensions import load
-from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, whole_numbers
+from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, check_counts
 
 _KEY = "environment gymnasium"
 
@@ -43,7 +43,7 @@ class UserEnvironment(Environment):
         self.options = {"entry_point": entry_point, "tasks": tasks, "horizon": horizon}
         if optimal_returns is not None:
             self.options["optimal_returns"] = optimal_returns
-        whole_numbers(self.name, horizon=horizon)
+        check_counts(self.name, horizon=horizon)
         _check_options(tasks, optimal_returns)
         self.keywords, self.horizon, self.optimal_returns = tasks, horizon, optimal_returns
         self.kind = _imported(entry_point)

@@ -39,9 +39,9 @@ class Networks:
         self._moments = torch.zeros_like(self.parameters), torch.zeros_like(self.parameters)
         self._updates = torch.tensor(0.0)
         for goal, generator in enumerate(generators):
-            self._initialise(goal, generator)
+            self._initialize(goal, generator)
 
-    def _initialise(self, goal: int, generator: torch.Generator) -> None:
+    def _initialize(self, goal: int, generator: torch.Generator) -> None:
         first, _, second, _, last, _ = self.weights
         for part, (kind, gain) in enumerate(_GAINS.items()):
             network = part * self.goals + goal
@@ -54,35 +54,35 @@ class Networks:
         """Return buffers for passes of ``samples`` samples per goal."""
         return Buffers(2 * self.goals, samples, self.weights[0].shape[2], self.actions)
 
-    def forward(self, inputs: torch.Tensor, room: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: torch.Tensor, buffers: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits ``[goals, actions, samples]`` and values ``[goals, samples]`` of ``inputs``.
 
         Args:
             inputs: ``[2 * goals, samples, inputs]``, the same for the policy and the value of a goal.
         """
         first, first_bias, second, second_bias, last, last_bias = self.weights
-        _tanh_of_product(first_bias, inputs, first, room.first)
-        _tanh_of_product(second_bias, room.first, second, room.second)
-        torch.baddbmm(last_bias, last, room.second.transpose(1, 2), out=room.outputs)
-        return room.outputs[: self.goals], room.outputs[self.goals :, 0]
+        _tanh_of_product(first_bias, inputs, first, buffers.first)
+        _tanh_of_product(second_bias, buffers.first, second, buffers.second)
+        torch.baddbmm(last_bias, last, buffers.second.transpose(1, 2), out=buffers.outputs)
+        return buffers.outputs[: self.goals], buffers.outputs[self.goals :, 0]
 
-    def backward(self, inputs: torch.Tensor, room: Buffers) -> None:
+    def backward(self, inputs: torch.Tensor, buffers: Buffers) -> None:
         """Compute the gradients of all parameters into ``gradients``, from those of the outputs in
-        ``room.output_slopes``.
+        ``buffers.output_slopes``.
 
         Call after ``forward`` of the same inputs.
         """
         first, first_bias, second, second_bias, last, last_bias = self.slopes
-        torch.bmm(room.output_slopes, room.second, out=last)
-        torch.sum(room.output_slopes, 2, keepdim=True, out=last_bias)
-        torch.bmm(room.output_slopes.transpose(1, 2), self.weights[4], out=room.second_slopes)
-        _through_tanh(room.second_slopes, room.second)
-        torch.bmm(room.first.transpose(1, 2), room.second_slopes, out=second)
-        torch.sum(room.second_slopes, 1, keepdim=True, out=second_bias)
-        torch.bmm(room.second_slopes, self.weights[2].transpose(1, 2), out=room.first_slopes)
-        _through_tanh(room.first_slopes, room.first)
-        torch.bmm(inputs.transpose(1, 2), room.first_slopes, out=first)
-        torch.sum(room.first_slopes, 1, keepdim=True, out=first_bias)
+        torch.bmm(buffers.output_slopes, buffers.second, out=last)
+        torch.sum(buffers.output_slopes, 2, keepdim=True, out=last_bias)
+        torch.bmm(buffers.output_slopes.transpose(1, 2), self.weights[4], out=buffers.second_slopes)
+        _through_tanh(buffers.second_slopes, buffers.second)
+        torch.bmm(buffers.first.transpose(1, 2), buffers.second_slopes, out=second)
+        torch.sum(buffers.second_slopes, 1, keepdim=True, out=second_bias)
+        torch.bmm(buffers.second_slopes, self.weights[2].transpose(1, 2), out=buffers.first_slopes)
+        _through_tanh(buffers.first_slopes, buffers.first)
+        torch.bmm(inputs.transpose(1, 2), buffers.first_slopes, out=first)
+        torch.sum(buffers.first_slopes, 1, keepdim=True, out=first_bias)
 
     def update(self, learning_rate: float, max_grad_norm: float) -> None:
         """Take a step of Adam, after clipping the gradients of each goal to the norm ``max_grad_norm``."""

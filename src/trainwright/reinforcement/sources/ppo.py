@@ -136,10 +136,10 @@ class Ppo:
         )
 
     def _minibatch(self, batches: _Batches, number: int) -> None:
-        inputs, room = batches.inputs[number], self._learning
-        logits, values = self.networks.forward(inputs, room)
-        policy_slopes = room.output_slopes[: self.goals]
-        value_slopes = room.output_slopes[self.goals :, 0]
+        inputs, buffers = batches.inputs[number], self._learning
+        logits, values = self.networks.forward(inputs, buffers)
+        policy_slopes = buffers.output_slopes[: self.goals]
+        value_slopes = buffers.output_slopes[self.goals :, 0]
         surrogate_slopes(
             logits,
             batches.actions[number],
@@ -151,7 +151,7 @@ class Ppo:
         )
         torch.sub(values, batches.returns[number], out=value_slopes)
         value_slopes.mul_(2 * self.settings.value_coefficient / self.settings.batch_size)
-        self.networks.backward(inputs, room)
+        self.networks.backward(inputs, buffers)
         self.networks.update(self.settings.learning_rate, self.settings.max_grad_norm)
 
 

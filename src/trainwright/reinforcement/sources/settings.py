@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Positive, Proportion, Section, whole
+from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Positive, Proportion, Section, reject_bool
 
 
 class PpoSection(Section):
     """Proximal policy optimization; names and defaults follow Stable-Baselines3."""
 
     rollout_steps: Count = Field(80, description="Steps per stream between updates.")
-    batch_size: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
+    batch_size: Annotated[int, Field(ge=2), BeforeValidator(reject_bool)] = Field(
         40, description="Steps per minibatch; must divide rollout_steps times streams."
     )
     epochs: Count = Field(20, description="Passes over the collected steps per update.")
@@ -41,12 +41,12 @@ class UcbSection(Section):
     exploration: NotNegative = Field(1.0, description="Factor of the exploration bonus.")
 
 
-class SourceSection(Section):
+class SourceAlgorithmSection(Section):
     """The algorithm whose learning histories are collected."""
 
     name: Literal["ppo", "q-learning", "ucb"] = Field(
         "ppo",
-        description="ppo: proximal policy optimisation (arXiv 1707.06347), one learner per task, trained on all of "
+        description="ppo: proximal policy optimization (arXiv 1707.06347), one learner per task, trained on all of "
         "its streams. q-learning: tabular, one learner per stream; takes seconds instead of minutes. ucb: UCB1 for "
         "bandits (Auer et al. 2002), one learner per stream.",
     )
@@ -57,7 +57,7 @@ class SourceSection(Section):
         description="Number of training tasks to collect, in the order of split_seed. null: all tasks of the "
         "environment, including held-out ones.",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(whole)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(reject_bool)] = Field(
         0, description="Seed of the environment, the learners and their exploration."
     )
     ppo: PpoSection = Field(default_factory=PpoSection, description="Settings of ppo.")

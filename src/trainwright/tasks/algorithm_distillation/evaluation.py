@@ -24,10 +24,10 @@ import torch
 from trainwright.drawing import new_figure
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import RequestError
-from trainwright.inference.finding import Found, find_model
+from trainwright.inference.finding import FoundModel, find_model
 from trainwright.models.history.files import is_history_model, load_history_model
 from trainwright.models.history.model import HistoryModel
-from trainwright.models.history.objective import HistoryObjective, Weights
+from trainwright.models.history.objective import HistoryObjective, LossWeights
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 from trainwright.paths import user_path
@@ -53,11 +53,11 @@ _LABELS = {
     "source": "source algorithm",
     "random": "random actions",
 }
-_COLOURS = {"sampled": "tab:blue", "greedy": "tab:cyan", "source": "tab:orange", "random": "tab:grey"}
+_COLORS = {"sampled": "tab:blue", "greedy": "tab:cyan", "source": "tab:orange", "random": "tab:grey"}
 
 
 @dataclass(frozen=True)
-class AgentAsked:
+class AgentRequest:
     """The agent to evaluate, and how; None: the value of the run's recipe."""
 
     model: str
@@ -79,19 +79,19 @@ def is_agent(model: str) -> bool:
     return is_history_model(path)
 
 
-def find_agent(asked: AgentAsked) -> tuple[Found, AlgorithmDistillationSection]:
+def find_agent(request: AgentRequest) -> tuple[FoundModel, AlgorithmDistillationSection]:
     """Return the location of the weights, and the section with the evaluation settings.
 
     Raises:
         RequestError: the agent does not exist.
     """
-    path = user_path(asked.model)
+    path = user_path(request.model)
     inside = path.resolve().parent if is_history_model(path) else path
     is_final = inside != path and path.name == "final" and (inside / "recipe.yaml").is_file()
-    wanted = "final" if is_final else asked.checkpoint
-    found = find_model(str(inside) if is_final else asked.model, None, wanted, of_texts=False)
+    wanted = "final" if is_final else request.checkpoint
+    found = find_model(str(inside) if is_final else request.model, None, wanted, of_texts=False)
     section = _section_of(path) if found.recipe is None else found.recipe.own(AlgorithmDistillationSection)
-    given = {key: getattr(asked, key) for key in ("episodes", "copies", "temperature")}
+    given = {key: getattr(request, key) for key in ("episodes", "copies", "temperature")}
     trial = section.trial.model_copy(update={key: value for key, value in given.items() if value is not None})
     trial = trial.model_copy(update={"last_episodes": min(trial.last_episodes, trial.episodes)})
     return found, section.model_copy(update={"trial": trial})
@@ -111,7 +111,7 @@ def _section_of(agent: Path) -> AlgorithmDistillationSection:
         ) from error
 
 
-def load_agent(found: Found, section: AlgorithmDistillationSection) -> HistoryObjective:
+def load_agent(found: FoundModel, section: AlgorithmDistillationSection) -> HistoryObjective:
     """Return the model in evaluation mode on the CPU.
 
     Raises:
@@ -120,11 +120,11 @@ def load_agent(found: Found, section: AlgorithmDistillationSection) -> HistoryOb
     if found.checkpoint is None:
         assert found.section.name is not None
         model, _ = load_history_model(Path(found.section.name))
-        return HistoryObjective(model, Weights()).eval()
-    objective = HistoryObjective(HistoryModel(shape_of(section, environment_of(section)), found.seed), Weights())
+        return HistoryObjective(model, LossWeights()).eval()
+    objective = HistoryObjective(HistoryModel(shape_of(section, environment_of(section)), found.seed), LossWeights())
     with Checkpoint.open(found.checkpoint, verify=False).reader() as read, torch.no_grad():
         for name, parameter in objective.named_parameters():
-            parameter.copy_(read(f"model.{name}", Shard.whole(parameter)))
+            parameter.copy_(read(f"model.{name}", Shard.full(parameter)))
     return objective.eval()
 
 
@@ -132,13 +132,13 @@ def load_agent(found: Found, section: AlgorithmDistillationSection) -> HistoryOb
 Stage = Callable[[str, int], Callable[[], None]]
 
 
-def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
+def work_on(request: AgentRequest, work: Path, world: World, stage: Stage) -> None:
     """Evaluate the agent with all ranks; rank 0 writes ``eval_result.npz`` to ``work``."""
-    found, section = find_agent(asked)
+    found, section = find_agent(request)
     environment = environment_of(section)
     tasks = tasks_tried(section, environment)
     module = load_agent(found, section).to(world.device)
-    trial = Trial(section.trial.episodes, section.trial.copies, section.trial.temperature, asked.seed)
+    trial = Trial(section.trial.episodes, section.trial.copies, section.trial.temperature, request.seed)
     steps = trial.episodes * environment.horizon
     sampled = evaluate_model(module, environment, tasks, trial, world, every_step=stage("actions drawn", steps))
     likeliest = replace(trial, temperature=0.0)
@@ -150,7 +150,7 @@ def work_on(asked: AgentAsked, work: Path, world: World, stage: Stage) -> None:
         "optimum": environment.optimal_return(tasks).numpy(),
         "sampled": sampled,
         "greedy": greedy,
-        "random": evaluate_random(environment, tasks, trial.copies, trial.episodes, asked.seed),
+        "random": evaluate_random(environment, tasks, trial.copies, trial.episodes, request.seed),
     }
     source = _source(section, environment, tasks)
     if source is not None:
@@ -179,10 +179,10 @@ class AgentReport:
     last_episodes: int
 
     @classmethod
-    def of(cls, asked: AgentAsked, work: Path) -> AgentReport:
+    def of(cls, request: AgentRequest, work: Path) -> AgentReport:
         """Load the result of ``work_on``."""
         with np.load(work / RESULT) as file:
-            return cls({name: file[name] for name in file.files}, find_agent(asked)[1].trial.last_episodes)
+            return cls({name: file[name] for name in file.files}, find_agent(request)[1].trial.last_episodes)
 
     def metrics(self) -> dict[str, Any]:
         """Return mean returns of the first and the last episodes with intervals, and of every task at the end."""
@@ -252,8 +252,8 @@ def _draw(arrays: Mapping[str, Any], path: Path) -> None:
         returns = arrays[name]
         bounds = np.array([interval(returns[..., episode, None]) for episode in range(returns.shape[-1])])
         episodes = np.arange(1, len(bounds) + 1)
-        axes.plot(episodes, bounds[:, 0], label=label, color=_COLOURS[name])
-        axes.fill_between(episodes, bounds[:, 1], bounds[:, 2], color=_COLOURS[name], alpha=0.2, linewidth=0)
+        axes.plot(episodes, bounds[:, 0], label=label, color=_COLORS[name])
+        axes.fill_between(episodes, bounds[:, 1], bounds[:, 2], color=_COLORS[name], alpha=0.2, linewidth=0)
     if np.isfinite(arrays["optimum"].mean()):
         axes.axhline(arrays["optimum"].mean(), color="black", linestyle=":", label="optimum")
     axes.set_xlabel("episode")

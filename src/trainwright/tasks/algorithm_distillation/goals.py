@@ -16,7 +16,7 @@ from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillati
 _MOST_NAMED = 3
 _KEY = "algorithm_distillation"
 # Keys of the section that determine the held-out tasks.
-HELD_BACK_BY = ("split_seed", "test_fraction", "test_tasks")
+HELD_OUT_BY = ("split_seed", "test_fraction", "test_tasks")
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Goals:
 
     Attributes:
         train: the training tasks, as indices into the histories' goals.
-        held_back: the held-out tasks that have histories, as such indices.
+        held_out: the held-out tasks that have histories, as such indices.
         train_tasks: the training tasks ``[tasks, p]``.
         tried: the tasks for evaluation ``[tasks, p]``.
     """
 
     train: list[int]
-    held_back: list[int]
+    held_out: list[int]
     train_tasks: torch.Tensor
     tried: torch.Tensor
 
@@ -40,9 +40,9 @@ def tasks_tried(section: AlgorithmDistillationSection, environment: Environment)
     """Return the tasks ``[tasks, p]`` to evaluate an agent on: the held-out tasks, or the first of them.
 
     Raises:
-        RequestError: as ``tasks_held_back``.
+        RequestError: as ``tasks_held_out``.
     """
-    return tasks_held_back(section, environment)[: section.trial.tasks]
+    return tasks_held_out(section, environment)[: section.trial.tasks]
 
 
 def find_goals(section: AlgorithmDistillationSection, environment: Environment, histories: Histories) -> Goals:
@@ -55,7 +55,7 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
     """
     known = {_key(task): index for index, task in enumerate(histories.tasks.tolist())}
     train, test = environment.split(section.split_seed, section.test_fraction)
-    kept_apart = tasks_held_back(section, environment)
+    kept_apart = tasks_held_out(section, environment)
     apart = {_key(task) for task in kept_apart.tolist()}
     if isinstance(section.train_tasks, list):
         chosen = _given(section.train_tasks, environment, "train_tasks")
@@ -82,11 +82,11 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
     if not len(chosen):
         raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all of its tasks are held out")
     rows = [known[_key(task)] for task in chosen.tolist()]
-    held_back = [known[_key(task)] for task in kept_apart.tolist() if _key(task) in known]
-    return Goals(rows, held_back, chosen, tasks_tried(section, environment))
+    held_out = [known[_key(task)] for task in kept_apart.tolist() if _key(task) in known]
+    return Goals(rows, held_out, chosen, tasks_tried(section, environment))
 
 
-def tasks_held_back(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
+def tasks_held_out(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
     """Return the held-out tasks ``[tasks, p]``.
 
     Raises:

@@ -103,13 +103,13 @@ def play(
     episodes: int,
     seeds: torch.Tensor,
     device: torch.device,
-    whole_length: bool = False,
+    full_length: bool = False,
     every_step: Callable[[], None] | None = None,
 ) -> Returns:
     """Run a policy on tasks [n, p], with one copy of the environment each; return the returns [n, episodes].
 
     Args:
-        whole_length: take as many steps as the longest possible episodes need, even if all end earlier.
+        full_length: take as many steps as the longest possible episodes need, even if all end earlier.
     """
     copies = environment.vector(tasks, device, seeds)
     rows = torch.arange(len(tasks), device=device)
@@ -125,7 +125,7 @@ def play(
         step = Steps(states[:, None], actions[:, None], rewards[:, None], dones[:, None])
         if every_step is not None:
             every_step()
-        if not whole_length and bool((episode == episodes).all()):
+        if not full_length and bool((episode == episodes).all()):
             break
     found: Returns = returns[:, :episodes].cpu().numpy()
     return found

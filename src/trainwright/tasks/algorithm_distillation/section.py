@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainwright.recipe.registered import Registered
-from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Section, Text, whole
+from trainwright.recipe.sections.fields import BelowOne, Count, NotNegative, Section, Text, reject_bool
 from trainwright.registries import ENVIRONMENTS
-from trainwright.reinforcement.sources.settings import SourceSection
+from trainwright.reinforcement.sources.settings import SourceAlgorithmSection
 
 # Placeholders for the sections about texts; they are not written out.
 WITHOUT_TEXTS: dict[str, dict[str, Any]] = {
@@ -18,7 +18,7 @@ WITHOUT_TEXTS: dict[str, dict[str, Any]] = {
 }
 
 Task = Annotated[list[int | float], Field(min_length=1)]
-Number = Annotated[int, Field(ge=0), BeforeValidator(whole)]
+Number = Annotated[int, Field(ge=0), BeforeValidator(reject_bool)]
 
 
 class HistoryModelSection(Section):
@@ -65,8 +65,9 @@ class AlgorithmDistillationSection(Section):
     histories: Text = Field(
         "histories.h5", description="File of histories, written by `trainwright collect` and read by training."
     )
-    source: SourceSection = Field(
-        default_factory=SourceSection, description="The algorithm whose histories `trainwright collect` records."
+    source: SourceAlgorithmSection = Field(
+        default_factory=SourceAlgorithmSection,
+        description="The algorithm whose histories `trainwright collect` records.",
     )
     model: HistoryModelSection = Field(
         default_factory=HistoryModelSection, description="The transformer; always trained from scratch."
@@ -85,7 +86,7 @@ class AlgorithmDistillationSection(Section):
         "that the model computes from each region and the previous latents, trained through several regions.",
     )
     latents: Count = Field(16, description="compression latents: number of tokens that represent the past.")
-    trained_regions: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
+    trained_regions: Annotated[int, Field(ge=2), BeforeValidator(reject_bool)] = Field(
         3, description="compression latents: number of consecutive regions to backpropagate through."
     )
     mark_weight: NotNegative = Field(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.task_spec import Needs, OwnModel, TaskSpec
-from trainwright.reinforcement.sources.settings import SourceSection
+from trainwright.reinforcement.sources.settings import SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.section import (
     WITHOUT_TEXTS,
     AlgorithmDistillationSection,
@@ -93,7 +93,7 @@ def _texts(recipe: Recipe) -> Iterator[Contradiction]:
             )
 
 
-def _source(source: SourceSection) -> Iterator[Contradiction]:
+def _source(source: SourceAlgorithmSection) -> Iterator[Contradiction]:
     key = f"{_SECTION}.source"
     for name in ("ppo", "q-learning", "ucb"):
         section = source.key_of(name)

@@ -15,13 +15,13 @@ from trainwright.engine.task import LossSum
 from trainwright.errors import RequestError
 from trainwright.models.history.files import save_history_model
 from trainwright.models.history.model import HistoryModel, HistoryShape
-from trainwright.models.history.objective import SUMS, HistoryObjective, Weights
+from trainwright.models.history.objective import SUMS, HistoryObjective, LossWeights
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories
-from trainwright.reinforcement.sources.settings import SourceSection
-from trainwright.tasks.algorithm_distillation.goals import HELD_BACK_BY, Goals, find_goals
+from trainwright.reinforcement.sources.settings import SourceAlgorithmSection
+from trainwright.tasks.algorithm_distillation.goals import HELD_OUT_BY, Goals, find_goals
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, mean_over_last
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
@@ -47,9 +47,9 @@ def build(recipe: Recipe, cache: Path) -> AlgorithmDistillation:
     with open_histories(section, environment) as histories:
         goals = find_goals(section, environment, histories)
         train = _windows(section, environment, histories, goals.train)
-        held_back = _windows(section, environment, histories, goals.held_back) if goals.held_back else None
+        held_out = _windows(section, environment, histories, goals.held_out) if goals.held_out else None
         made_by = histories.source
-    return AlgorithmDistillation(recipe, environment, goals, train, held_back, made_by)
+    return AlgorithmDistillation(recipe, environment, goals, train, held_out, made_by)
 
 
 class AlgorithmDistillation:
@@ -67,7 +67,7 @@ class AlgorithmDistillation:
         environment: Environment,
         goals: Goals,
         train: HistoryWindows,
-        held_back: HistoryWindows | None,
+        held_out: HistoryWindows | None,
         made_by: Mapping[str, Any],
     ) -> None:
         self._recipe = recipe
@@ -75,11 +75,11 @@ class AlgorithmDistillation:
         self._section = recipe.own(AlgorithmDistillationSection)
         self._environment = environment
         self._goals = goals
-        self._train, self._held_back = train, held_back
+        self._train, self._held_out = train, held_out
         self._made_by = made_by
         model = HistoryModel(shape_of(self._section, environment), recipe.train.seed)
         section = self._section
-        weights = Weights(
+        weights = LossWeights(
             section.label_smoothing, section.reward_weight, section.next_state_weight, section.mark_weight
         )
         self._objective = HistoryObjective(model, weights)
@@ -88,7 +88,7 @@ class AlgorithmDistillation:
             recipe, train, planned_examples(recipe, train), training=True, shuffle=True
         )
         # Without histories of the held-out tasks there is no validation loss, but the agent is still evaluated.
-        measured = held_back or train
+        measured = held_out or train
         few = min(_VALIDATION_WINDOWS, len(measured))
         self.validation: Stream[HistoryWindows] = stream_of(recipe, measured, few, training=False, shuffle=True)
 
@@ -119,7 +119,7 @@ class AlgorithmDistillation:
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sums of ``HistoryObjective``."""
-        windows = self._held_back or self._train
+        windows = self._held_out or self._train
         sums: torch.Tensor = module(windows.batch(micro.examples).to(device))
         return sums.double() * float(micro.weight > 0)
 
@@ -150,7 +150,7 @@ class AlgorithmDistillation:
         assert isinstance(module, HistoryObjective)
         for prefix, temperature in dict.fromkeys([("", trial.temperature), ("greedy_", 0.0)]):
             returns = self._try(module, world, temperature, together=together)
-            world.break_point()
+            world.check_stop()
             metrics |= {
                 f"{prefix}return_first": float(returns[..., 0].mean()),
                 f"{prefix}return_last": float(mean_over_last(returns, trial.last_episodes).mean()),
@@ -199,7 +199,7 @@ class AlgorithmDistillation:
         prefix = "model."
         about = {
             "environment": {"name": self._environment.name, "options": self._environment.options},
-            "tried": self._section.model_dump(include={*HELD_BACK_BY, "trial"}),
+            "tried": self._section.model_dump(include={*HELD_OUT_BY, "trial"}),
         }
         named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
         save_history_model(directory, self._objective.model.shape, about, named)
@@ -208,7 +208,7 @@ class AlgorithmDistillation:
         """Raise AssertionError: there is no adapter."""
         raise AssertionError("there is no adapter")
 
-    def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+    def read_back(self, module: nn.Module, directory: Path, *, all_parameters: bool) -> None:
         """Raise AssertionError: there is no adapter."""
         raise AssertionError("there is no adapter")
 
@@ -247,7 +247,7 @@ def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, An
     Histories that ``trainwright collect`` did not make are not checked.
     """
     asked = section.source.algorithm
-    if made_by.get("name") not in get_args(SourceSection.model_fields["name"].annotation):
+    if made_by.get("name") not in get_args(SourceAlgorithmSection.model_fields["name"].annotation):
         return None
     others = [key for key in asked if key not in made_by or made_by[key] != asked[key]]
     if not others:

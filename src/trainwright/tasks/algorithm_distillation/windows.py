@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright.data.tokens.mixture import Part
+from trainwright.data.tokens.mixture import MixturePart
 from trainwright.models.history.model import HistoryShape, Steps
 from trainwright.models.history.objective import HistoryBatch
 from trainwright.reinforcement.histories import Histories, History
@@ -85,8 +85,8 @@ class HistoryWindows:
         goals: indices into ``histories.goals``.
     """
 
-    mixture: tuple[Part, ...] | None = None
-    companions: None = None
+    mixture: tuple[MixturePart, ...] | None = None
+    paired: None = None
 
     def __init__(self, histories: Histories, goals: Sequence[int], cut: Cut, shape: HistoryShape) -> None:
         self.cut = cut
@@ -115,13 +115,13 @@ class HistoryWindows:
         """Return the number of steps of the longest window, which is at most ``cut.window``."""
         return int(self._lengths.max())
 
-    def documents(self, index: int) -> tuple[int, ...]:
-        """Return the single document of an example."""
+    def sequences(self, index: int) -> tuple[int, ...]:
+        """Return the single sequence of an example."""
         return (index,)
 
-    def document_length(self, document: int) -> int:
-        """Return the number of steps of one document."""
-        return self.length(document)
+    def sequence_length(self, sequence: int) -> int:
+        """Return the number of steps of one sequence."""
+        return self.length(sequence)
 
     def length(self, index: int) -> int:
         """Return the number of steps of one window."""

@@ -19,20 +19,20 @@ from trainwright.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatched(TokenDataset):
-    """The examples of a dataset, every document with the answer of another one; created on access."""
+    """The examples of a dataset, every sequence with the answer of another one; created on access."""
 
     max_length: int
-    prompts: npt.NDArray[np.int64]  # [documents]: number of tokens before the answer
-    others: npt.NDArray[np.int64]  # [documents]: the document that provides the answer
+    prompts: npt.NDArray[np.int64]  # [sequences]: number of tokens before the answer
+    others: npt.NDArray[np.int64]  # [sequences]: the sequence that provides the answer
 
     @classmethod
     def of(cls, dataset: TokenDataset, max_length: int, key: str) -> Mismatched:
-        """Create it from ``dataset``; documents are cut to ``max_length`` tokens, as in the dataset.
+        """Create it from ``dataset``; sequences are cut to ``max_length`` tokens, as in the dataset.
 
         Raises:
             RequestError: all prompts are the same; ``key`` is that of the source.
         """
-        prompts = np.asarray([_prompt_length(dataset, d) for d in range(dataset.document_count)], dtype=np.int64)
+        prompts = np.asarray([_prompt_length(dataset, d) for d in range(dataset.sequence_count)], dtype=np.int64)
         return cls(
             dataset.tokens,
             dataset.targets,
@@ -46,36 +46,36 @@ class Mismatched(TokenDataset):
             others=_others(dataset, prompts, key),
         )
 
-    def document_length(self, document: int) -> int:
-        """Return the number of tokens of one document."""
-        other = self.others[document]
-        answer = super().document_length(int(other)) - self.prompts[other]
-        return int(min(self.prompts[document] + answer, self.max_length))
+    def sequence_length(self, sequence: int) -> int:
+        """Return the number of tokens of one sequence."""
+        other = self.others[sequence]
+        answer = super().sequence_length(int(other)) - self.prompts[other]
+        return int(min(self.prompts[sequence] + answer, self.max_length))
 
-    def document(self, document: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Return ``(tokens, targets)`` of a prompt with the answer of another document."""
-        tokens, targets = super().document(document)
-        answer, answer_targets = super().document(int(self.others[document]))
-        begin, other_begin = self.prompts[document], self.prompts[self.others[document]]
+    def sequence(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Return ``(tokens, targets)`` of a prompt with the answer of another sequence."""
+        tokens, targets = super().sequence(sequence)
+        answer, answer_targets = super().sequence(int(self.others[sequence]))
+        begin, other_begin = self.prompts[sequence], self.prompts[self.others[sequence]]
         joined = np.concatenate([tokens[:begin], answer[other_begin:]])[: self.max_length]
         flags = np.concatenate([targets[:begin], answer_targets[other_begin:]])[: self.max_length]
         return joined, flags
 
-    def document_targets(self, document: int) -> int:
-        """Return the number of targets of one document."""
-        return int(np.count_nonzero(self.document(document)[1][1:]))
+    def sequence_targets(self, sequence: int) -> int:
+        """Return the number of targets of one sequence."""
+        return int(np.count_nonzero(self.sequence(sequence)[1][1:]))
 
 
-def _prompt_length(dataset: TokenDataset, document: int) -> int:
-    """Return the number of tokens of a document before its first target."""
-    return 1 + int(np.argmax(dataset.document(document)[1][1:]))
+def _prompt_length(dataset: TokenDataset, sequence: int) -> int:
+    """Return the number of tokens of a sequence before its first target."""
+    return 1 + int(np.argmax(dataset.sequence(sequence)[1][1:]))
 
 
 def _others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> npt.NDArray[np.int64]:
-    """Return, for every document, the one at its position in the next example (cyclically) with another prompt."""
-    count, each = dataset.document_count, dataset.documents_per_example
+    """Return, for every sequence, the one at its position in the next example (cyclically) with another prompt."""
+    count, each = dataset.sequence_count, dataset.sequences_per_example
     assert dataset.members is None or np.array_equal(dataset.members.ravel(), np.arange(count)), "as it is prepared"
-    texts = [dataset.document(d)[0][: prompts[d]].tobytes() for d in range(count)]
+    texts = [dataset.sequence(d)[0][: prompts[d]].tobytes() for d in range(count)]
     others = np.zeros(count, dtype=np.int64)
     for place in range(each):
         column = list(range(place, count, each))
@@ -86,8 +86,8 @@ def _others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> 
             )
         # Backwards: if the next example has the same prompt, its own successor is used.
         following = {column[-1]: next(d for d in column if texts[d] != texts[column[-1]])}
-        for document, after in zip(reversed(column[:-1]), reversed(column[1:]), strict=True):
-            following[document] = after if texts[after] != texts[document] else following[after]
-        for document, other in following.items():
-            others[document] = other
+        for sequence, after in zip(reversed(column[:-1]), reversed(column[1:]), strict=True):
+            following[sequence] = after if texts[after] != texts[sequence] else following[after]
+        for sequence, other in following.items():
+            others[sequence] = other
     return others

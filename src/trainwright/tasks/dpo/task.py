@@ -14,7 +14,7 @@ from torch import nn
 
 from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.dataset_cache import Prepared
+from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
@@ -48,16 +48,16 @@ class _Answers:
     reference: Reference
 
     def ratios(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return log pi(y|x) - log pi_ref(y|x) of a batch's answers [D], float64, from the losses of its targets
+        """Return log pi(y|x) - log pi_ref(y|x) of a batch's answers [S], float64, from the losses of its targets
         [N].
         """
-        return -batch.by_document(losses) - self.reference.of(batch)
+        return -batch.by_sequence(losses) - self.reference.of(batch)
 
 
 class PreferenceTuning(ReferenceTask):
     """DPO, IPO or KTO of a causal language model; an example is a pair of answers, or one labelled answer."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, cache: Path) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData, cache: Path) -> None:
         self._dpo = recipe.own(DpoSection)
         super().__init__(recipe, tokenizer, prepared, cache, self._dpo.reference)
         # For training (False) and validation (True); _mismatched holds KTO's answers to other prompts.
@@ -66,7 +66,7 @@ class PreferenceTuning(ReferenceTask):
         self._divergence = 0.0
 
     def _example_weight(self, dataset: TokenDataset) -> float:
-        return float(dataset.documents_per_example) if self._dpo.loss == "kto" else 1.0
+        return float(dataset.sequences_per_example) if self._dpo.loss == "kto" else 1.0
 
     def begin(
         self, passes: ForwardOnly, weights: Iterable[tuple[str, torch.Tensor]], notify: Callable[[str], None]
@@ -122,11 +122,11 @@ class PreferenceTuning(ReferenceTask):
         return LossSum(module(batch, objective=objective), micro.weight, seen[-1])
 
     def _scores(self, ratios: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the scores of answers [D]: their log-ratios, for IPO averaged over tokens."""
+        """Return the scores of answers [S]: their log-ratios, for IPO averaged over tokens."""
         return ratios / ratios.new_tensor(batch.target_counts) if self._dpo.loss == "ipo" else ratios
 
     def _losses(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the loss of every pair [P], or for KTO of every answer [D]."""
+        """Return the loss of every pair [P], or for KTO of every answer [S]."""
         dpo = self._dpo
         if dpo.loss == "kto":
             weights = dpo.desirable_weight, dpo.undesirable_weight
@@ -184,5 +184,5 @@ class PreferenceTuning(ReferenceTask):
 
 
 def _chosen(batch: Batch) -> torch.Tensor:
-    """Return which answers are chosen or good; bool [D]."""
+    """Return which answers are chosen or good; bool [S]."""
     return torch.tensor([role == CHOSEN for role in batch.roles], device=batch.targets.device)

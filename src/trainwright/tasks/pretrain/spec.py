@@ -61,7 +61,7 @@ def _needs(recipe: Recipe) -> Needs:
 
 SPEC = TaskSpec(
     name="pretrain",
-    summary="language modelling on a text corpus",
+    summary="language modeling on a text corpus",
     module="trainwright.tasks.pretrain.task",
     section=PretrainSection,
     section_description="How to divide the corpus into examples; only with `task: pretrain`.",
@@ -69,6 +69,6 @@ SPEC = TaskSpec(
     fill=_fill,
     needs=_needs,
     corpus=True,
-    no_validation_rows="a pretraining, whose validation loss is in its events; name other rows",
+    no_validation_rows="a pretraining run, whose validation loss is in its events; name other rows",
     also_called=("pt", "pretraining", "clm"),
 )

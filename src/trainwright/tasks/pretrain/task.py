@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.dataset_cache import Prepared
+from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.pretraining import prepare_windows
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.stream.windows import WindowDataset, collate_windows
@@ -47,10 +47,10 @@ def build(recipe: Recipe, cache: Path) -> Pretraining:
     return Pretraining(recipe, tokenizer, _prepare_data(recipe, tokenizer, cache))
 
 
-def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Prepared:
+def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
     check_length(recipe.data, max_positions(recipe.model, tokenizer))
     contiguous = recipe.own(PretrainSection).windows == "contiguous"
-    prepared = Prepared(*prepare_windows(recipe, tokenizer, cache, contiguous=contiguous))
+    prepared = PreparedData(*prepare_windows(recipe, tokenizer, cache, contiguous=contiguous))
     remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
     return prepared
 
@@ -58,7 +58,7 @@ def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Pat
 class Pretraining(LanguageModelTask):
     """Pretraining of a causal language model on token shards."""
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prepared: PreparedData) -> None:
         self._pretrain = recipe.own(PretrainSection)
         super().__init__(recipe, tokenizer, prepared)
         size = self._lm.config.get_text_config().vocab_size

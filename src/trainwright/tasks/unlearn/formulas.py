@@ -118,12 +118,12 @@ def dpo(refused: torch.Tensor, ratios: torch.Tensor, beta: float) -> torch.Tenso
 # From activations: RMU, representation misdirection for unlearning (arXiv 2403.03218).
 
 
-def steered(activations: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+def steering(activations: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
     """Return the mean over H of (h - c u)^2 at every forget position [n], with c u the fixed ``direction`` [H]."""
     return (activations - direction).square().mean(1)
 
 
-def held(activations: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+def activation_distance(activations: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
     """Return the mean over H of (h - h_ref)^2 at every retain position [n].
 
     Args:
@@ -144,6 +144,6 @@ def direction(width: int, coefficient: float, seed: int) -> torch.Tensor:
 # Dual ascent of PDU (arXiv 2506.05314): forget as much as the limit of the retain loss permits.
 
 
-def ascended(weight: float, retain_loss: float, limit: float, step_size: float) -> float:
+def updated_multiplier(weight: float, retain_loss: float, limit: float, step_size: float) -> float:
     """Update the multiplier of L_forget + lambda (L_retain - limit): max(0, lambda + eta (L_retain - limit))."""
     return max(0.0, weight + step_size * (retain_loss - limit))

@@ -35,19 +35,19 @@ class Counts:
     retain: float
 
     @classmethod
-    def of(cls, section: UnlearnSection, documents: Sequence[tuple[int, int]]) -> Counts:
-        """Return the counts for documents ``(role, number of targets)``."""
-        learnt = _learnt(section)
+    def of(cls, section: UnlearnSection, sequences: Sequence[tuple[int, int]]) -> Counts:
+        """Return the counts for sequences ``(role, number of targets)``."""
+        learned = _learned(section)
         skip = section.value("skip_targets") or 0
         by_answer = section.facts.of in ("answers", "activations")
-        forget = [1 if by_answer else max(0, targets - skip) for role, targets in documents if role == learnt]
+        forget = [1 if by_answer else max(0, targets - skip) for role, targets in sequences if role == learned]
         held = section.value("retain_loss") == "activations"
-        retain = [1 if held else targets for role, targets in documents if role == RETAIN]
+        retain = [1 if held else targets for role, targets in sequences if role == RETAIN]
         return cls(float(sum(forget)), float(sum(retain)))
 
 
 @dataclass
-class Found:
+class LossSums:
     """Sums over a micro-batch, without gradients.
 
     Attributes:
@@ -62,7 +62,7 @@ class Found:
     likelihoods: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]] = field(default_factory=dict)
 
     def see(self, batch: Batch, losses: torch.Tensor, role: int) -> None:
-        """Add the losses of the targets [n] of the documents with ``role``."""
+        """Add the losses of the targets [n] of the sequences with ``role``."""
         counts = _counts(batch, role)
         sums = [part.sum() for part in losses.double().split(counts)]
         if sums:
@@ -77,11 +77,11 @@ class Found:
         return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
 
 
-class Losses:
+class UnlearnLosses:
     """The loss of an unlearning section.
 
     Args:
-        reference: returns the log-probability of each document of a batch [D], float64, for objectives that need it.
+        reference: returns the log-probability of each sequence of a batch [S], float64, for objectives that need it.
         direction: the direction that rmu steers to [H].
     """
 
@@ -93,13 +93,13 @@ class Losses:
     ) -> None:
         self._section = section
         self._of = section.facts.of
-        self._learnt = _learnt(section)
+        self._learned = _learned(section)
         self._formula = Formula.of(section)
         self._reference = reference
         self._direction = direction
-        self._held = section.value("retain_loss") if section.retains else None
+        self._retain_loss = section.value("retain_loss") if section.retains else None
 
-    def __call__(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: Found) -> torch.Tensor:
+    def __call__(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: LossSums) -> torch.Tensor:
         """Return ``forget`` times the summed forget loss plus ``retain`` times the summed retain loss, a scalar.
 
         Call it within the forward pass of the module. The sums are written to ``found``.
@@ -113,7 +113,7 @@ class Losses:
             total = total + forget * part
         else:
             plain |= {FORGET, REFUSAL}
-        if self._held == "kl":
+        if self._retain_loss == "kl":
             part, found.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, found)
             total = total + retain * part
         elif RETAIN in batch.roles:
@@ -121,7 +121,7 @@ class Losses:
         return total + self._of_likelihoods(head, batch, plain, forget, retain, found) if plain else total
 
     def _of_likelihoods(
-        self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, found: Found
+        self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, found: LossSums
     ) -> torch.Tensor:
         """Return the losses that are functions of the targets' negative log-likelihoods."""
         chosen = places(batch, roles)
@@ -147,7 +147,7 @@ class Losses:
     def _forget(self, losses: dict[int, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the forget loss of every token or answer, from the token losses of each role."""
         if self._of == "tokens":
-            return self._formula(losses=lambda: losses[self._learnt])
+            return self._formula(losses=lambda: losses[self._learned])
         own = losses[FORGET]
         return self._formula(
             losses=lambda: _sums(batch, own, FORGET),
@@ -157,7 +157,7 @@ class Losses:
         )
 
     def _ratios(self, batch: Batch, losses: torch.Tensor, role: int) -> torch.Tensor:
-        """Return log pi(y|x) - log pi_ref(y|x) of documents with ``role``, float64, from the losses of their
+        """Return log pi(y|x) - log pi_ref(y|x) of sequences with ``role``, float64, from the losses of their
         targets.
         """
         assert self._reference is not None
@@ -168,9 +168,9 @@ class Losses:
         return self._formula(logits=lambda: logits, targets=lambda: targets, teacher=lambda: teacher)
 
     def _of_logits(
-        self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, found: Found
+        self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, found: LossSums
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the summed loss over the targets of documents with ``role``, with and without gradient."""
+        """Return the summed loss over the targets of sequences with ``role``, with and without gradient."""
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
         chosen = places(batch, {role}, skip)
         teacher = None
@@ -182,10 +182,10 @@ class Losses:
             found.see(batch, losses, role)
         return total, each.double().sum()
 
-    def _steering(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: Found) -> torch.Tensor:
+    def _steering(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: LossSums) -> torch.Tensor:
         """Return the loss of rmu: means over the tokens of each answer, summed over answers."""
         assert self._direction is not None
-        whole = self._held in ("nll", "kl")
+        whole = self._retain_loss in ("nll", "kl")
         head = lm.head(batch) if whole else None
         at = lm.taken(batch) if whole else lm.activations(batch)
         chosen = places(batch, {FORGET})
@@ -194,16 +194,18 @@ class Losses:
         forgotten = _means(batch, steered, FORGET)
         found.forget = forgotten.detach()
         total = forget * forgotten
-        if self._held == "activations":
+        if self._retain_loss == "activations":
             frozen = lm.reference_activations(only(batch, {RETAIN}))
-            kept = _means(batch, formulas.held(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
+            kept = _means(
+                batch, formulas.activation_distance(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN
+            )
             found.retain = kept.detach()
             total = total + retain * kept
-        elif self._held == "kl":
+        elif self._retain_loss == "kl":
             assert head is not None
             part, found.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, found)
             total = total + retain * part
-        elif self._held == "nll":
+        elif self._retain_loss == "nll":
             assert head is not None
             total = total + self._of_likelihoods(head, batch, {RETAIN}, forget, retain, found)
         return total
@@ -247,7 +249,7 @@ _TENSORS = {
 }
 
 
-def _learnt(section: UnlearnSection) -> int:
+def _learned(section: UnlearnSection) -> int:
     return REFUSAL if section.facts.learns == "refusals" else FORGET
 
 
@@ -263,12 +265,12 @@ def _at(head: Head, chosen: torch.Tensor) -> Head:
 
 
 def _counts(batch: Batch, role: int) -> list[int]:
-    """Return the number of targets of each document with ``role``."""
+    """Return the number of targets of each sequence with ``role``."""
     return [count for each, count in zip(batch.roles, batch.target_counts, strict=True) if each == role]
 
 
 def _by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, torch.Tensor]:
-    """Split the target losses [n] of the documents with ``roles`` by role."""
+    """Split the target losses [n] of the sequences with ``roles`` by role."""
     kept = [(role, count) for role, count in zip(batch.roles, batch.target_counts, strict=True) if role in roles]
     parts = list(zip(kept, losses.split([count for _, count in kept]), strict=True))
     return {
@@ -279,11 +281,11 @@ def _by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, t
 
 
 def _sums(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
-    """Return the sums of target values over each document with ``role``, in float64."""
+    """Return the sums of target values over each sequence with ``role``, in float64."""
     return torch.stack([part.sum() for part in values.double().split(_counts(batch, role))])
 
 
 def _means(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
-    """Return the sum over documents with ``role`` of the mean of ``values`` over their targets."""
+    """Return the sum over sequences with ``role`` of the mean of ``values`` over their targets."""
     parts = values.split(_counts(batch, role))
     return torch.stack([part.mean() for part in parts]).sum()

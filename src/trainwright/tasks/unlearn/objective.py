@@ -93,7 +93,7 @@ IDK_NLL = Objective(
 RMU = Objective(
     "steer activations of forget rows to a random direction, keep those of retain rows",
     "arXiv 2403.03218",
-    f"{_FORMULAS}:steered",
+    f"{_FORMULAS}:steering",
     of="activations",
     defaults={"layer": 7, "steering_coefficient": 2.0, "retain_loss": "activations"},
 )
@@ -133,7 +133,7 @@ PDU = Objective(
     ascends=True,
 )
 TASK_VECTOR = Objective(
-    "learn the forget rows, then subtract what was learnt from the weights",
+    "learn the forget rows, then subtract what was learned from the weights",
     "arXiv 2212.04089",
     f"{_FORMULAS}:descent",
     defaults={"scale": 1.0, "alpha": 0.0},

@@ -95,7 +95,7 @@ def _cut(lm: UnlearnLM, count: int) -> None:
             return
 
 
-class Both:
+class CombinedWeights:
     """The weights of the trained model and of its reference, combined."""
 
     def __init__(self, own: Weights, reference: Weights) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from trainwright.recipe.registered import Registered
-from trainwright.recipe.sections.fields import NotNegative, Positive, Section, Steps, Text, whole
+from trainwright.recipe.sections.fields import NotNegative, Positive, Section, Steps, Text, reject_bool
 from trainwright.registries import OBJECTIVES
 from trainwright.tasks.unlearn.objective import Objective
 
@@ -42,11 +42,11 @@ class UnlearnSection(Section):
     )
     delta: float | None = Field(None, description="simnpo: margin of the mean loss (0).")
     importance: NotNegative | None = Field(None, description="satimp: exponent of 1 minus the probability (1).")
-    layer: Annotated[int, Field(ge=0), BeforeValidator(whole)] | None = Field(
+    layer: Annotated[int, Field(ge=0), BeforeValidator(reject_bool)] | None = Field(
         None, description="rmu: index of the block whose output is steered, from 0 (7)."
     )
     steering_coefficient: Positive | None = Field(None, description="rmu: norm of the random direction (2).")
-    skip_targets: Annotated[int, Field(ge=0), BeforeValidator(whole)] | None = Field(
+    skip_targets: Annotated[int, Field(ge=0), BeforeValidator(reject_bool)] | None = Field(
         None, description="ce_u: number of first tokens of an answer to skip (1)."
     )
     retain_limit: Positive | None = Field(

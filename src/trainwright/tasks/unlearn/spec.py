@@ -140,7 +140,7 @@ def _needs(recipe: Recipe) -> Needs:
     section = recipe.own(UnlearnSection)
     trainable = None if section.trainable is None else (section.trainable, "unlearn.trainable")
     return Needs(
-        documents=1 + section.retains + section.refuses,
+        sequences_per_example=1 + section.retains + section.refuses,
         last_block=section.last_block,
         trainable=trainable,
         reference=_reference(section) if section.compares else None,

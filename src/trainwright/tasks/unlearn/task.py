@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright.data.rows.kinds import EXAMPLES, FORGET, REFUSAL, RETAIN, kind_of_rows
 from trainwright.data.stream.batch import Batch
-from trainwright.data.stream.dataset_cache import Prepared, prepare
+from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.data.stream.unlearning import joined, refuse_overlap, some_of, with_roles
 from trainwright.data.tokens.dataset import TokenDataset
@@ -30,11 +30,11 @@ from trainwright.recipe.benchmarks import find_benchmark
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import check_prepared, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
-from trainwright.tasks.unlearn.formulas import ascended, direction
-from trainwright.tasks.unlearn.losses import ROLES, Counts, Found, Losses
+from trainwright.tasks.unlearn.formulas import direction, updated_multiplier
+from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.parameters import check_layer, freeze_others, negated, negated_adapter, scaled_adapter
-from trainwright.tasks.unlearn.reference import PREFIX, Both, check_reference, frozen_copy, other_model
+from trainwright.tasks.unlearn.reference import PREFIX, CombinedWeights, check_reference, frozen_copy, other_model
 from trainwright.tasks.unlearn.section import UnlearnSection
 from trainwright.text import plural
 
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class UnlearnRows:
     """The rows of an unlearning run.
 
     Attributes:
         prepared: pairs of forget and retain rows, for training and validation.
-        forget: only the forget rows, with their refusals; documents have the same indices as in the pairs.
+        forget: only the forget rows, with their refusals; sequences have the same indices as in the pairs.
     """
 
-    prepared: Prepared
+    prepared: PreparedData
     forget: TokenDataset
 
 
-def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Rows:
+def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> UnlearnRows:
     """Return the rows of a resolved recipe, prepared or from the cache.
 
     Raises:
@@ -80,17 +80,15 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
     lines = [line for part in found.values() for line in part.summary if not line.startswith("split: ")]
     lines.append(_line(everything, validation))
-    prepared = Prepared(with_roles(everything, taught), validation, lines, found["forget"].directory)
+    prepared = PreparedData(with_roles(everything, taught), validation, lines, found["forget"].directory)
     check_prepared(recipe, prepared, cache)
-    return Rows(prepared, forget)
+    return UnlearnRows(prepared, forget)
 
 
 def _line(pairs: TokenDataset, validation: TokenDataset | None) -> str:
     line = f"unlearning: {plural(len(pairs), 'row')} to forget"
-    if pairs.companions is not None:
-        line += (
-            f", each paired with one of {plural(pairs.companions.count, 'row')} to retain, a different one every epoch"
-        )
+    if pairs.paired is not None:
+        line += f", each paired with one of {plural(pairs.paired.count, 'row')} to retain, a different one every epoch"
     return line if validation is None else f"{line}; {len(validation):,} of them are measured"
 
 
@@ -129,7 +127,7 @@ class Unlearning(ReferenceTask):
 
     _lm: UnlearnLM
 
-    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Rows, cache: Path) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: UnlearnRows, cache: Path) -> None:
         self._unlearn = recipe.own(UnlearnSection)
         self._rows = rows
         super().__init__(recipe, tokenizer, rows.prepared, cache, self._unlearn.reference)
@@ -142,7 +140,7 @@ class Unlearning(ReferenceTask):
         if self._unlearn.facts.of == "activations":
             width = self._lm.config.get_text_config().hidden_size
             steered = direction(width, self._unlearn.value("steering_coefficient"), recipe.train.seed)
-        self._losses = Losses(self._unlearn, self._log_probabilities, steered)
+        self._losses = UnlearnLosses(self._unlearn, self._log_probabilities, steered)
         self._watch = self._watched(recipe)
         self.answers = self._watch is not None
 
@@ -173,7 +171,7 @@ class Unlearning(ReferenceTask):
         frozen, weights = copied
         if self.weights is not None:
             assert weights is not None, "the reference is read in parts where the model is"
-            self.weights = Both(self.weights, weights)
+            self.weights = CombinedWeights(self.weights, weights)
         return UnlearnLM(model, packed=self._packed, reference=frozen, layer=layer)
 
     def blocks(self) -> list[nn.Module]:
@@ -208,32 +206,32 @@ class Unlearning(ReferenceTask):
         streams = [stream for stream in (self.stream, self.validation) if stream is not None]
         if (self.stream.total_examples or 0) >= len(self._rows.forget):
             return list(range(len(self._rows.forget)))
-        each = len(self._rows.forget.documents(0))
-        documents = {
-            stream.dataset.documents(example)[0]
+        each = len(self._rows.forget.sequences(0))
+        sequences = {
+            stream.dataset.sequences(example)[0]
             for stream in streams
             for step in range(len(stream))
             for example in stream.examples(step)
         }
-        return sorted({document // each for document in documents})
+        return sorted({sequence // each for sequence in sequences})
 
     def _log_probabilities(self, batch: Batch) -> torch.Tensor:
-        """Return the reference's log-probability of each document [D], float64; 0 for retain rows, which have none."""
+        """Return the reference's log-probability of each sequence [S], float64; 0 for retain rows, which have none."""
         assert self._of_reference is not None
         sums, last = self._of_reference.sums, len(self._of_reference.sums)
-        values = [float(sums[document]) if document < last else 0.0 for document in batch.documents]
+        values = [float(sums[sequence]) if sequence < last else 0.0 for sequence in batch.sequences]
         return torch.tensor(values, dtype=torch.float64, device=batch.targets.device)
 
     def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Count the tokens or answers of the whole global batch, which the two losses are averaged over."""
         dataset = self._dataset(validation)
-        documents = [
-            (dataset.role(document), dataset.document_targets(document))
+        sequences = [
+            (dataset.role(sequence), dataset.sequence_targets(sequence))
             for micro in batch.micro_batches
             for example in micro.examples
-            for document in dataset.documents(example)
+            for sequence in dataset.sequences(example)
         ]
-        self._counts = Counts.of(self._unlearn, documents)
+        self._counts = Counts.of(self._unlearn, sequences)
         self._pairs = sum(len(micro.examples) for micro in batch.micro_batches)
 
     def _dataset(self, validation: bool) -> TokenDataset:
@@ -249,7 +247,7 @@ class Unlearning(ReferenceTask):
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the weighted losses of the pairs of one micro-batch."""
-        batch, found = self._batch(self._prepared.train, micro, device), Found()
+        batch, found = self._batch(self._prepared.train, micro, device), LossSums()
         # The engine divides by the number of pairs, but each of the two losses is averaged over its own count.
         forget = self._unlearn.value("gamma") * self._pairs / max(1.0, self._counts.forget)
         retain = self._alpha * self._pairs / max(1.0, self._counts.retain)
@@ -265,9 +263,9 @@ class Unlearning(ReferenceTask):
         return Counts.of(self._unlearn, list(zip(batch.roles, batch.target_counts, strict=True)))
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
-        """Return the sums of ``Found.vector``."""
+        """Return the sums of ``LossSums.vector``."""
         assert self._prepared.validation is not None
-        batch, found = self._batch(self._prepared.validation, micro, device), Found()
+        batch, found = self._batch(self._prepared.validation, micro, device), LossSums()
         module(batch, work=lambda lm, batch: self._losses(lm, batch, 1.0, 1.0, found))
         unseen = [role for role in ROLES if role in batch.roles and role not in found.likelihoods]
         if unseen:
@@ -308,7 +306,7 @@ class Unlearning(ReferenceTask):
             limit = self._unlearn.retain_limit
             assert limit is not None
             step_size = self._unlearn.value("dual_step_size")
-            self.state["alpha"] = ascended(self.state["alpha"], metrics["retain_loss"], limit, step_size)
+            self.state["alpha"] = updated_multiplier(self.state["alpha"], metrics["retain_loss"], limit, step_size)
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
         """Write the model without its reference, negated if the objective subtracts."""
@@ -330,9 +328,9 @@ class Unlearning(ReferenceTask):
         self._lm.model.requires_grad_(True)
         super().export(((name, before[name] if name in frozen else tensor) for name, tensor in own), directory)
 
-    def read_back(self, module: nn.Module, directory: Path, *, whole: bool) -> None:
+    def read_back(self, module: nn.Module, directory: Path, *, all_parameters: bool) -> None:
         """Check that the exported adapter on its base gives the logits of the trained model."""
         assert isinstance(module, CausalLM)
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
         with nullcontext() if scale is None else scaled_adapter(module.model, -scale):
-            super().read_back(module, directory, whole=whole)
+            super().read_back(module, directory, all_parameters=all_parameters)

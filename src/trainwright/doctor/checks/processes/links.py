@@ -1,4 +1,4 @@
-"""Check the link between two processes: sums are right, and how fast they are beside the datasheet."""
+"""Check the link between two processes: sums are right, and how fast they are compared with the datasheet."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def _judged(values: dict[str, Any], surroundings: Surroundings, device: str) -> 
     # Of two processes each sends the whole tensor once, half in reducing and half in gathering.
     rate = _BYTES[device] / values["seconds"]
     link = surroundings.machine.gpus[0].link if device == "cuda" else None
-    beside = (
+    reference = (
         f", {link.describe()} by the datasheet" if link is not None else " through the memory of this machine (Gloo)"
     )
-    facts = (f"{rate / 1e9:.2f} GB/s each way{beside}",)
+    facts = (f"{rate / 1e9:.2f} GB/s each way{reference}",)
     findings = []
     if values["wrong"]:
         what = f"the sum of two processes is wrong on rank {', '.join(map(str, values['wrong']))}"

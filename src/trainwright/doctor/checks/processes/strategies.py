@@ -107,12 +107,12 @@ def _prepare(surroundings: Surroundings, recipe: Recipe) -> None:
 def _run(surroundings: Surroundings, side: Side, what: str) -> Finding | None:
     """Run a side; return a finding if it fails."""
     from trainwright.doctor.checks.processes.watching import StandsStill, watched
-    from trainwright.doctor.verify import rehearse
+    from trainwright.doctor.verify import run_side
     from trainwright.errors import Stopped, TrainwrightError
 
     try:
         with watched(what, _SECONDS, surroundings.end):
-            rehearse(side, _STEPS, surroundings.stopping, is_shown=False)
+            run_side(side, _STEPS, surroundings.stopping, is_shown=False)
     except StandsStill as still:
         return still.finding
     except Stopped:

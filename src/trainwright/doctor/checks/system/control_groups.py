@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
 from trainwright.machine import cgroups
-from trainwright.machine.measured.waiting import usable_cores
+from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.system_files import read
 from trainwright.text import plural, size
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
-from trainwright.machine.measured.waiting import Waiting
+from trainwright.machine.measured.contention import CpuContention
 from trainwright.machine.system_files import read
 from trainwright.text import plural
 
@@ -27,9 +27,9 @@ _SYSTEM = Path("/sys/devices/system/cpu")
 def check(surroundings: Surroundings) -> Found:
     """Compute for a moment on every core, alone."""
     cores = _chosen(sorted(os.sched_getaffinity(0)))
-    heat, before = _heat(cores), Waiting.now()
+    heat, before = _heat(cores), CpuContention.now()
     rates = _rates(cores)
-    shares = Waiting.now().since(before)
+    shares = CpuContention.now().since(before)
     hotter = {core: count - heat.get(core, 0) for core, count in _heat(cores).items()}
     findings = (*_slow(rates), *_shares(shares), *_hot(hotter), *_capped(cores))
     return Found(tuple(_facts(rates, shares)), findings)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationError, field_validator
 
 from trainwright.errors import RequestError
-from trainwright.recipe.benchmarks import Benchmark, find_benchmark, is_elsewhere
+from trainwright.recipe.benchmarks import Benchmark, find_benchmark, is_missing_here
 from trainwright.recipe.loading import checked, dump_recipe
 from trainwright.recipe.merging import read_merged
 from trainwright.recipe.problems import origin_of
@@ -102,7 +102,7 @@ class StudyFile:
         available.
         """
         *others, last = self.study.benchmark
-        name = next((each for each in others if not is_elsewhere(each)), last)
+        name = next((each for each in others if not is_missing_here(each)), last)
         return find_benchmark(name, f"{self.place('benchmark')}: benchmark")
 
     def finetuning(self, source: str, everything: str) -> str:
@@ -172,13 +172,13 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
     try:
         study = Study.model_validate(tree.values)
     except ValidationError as error:
-        problems += [_told(details, tree, file) for details in error.errors(include_url=False)]
+        problems += [_describe_problem(details, tree, file) for details in error.errors(include_url=False)]
     if problems or study is None:
         raise RequestError("\n".join(dict.fromkeys(problems)))
     return StudyFile(study, tree, file)
 
 
-def _told(details: Any, tree: Tree, file: Origin) -> str:
+def _describe_problem(details: Any, tree: Tree, file: Origin) -> str:
     path = tuple(part for part in details["loc"] if part != "[key]")
     place = origin_of(path, tree, file)
     if details["type"] == "extra_forbidden":

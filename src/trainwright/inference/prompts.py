@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.chat_encoding import ChatEncoder, TurnsError
 from trainwright.data.rows.formats import to_example
-from trainwright.data.rows.layouts import Layout, check_format
+from trainwright.data.rows.layouts import RowLayout, check_format
 from trainwright.data.rows.turns import Message
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, read_text
@@ -91,7 +91,7 @@ def last_answer(conversation: Sequence[Message]) -> int:
     )
 
 
-class Asker:
+class PromptEncoder:
     """Convert questions to prompt tokens.
 
     Args:
@@ -141,7 +141,7 @@ def _question(row: Row) -> Question:
     return example if isinstance(example, str) else example[: last_answer(example)]
 
 
-def _layout(row: Row) -> Layout:
+def _layout(row: Row) -> RowLayout:
     """Return the layout that a row would have with an answer, from the columns that training reads."""
     name = next((name for name, (field, _) in _FIELDS.items() if row.get(field) is not None), "question_answer")
     answer = _FIELDS[name][1]
@@ -155,5 +155,5 @@ def _layout(row: Row) -> Layout:
 def _is_answered(turns: list[Any]) -> bool:
     """Return whether the last turn is the model's; invalid turns are reported when they are read."""
     last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
-    said = str(last.get("role") or last.get("from") or "").lower()
-    return said not in ("user", "human", "tool", "system", "developer", "function_response", "observation")
+    role = str(last.get("role") or last.get("from") or "").lower()
+    return role not in ("user", "human", "tool", "system", "developer", "function_response", "observation")

@@ -26,7 +26,7 @@ from trainwright.models.adapters.config import ends_with
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Quantisation = Literal["nf4", "int8"]
+Quantization = Literal["nf4", "int8"]
 
 _BLOCK = 64  # elements of NF4 per scale, and scales per second-level scale, as in the paper
 _SCALES_BLOCK = 256
@@ -34,7 +34,7 @@ _AT_A_TIME = 2**20  # elements to quantize at once, which takes about 20 bytes e
 _ALIGNMENT = 4  # bytes, so that the bits can be viewed as any compute dtype
 
 
-class QuantisedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """Compute ``x @ weight.T + bias`` with a frozen ``weight`` [out, in] that is dequantized for each product.
 
     Attributes:
@@ -44,7 +44,7 @@ class QuantisedLinear(nn.Linear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
-        bits = self._quantised(weight.detach()).reshape(-1).view(torch.uint8)
+        bits = self._quantized(weight.detach()).reshape(-1).view(torch.uint8)
         self._bytes = len(bits)
         padded = nn.functional.pad(bits, (0, -self._bytes % _ALIGNMENT))
         self.weight = nn.Parameter(padded, requires_grad=False)
@@ -69,7 +69,7 @@ class QuantisedLinear(nn.Linear):
         """Return the weight [out, in] in fp32."""
         return self.expand(self.weight, torch.float32)
 
-    def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
+    def _quantized(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the bits of ``weight`` [out, in], and register the buffers needed to dequantize them."""
         raise NotImplementedError
 
@@ -77,12 +77,12 @@ class QuantisedLinear(nn.Linear):
         raise NotImplementedError
 
 
-class NF4Linear(QuantisedLinear):
+class NF4Linear(QuantizedLinear):
     """4 bits per element, and one scale per 64 elements."""
 
     scales: torch.Tensor
 
-    def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
+    def _quantized(self, weight: torch.Tensor) -> torch.Tensor:
         parts = [
             _functional().quantize_4bit(part, blocksize=_BLOCK, quant_type="nf4")
             for part in weight.reshape(-1).split(_AT_A_TIME)
@@ -123,12 +123,12 @@ class DoubleNF4Linear(NF4Linear):
         return scales + self.mean
 
 
-class Int8Linear(QuantisedLinear):
+class Int8Linear(QuantizedLinear):
     """8 bits per element, and one scale per row."""
 
     scales: torch.Tensor
 
-    def _quantised(self, weight: torch.Tensor) -> torch.Tensor:
+    def _quantized(self, weight: torch.Tensor) -> torch.Tensor:
         rows = max(1, _AT_A_TIME // weight.shape[1])
         # bitsandbytes only supports fp16.
         parts = [_functional().int8_vectorwise_quant(part.to(torch.float16)) for part in weight.split(rows)]
@@ -161,7 +161,7 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.expand(bits, grad.dtype), None, None, None
 
 
-def quantise(model: PreTrainedModel, kind: Quantisation, *, double: bool, keep: Sequence[str] = ()) -> None:
+def quantize(model: PreTrainedModel, kind: Quantization, *, double: bool, keep: Sequence[str] = ()) -> None:
     """Replace the linear layers of ``model``, except the head, one by one, and free their memory.
 
     Args:
@@ -174,7 +174,7 @@ def quantise(model: PreTrainedModel, kind: Quantisation, *, double: bool, keep: 
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
         bias = None if layer.bias is None else layer.bias.detach().float()
         setattr(parent, name, chosen(weight, bias).train(layer.training))
-        _let_go(layer.weight, mapped)
+        _release(layer.weight, mapped)
 
 
 def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -199,7 +199,7 @@ def _mapped_files() -> list[tuple[int, int]]:
     return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
 
-def _let_go(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> None:
+def _release(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> None:
     """Release the memory pages of a tensor in a mapped file; they can be read from the file again."""
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     if not tensor.is_contiguous() or not any(first <= begin and end <= last for first, last in mapped):
@@ -214,7 +214,7 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
     """Return the numbers of all and of trainable parameters of ``module``; quantized ones count as dequantized."""
     sizes: dict[nn.Parameter, int] = {parameter: parameter.numel() for parameter in module.parameters()}
     for layer in module.modules():
-        if isinstance(layer, QuantisedLinear):
+        if isinstance(layer, QuantizedLinear):
             sizes[layer.get_parameter("weight")] = layer.out_features * layer.in_features
     return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
 

@@ -1,4 +1,4 @@
-"""Quantised linear layers: bitsandbytes' numbers, whatever dtype, batch or mode they are used in."""
+"""Quantized linear layers: bitsandbytes' numbers, whatever dtype, batch or mode they are used in."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trainwright.models.load import load_model
-from trainwright.models.quantisation import DoubleNF4Linear, Int8Linear, NF4Linear, QuantisedLinear, count_parameters
+from trainwright.models.quantization import DoubleNF4Linear, Int8Linear, NF4Linear, QuantizedLinear, count_parameters
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
-KINDS: dict[str, type[QuantisedLinear]] = {"nf4": NF4Linear, "double nf4": DoubleNF4Linear, "int8": Int8Linear}
+KINDS: dict[str, type[QuantizedLinear]] = {"nf4": NF4Linear, "double nf4": DoubleNF4Linear, "int8": Int8Linear}
 # Rows and columns: one where neither the bits nor the blocks of scales come out even.
 SHAPES = ((96, 128), (30, 70), (7, 34))
 
@@ -111,7 +111,7 @@ def resident(field: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells how much a process held at most")
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_base_is_quantised_as_it_is_read(kind: str, tmp_path: Path) -> None:
+def test_a_base_is_quantized_as_it_is_read(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 4, "num_attention_heads": 8}
     config = LlamaConfig(**sizes, vocab_size=300, dtype=torch.bfloat16)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)

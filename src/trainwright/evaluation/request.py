@@ -9,7 +9,7 @@ QUICK_ROWS, USUAL_ANSWERS = 50, 200
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """The request of an evaluation. ``metrics`` in display order; ``explicit``: they were named by the user;
     ``on_benchmark``: on an unlearning benchmark, named or the run's own, instead of rows.
     """

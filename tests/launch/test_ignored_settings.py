@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.runs import TINY, Runs
 from trainwright.errors import RequestError
-from trainwright.launch.group.told import is_mine_to_tell, rank_by_name
-from trainwright.launch.surroundings import not_followed, refuse_more_nodes
+from trainwright.launch.group.report_once import rank_from_variables, should_report
+from trainwright.launch.ignored_settings import ignored_settings, refuse_more_nodes
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
 
@@ -34,7 +34,7 @@ def test_an_allocation_that_is_used_as_it_is_meant() -> None:
 
 
 def told(nodes: int | None = None, processes: int = 2, file: Path | None = None, **variables: str) -> list[str]:
-    return list(not_followed(nodes, processes, file, variables))
+    return list(ignored_settings(nodes, processes, file, variables))
 
 
 def test_what_is_not_followed_is_told_with_what_would() -> None:
@@ -65,11 +65,11 @@ def test_the_command_says_it_and_refuses_it(runs: Runs, tmp_path: Path) -> None:
 
 def test_a_refusal_is_told_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert is_mine_to_tell(0, "this") and is_mine_to_tell(0, "this")
-    assert not is_mine_to_tell(1, "this")
-    assert is_mine_to_tell(2, "what rank 0 has not met") and not is_mine_to_tell(3, "what rank 0 has not met")
+    assert should_report(0, "this") and should_report(0, "this")
+    assert not should_report(1, "this")
+    assert should_report(2, "what rank 0 has not met") and not should_report(3, "what rank 0 has not met")
 
 
 def test_ranks_are_known_where_nothing_else_is() -> None:
-    assert rank_by_name({"RANK": "3"}) == rank_by_name({"RANK": "x", "SLURM_PROCID": "3"}) == 3
-    assert rank_by_name({}) == 0
+    assert rank_from_variables({"RANK": "3"}) == rank_from_variables({"RANK": "x", "SLURM_PROCID": "3"}) == 3
+    assert rank_from_variables({}) == 0

@@ -18,7 +18,7 @@ _STEAL = 7  # of /proc/stat: user, nice, system, idle, iowait, irq, softirq, ste
 
 
 @dataclass(frozen=True)
-class Waiting:
+class CpuContention:
     """The counters at one moment.
 
     ``ran`` and ``waited``: nanoseconds that each thread ran, and was runnable while others used the cores. ``periods``:
@@ -33,7 +33,7 @@ class Waiting:
     all: int
 
     @classmethod
-    def now(cls) -> Waiting:
+    def now(cls) -> CpuContention:
         """Read the counters of the kernel."""
         threads = {task.name: counts for task in _listed(_TASKS) if (counts := _numbers(task / "schedstat"))}
         ticks = _ticks()
@@ -45,7 +45,7 @@ class Waiting:
             all=sum(ticks[: _STEAL + 1]),
         )
 
-    def since(self, before: Waiting) -> dict[str, float]:
+    def since(self, before: CpuContention) -> dict[str, float]:
         """Return shares, from 0 to 1, since ``before``; values that the kernel does not count are omitted.
 
         ``waited``: of the time in which the process had work to do. ``throttled``: of the periods of its control group.

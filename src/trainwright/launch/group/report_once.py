@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = "trainwright-told-"
+_PREFIX = "trainwright-reported-"
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 # How long to wait for rank 0 to report; and how long a report counts as one of this start.
 _WAIT_SECONDS, _VALID_SECONDS = 3.0, 20.0
 
 
-def is_mine_to_tell(rank: int, what: str) -> bool:
+def should_report(rank: int, what: str) -> bool:
     """Return whether this process reports `what`: rank 0, or the first of the others if rank 0 does not.
 
     The processes that a launcher starts on one machine have the same parent.
@@ -25,7 +25,7 @@ def is_mine_to_tell(rank: int, what: str) -> bool:
     digest = hashlib.sha256(f"{os.getuid()} {os.getppid()} {what}".encode()).hexdigest()[:20]
     marker = directory / f"{_PREFIX}{digest}"
     if rank == 0:
-        _forget_old(directory)
+        _remove_old(directory)
         with suppress(OSError):
             marker.touch()
         return True
@@ -44,7 +44,7 @@ def is_mine_to_tell(rank: int, what: str) -> bool:
     return True
 
 
-def rank_by_name(variables: Mapping[str, str]) -> int:
+def rank_from_variables(variables: Mapping[str, str]) -> int:
     """Return the rank that a launcher sets, even if its other variables are invalid; 0 if it sets none."""
     texts = (variables.get(name, "").strip() for name in _RANKS)
     return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
@@ -57,7 +57,7 @@ def _is_fresh(marker: Path) -> bool:
         return False
 
 
-def _forget_old(directory: Path) -> None:
+def _remove_old(directory: Path) -> None:
     for marker in directory.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if marker.stat().st_uid == os.getuid() and not _is_fresh(marker):

@@ -15,10 +15,10 @@ _LOOKS = 0.05  # seconds between attempts
 
 
 @contextmanager
-def hold(directory: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
+def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
     """Lock ``directory``, which must exist; nothing is written, and a killed process releases the lock.
 
-    Processes that are forked meanwhile hold the lock too until they end.
+    Processes that are forked meanwhile lock_directory the lock too until they end.
 
     Args:
         refusal: the message if another process holds the lock.

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from trainwright.errors import RequestError
 from trainwright.launch.accelerate import deepspeed, fsdp
-from trainwright.launch.accelerate.reading import Source, read
-from trainwright.launch.accelerate.sizes import PREFIX, Sizes, apply_sizes, read_sizes
-from trainwright.launch.accelerate.values import Draft, Note, Part, Problem, Setting
+from trainwright.launch.accelerate.reading import AccelerateConfig, read
+from trainwright.launch.accelerate.sizes import PREFIX, ParallelismSizes, apply_sizes, read_sizes
+from trainwright.launch.accelerate.values import ConfigProblem, ConfigSection, Draft, Note, RecipeValue
 from trainwright.recipe.merging import Override
 from trainwright.recipe.yaml_text import Origin
 
@@ -33,7 +33,7 @@ _OTHERS = {
     "MULTI_HPU": "HPUs",
     "MULTI_NEURON": "Neuron cores",
     "MPS": "Apple's GPUs",
-    "TP": "tensor parallelism by itself",
+    "TP": "tensor parallelism alone",
 }
 _PRECISIONS = ("NO", "BF16", "FP16", "FP8")
 _TPU_KEYS = ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "commands")
@@ -70,7 +70,7 @@ _PLAIN_KEYS = (
 
 
 @dataclass(frozen=True)
-class Meaning:
+class Translation:
     """An Accelerate file (or environment) translated to Trainwright's terms.
 
     Attributes:
@@ -88,7 +88,7 @@ class Meaning:
 
     source: str
     distributed_type: str
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, RecipeValue]
     device: Device
     gpu_ids: str | None
     processes: int | None
@@ -97,7 +97,7 @@ class Meaning:
     rendezvous: str | None
     one_of_several: bool
     notes: tuple[Note, ...]
-    problems: tuple[Problem, ...]
+    problems: tuple[ConfigProblem, ...]
 
     @property
     def strategy(self) -> str | None:
@@ -135,7 +135,7 @@ class Meaning:
 
     def with_machines(
         self, nodes: int | None = None, node_rank: int | None = None, rendezvous: str | None = None
-    ) -> Meaning:
+    ) -> Translation:
         """Return a copy in which the values of the command line for the machines replace those of the file."""
         return replace(
             self,
@@ -145,14 +145,14 @@ class Meaning:
         )
 
 
-def read_meaning(path: Path) -> Meaning:
+def read_translation(path: Path) -> Translation:
     """Read and translate a file. Raises RequestError if it cannot be read."""
     return interpret(read(path))
 
 
-def interpret(source: Source) -> Meaning:
+def interpret(source: AccelerateConfig) -> Translation:
     """Translate a source. All its faults are listed in the result's ``problems``."""
-    top, draft = Part(source), Draft()
+    top, draft = ConfigSection(source), Draft()
     for text in source.problems:
         draft.problem(text, for_script=True)
     if source.one_of_several:
@@ -164,21 +164,21 @@ def interpret(source: Source) -> Meaning:
     processes, nodes = _counts(top, draft, kind)
     _precision(top, draft)
     _compile(top, draft)
-    part = Part(source, ("parallelism_config",), PREFIX)
+    part = ConfigSection(source, ("parallelism_config",), PREFIX)
     sizes = read_sizes(part, draft)
     parts = [top, part]
     if kind == "FSDP":
-        part = Part(source, ("fsdp_config",), "fsdp_")
+        part = ConfigSection(source, ("fsdp_config",), "fsdp_")
         fsdp.interpret(part, draft, nodes)
         parts.append(part)
     elif kind == "DEEPSPEED":
-        part = Part(source, ("deepspeed_config",))
+        part = ConfigSection(source, ("deepspeed_config",))
         deepspeed.interpret(part, draft)
         parts.append(part)
     elif kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
         single = kind == "NO" or processes == 1
         draft.set("parallel.strategy", "single" if single else "ddp", top.place("distributed_type"))
-    processes = _spread(top, draft, kind, processes, nodes, sizes)
+    processes = _process_count(top, draft, kind, processes, nodes, sizes)
     device = _device(top, draft, kind)
     node_rank, rendezvous = _machines(top, draft, nodes)
     gpu_ids = _gpu_ids(top)
@@ -186,7 +186,7 @@ def interpret(source: Source) -> Meaning:
     for part in parts:
         for text in part.problems:
             draft.problem(text, for_script=True)
-    return Meaning(
+    return Translation(
         source=source.name,
         distributed_type=kind or str(source.values.get("distributed_type")),
         settings=draft.settings,
@@ -208,7 +208,7 @@ def as_yaml(value: Any) -> str:
     return str(value) if plain and not str(value)[0].isdigit() else json.dumps(value)
 
 
-def _kind(top: Part, draft: Draft) -> str | None:
+def _kind(top: ConfigSection, draft: Draft) -> str | None:
     place = top.text("compute_environment")
     if place is not None and place.upper() not in ("LOCAL_MACHINE", "1"):
         draft.problem(f"{top.place('compute_environment')}: only LOCAL_MACHINE is supported", for_script=True)
@@ -234,7 +234,7 @@ def _kind(top: Part, draft: Draft) -> str | None:
     return top.choice("distributed_type", _DISTRIBUTED)
 
 
-def _counts(top: Part, draft: Draft, kind: str | None) -> tuple[int | None, int]:
+def _counts(top: ConfigSection, draft: Draft, kind: str | None) -> tuple[int | None, int]:
     nodes = top.count("num_machines", least=1) or 1
     if top.raw("num_processes") == -1:  # Accelerate's value for: given on the command line
         draft.note("num_processes", "-1 leaves the number to the command line or the recipe")
@@ -251,28 +251,33 @@ def _counts(top: Part, draft: Draft, kind: str | None) -> tuple[int | None, int]
     return processes, nodes
 
 
-def _spread(
-    top: Part, draft: Draft, kind: str | None, processes: int | None, nodes: int, sizes: Sizes | None
+def _process_count(
+    top: ConfigSection,
+    draft: Draft,
+    kind: str | None,
+    processes: int | None,
+    nodes: int,
+    sizes: ParallelismSizes | None,
 ) -> int | None:
     """Return the number of processes, which must match the parallelism sizes, or follows from them if not given."""
-    said = top.place("distributed_type" if kind == "NO" else "num_processes")
+    origin = top.place("distributed_type" if kind == "NO" else "num_processes")
     if processes is None and sizes is not None:
-        processes, said = sizes.processes, sizes.origin
+        processes, origin = sizes.processes, sizes.origin
     if processes is None:
         if top.raw("num_processes") != -1:
             draft.note("num_processes", "not set: decided by the recipe and this machine")
         return None
     if processes % nodes and kind != "NO":
-        draft.problem(f"{said} cannot be divided over {top.place('num_machines')} equally", for_script=True)
+        draft.problem(f"{origin} cannot be divided over {top.place('num_machines')} equally", for_script=True)
     if kind is not None:
-        draft.set("parallel.num_processes", processes, said)
+        draft.set("parallel.num_processes", processes, origin)
     strategy = draft.settings.get("parallel.strategy")
     if sizes is not None and strategy is not None:
-        apply_sizes(sizes, strategy.value, processes, said, draft)
+        apply_sizes(sizes, strategy.value, processes, origin, draft)
     return processes
 
 
-def _precision(top: Part, draft: Draft) -> None:
+def _precision(top: ConfigSection, draft: Draft) -> None:
     if top.raw("mixed_precision") is False:  # an unquoted `no`, read by YAML 1.1 and written out again
         draft.set("train.mixed_precision", "no", top.place("mixed_precision"))
         return
@@ -286,8 +291,8 @@ def _precision(top: Part, draft: Draft) -> None:
     top.raw("fp16")  # the key that Accelerate wrote before mixed_precision
 
 
-def _compile(top: Part, draft: Draft) -> None:
-    part = Part(top.source, ("dynamo_config",), "dynamo_")
+def _compile(top: ConfigSection, draft: Draft) -> None:
+    part = ConfigSection(top.source, ("dynamo_config",), "dynamo_")
     where = part if "dynamo_backend" in part else top
     backend = where.text("dynamo_backend")
     top.raw("dynamo_backend")
@@ -304,7 +309,7 @@ def _compile(top: Part, draft: Draft) -> None:
         draft.problem(text)
 
 
-def _device(top: Part, draft: Draft, kind: str | None) -> Device:
+def _device(top: ConfigSection, draft: Draft, kind: str | None) -> Device:
     use_cpu = top.flag("use_cpu")
     if kind == "MULTI_GPU" and use_cpu:
         draft.problem(
@@ -318,7 +323,7 @@ def _device(top: Part, draft: Draft, kind: str | None) -> Device:
     return "any"
 
 
-def _machines(top: Part, draft: Draft, nodes: int) -> tuple[int, str | None]:
+def _machines(top: ConfigSection, draft: Draft, nodes: int) -> tuple[int, str | None]:
     rank = top.count("machine_rank") or 0
     host, port = top.text("main_process_ip"), top.count("main_process_port")
     if rank >= nodes:
@@ -337,12 +342,12 @@ def _machines(top: Part, draft: Draft, nodes: int) -> tuple[int, str | None]:
     return rank, None if host is None else f"{host}:{port or DEFAULT_PORT}"
 
 
-def _gpu_ids(top: Part) -> str | None:
+def _gpu_ids(top: ConfigSection) -> str | None:
     ids = top.names("gpu_ids")
     return None if not ids or ids == ["all"] else ",".join(ids)
 
 
-def _left_over(top: Part, draft: Draft, kind: str | None) -> None:
+def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
     for key in ("rdzv_backend", "same_network", "main_process_ip", *_PARTS):
         top.raw(key)
     if "gradient_accumulation_steps" in top and top.text("gradient_accumulation_steps") != "auto":
@@ -382,11 +387,11 @@ def _is_on(value: Any) -> bool:
     return value not in (None, False, "", [], {}) and str(value).lower() not in ("false", "no", "[]", "none")
 
 
-def missing_rendezvous(meaning: Meaning) -> RequestError | None:
+def missing_rendezvous(translation: Translation) -> RequestError | None:
     """Return the error for several machines without a rendezvous address, or None."""
-    if meaning.nodes == 1 or meaning.rendezvous is not None:
+    if translation.nodes == 1 or translation.rendezvous is not None:
         return None
     return RequestError(
-        f"{meaning.source}: num_machines is {meaning.nodes}, but main_process_ip is missing: set it to the address of "
-        f"the first machine, or pass --rendezvous host:{DEFAULT_PORT}"
+        f"{translation.source}: num_machines is {translation.nodes}, but main_process_ip is missing: set it to the "
+        f"address of the first machine, or pass --rendezvous host:{DEFAULT_PORT}"
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.machine.measured.waiting import Waiting
+from trainwright.machine.measured.contention import CpuContention
 
 
 def test_parts_are_of_the_time_since_then() -> None:
-    before = Waiting(ran={"1": 100}, waited={"1": 50}, periods={"a": (10, 5), "b": (0, 0)}, stolen=5, all=100)
-    after = Waiting(
+    before = CpuContention(ran={"1": 100}, waited={"1": 50}, periods={"a": (10, 5), "b": (0, 0)}, stolen=5, all=100)
+    after = CpuContention(
         ran={"1": 400, "2": 100}, waited={"1": 150, "2": 0}, periods={"a": (30, 10), "b": (10, 5)}, stolen=15, all=200
     )
     # 400 ns of running and 100 ns of waiting; 5 of 20 periods of one group and 5 of 10 of the one above it.
@@ -17,11 +17,11 @@ def test_parts_are_of_the_time_since_then() -> None:
 
 
 def test_what_is_not_counted_is_left_out() -> None:
-    nothing = Waiting(ran={}, waited={}, periods={"a": (0, 0)}, stolen=0, all=0)
+    nothing = CpuContention(ran={}, waited={}, periods={"a": (0, 0)}, stolen=0, all=0)
     assert nothing.since(nothing) == {}
 
 
 def test_this_machine_answers_with_parts() -> None:
-    before = Waiting.now()
+    before = CpuContention.now()
     sum(range(100_000))
-    assert all(0.0 <= part <= 1.0 for part in Waiting.now().since(before).values())
+    assert all(0.0 <= part <= 1.0 for part in CpuContention.now().since(before).values())

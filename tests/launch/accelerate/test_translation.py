@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.launch.accelerate import files
-from tests.launch.accelerate.files import meaning, problems, values, written
+from tests.launch.accelerate.files import problems, translation, values, written
 from trainwright.errors import RequestError
-from trainwright.launch.accelerate.meaning import interpret, missing_rendezvous
 from trainwright.launch.accelerate.reading import read
 from trainwright.launch.accelerate.showing import show
+from trainwright.launch.accelerate.translation import interpret, missing_rendezvous
 
 # Further examples beside the checkout, where there are some.
 SHARED = sorted((Path(__file__).parents[4] / "shared" / "accelerate-configs").glob("*"))
 
 
 def test_loose_ddp(tmp_path: Path) -> None:
-    found = meaning(tmp_path, files.LOOSE_DDP, "ddp.json")
+    found = translation(tmp_path, files.LOOSE_DDP, "ddp.json")
     assert found.to_overrides() == [
         "train.mixed_precision=bf16",
         "parallel.strategy=ddp",
@@ -31,13 +31,13 @@ def test_loose_ddp(tmp_path: Path) -> None:
 
 
 def test_lower_case(tmp_path: Path) -> None:
-    found = meaning(tmp_path, files.LOWER_CASE)
+    found = translation(tmp_path, files.LOWER_CASE)
     assert (found.strategy, found.device, found.processes) == ("ddp", "cuda", 2)
     assert found.problems == ()
 
 
 def test_fsdp_version_1(tmp_path: Path) -> None:
-    found = meaning(tmp_path, files.FSDP_1)
+    found = translation(tmp_path, files.FSDP_1)
     assert values(found) == {
         "train.mixed_precision": "bf16",
         "parallel.strategy": "fsdp",
@@ -59,7 +59,7 @@ def test_fsdp_version_1(tmp_path: Path) -> None:
 
 
 def test_fsdp_version_2(tmp_path: Path) -> None:
-    found = meaning(tmp_path, files.FSDP_2)
+    found = translation(tmp_path, files.FSDP_2)
     assert values(found) == {
         "train.mixed_precision": "no",
         "parallel.strategy": "fsdp",
@@ -86,7 +86,7 @@ def test_sharding_strategies_of_version_1(tmp_path: Path, name: str) -> None:
     number = list(SHARDING).index(name) + 1
     written_ways = [("fsdp_sharding_strategy", value) for value in (name, name.lower(), number, f"'{number}'")]
     for key, value in [*written_ways, ("fsdp_reshard_after_forward", name)]:
-        found = meaning(tmp_path, f"{text}fsdp_config:\n  {key}: {value}\n")
+        found = translation(tmp_path, f"{text}fsdp_config:\n  {key}: {value}\n")
         keys = ("parallel.strategy", "parallel.reshard_after_forward", "parallel.replicate_size")
         assert tuple(found.value(key) for key in keys) == SHARDING[name]
         assert found.problems == () and found.rendezvous == "host:29500"
@@ -110,7 +110,7 @@ def sized(kind: str, processes: int | None, **sizes: object) -> str:
     ],
 )
 def test_sizes_of_parallelism(tmp_path: Path, text: str, strategy: str, replicas: int | None, processes: int) -> None:
-    found = meaning(tmp_path, text)
+    found = translation(tmp_path, text)
     assert problems(found) == ""
     assert (found.strategy, found.value("parallel.replicate_size"), found.processes) == (strategy, replicas, processes)
     assert found.value("parallel.num_processes") == processes
@@ -145,18 +145,18 @@ def test_sizes_of_parallelism(tmp_path: Path, text: str, strategy: str, replicas
     ],
 )
 def test_sizes_that_cannot_be_are_refused(tmp_path: Path, text: str, said: str) -> None:
-    assert re.search(said, problems(meaning(tmp_path, text))), problems(meaning(tmp_path, text))
+    assert re.search(said, problems(translation(tmp_path, text))), problems(translation(tmp_path, text))
 
 
 def test_keys_without_prefix_and_policies_without_counterpart(tmp_path: Path) -> None:
     text = "distributed_type: FSDP\nfsdp_config: {offload_params: true, auto_wrap_policy: size_based_wrap}\n"
-    found = meaning(tmp_path, text)
+    found = translation(tmp_path, text)
     assert found.value("parallel.offload_parameters") is True
     assert any("each of the model's blocks" in note.reason for note in found.notes)
 
 
 def test_zero_inline(tmp_path: Path) -> None:
-    assert values(meaning(tmp_path, files.INLINE_ZERO)) == {
+    assert values(translation(tmp_path, files.INLINE_ZERO)) == {
         "train.mixed_precision": "fp16",
         "parallel.strategy": "zero2",
         "parallel.offload_optimizer": True,
@@ -170,13 +170,13 @@ def test_zero_inline(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stage", "strategy"), [(0, "ddp"), (1, "zero1"), (2, "zero2"), (3, "zero3"), (None, "zero2")])
 def test_zero_stages(tmp_path: Path, stage: int | None, strategy: str) -> None:
     part = "" if stage is None else f"zero_stage: {stage}, "
-    found = meaning(tmp_path, f"distributed_type: deepspeed\ndeepspeed_config: {{{part}gradient_clipping: auto}}\n")
+    found = translation(tmp_path, f"distributed_type: deepspeed\ndeepspeed_config: {{{part}gradient_clipping: auto}}\n")
     assert found.strategy == strategy and found.problems == ()
     assert found.value("optimizer.max_grad_norm") is None
 
 
 def test_zero_by_file_beside_it_on_two_machines(tmp_path: Path) -> None:
-    found = meaning(tmp_path, files.TWO_NODES)
+    found = translation(tmp_path, files.TWO_NODES)
     assert values(found) == {
         "parallel.deepspeed_config": str(tmp_path / "zero3.json"),
         "parallel.strategy": "zero3",
@@ -206,7 +206,7 @@ def test_numbers_of_a_deepspeed_file_are_the_recipes(tmp_path: Path) -> None:
 
 
 def test_deepspeed_file_in_place_of_accelerates(tmp_path: Path) -> None:
-    found = meaning(tmp_path, json.dumps(files.ZERO_3), "zero.json")
+    found = translation(tmp_path, json.dumps(files.ZERO_3), "zero.json")
     assert found.strategy == "zero3" and found.device == "any" and found.problems == ()
     assert found.value("parallel.deepspeed_config") == str(tmp_path / "zero.json")
 
@@ -224,19 +224,19 @@ def test_deepspeed_file_in_place_of_accelerates(tmp_path: Path) -> None:
     ],
 )
 def test_plain_kinds(tmp_path: Path, text: str, strategy: str, processes: int | None, device: str) -> None:
-    found = meaning(tmp_path, text)
+    found = translation(tmp_path, text)
     assert (found.strategy, found.processes, found.device) == (strategy, processes, device)
     assert found.problems == ()
 
 
 def test_compile_devices_and_old_keys(tmp_path: Path) -> None:
     text = "distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: 1,3\ndynamo_config: {dynamo_backend: INDUCTOR}\n"
-    found = meaning(tmp_path, text + "fp16: true\n")
+    found = translation(tmp_path, text + "fp16: true\n")
     assert found.value("train.compile") is True and found.value("train.mixed_precision") == "fp16"
     assert found.device_environment() == {"CUDA_VISIBLE_DEVICES": "1,3"}
-    assert meaning(tmp_path, files.TWO_CPU).device_environment() == {"CUDA_VISIBLE_DEVICES": ""}
-    assert "train.compile" not in values(meaning(tmp_path, "distributed_type: NO\ndynamo_backend: 'NO'\n"))
-    assert "eager" in problems(meaning(tmp_path, "distributed_type: NO\ndynamo_backend: eager\n"))
+    assert translation(tmp_path, files.TWO_CPU).device_environment() == {"CUDA_VISIBLE_DEVICES": ""}
+    assert "train.compile" not in values(translation(tmp_path, "distributed_type: NO\ndynamo_backend: 'NO'\n"))
+    assert "eager" in problems(translation(tmp_path, "distributed_type: NO\ndynamo_backend: eager\n"))
 
 
 def test_switched_on_extras_have_a_line_each(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_switched_on_extras_have_a_line_each(tmp_path: Path) -> None:
         "main_training_function: train\nfsdp_config: {fsdp_offload_params: true}\nmpirun_config: {mpirun_ccl: '1'}\n"
         "ipex_config: {ipex: true}\nmegatron_lm_config: {megatron_lm_tp_degree: 2}\n"
     )
-    found = meaning(tmp_path, text)
+    found = translation(tmp_path, text)
     said = {key for note in found.notes for key in note.keys}
     assert said >= {"downcast_bf16", "debug", "enable_cpu_affinity", "tpu_use_sudo", "main_process_port"}
     assert said >= {"main_training_function", "fsdp_config", "mpirun_config", "ipex_config", "megatron_lm_config"}
@@ -293,20 +293,20 @@ def test_switched_on_extras_have_a_line_each(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_with_its_place(tmp_path: Path, text: str, said: str) -> None:
-    found = meaning(tmp_path, text)
+    found = translation(tmp_path, text)
     with pytest.raises(RequestError) as refused:
         found.to_overrides()
     assert re.search(said, str(refused.value)), refused.value
 
 
 def test_accumulation_given_twice_has_to_agree(tmp_path: Path) -> None:
-    found = meaning(tmp_path, files.INLINE_ZERO + "gradient_accumulation_steps: 2\n")
+    found = translation(tmp_path, files.INLINE_ZERO + "gradient_accumulation_steps: 2\n")
     assert "train.gradient_accumulation_steps" in problems(found)
 
 
 def test_machines_of_the_command_line_win(tmp_path: Path) -> None:
     text = files.TWO_NODES.replace('main_process_ip: "192.168.1.1"\n', "")
-    found = meaning(tmp_path, text)
+    found = translation(tmp_path, text)
     error = missing_rendezvous(found)
     assert error is not None and "main_process_ip is missing" in str(error)
     joined = found.with_machines(node_rank=0, rendezvous="other:1")

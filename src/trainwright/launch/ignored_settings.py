@@ -46,7 +46,7 @@ def srun_line(given: Variables, nodes: int, arguments: Sequence[str]) -> str:
     return f"srun --nodes={nodes} --ntasks-per-node={each} {_WORKER} {shlex.join(arguments)}".rstrip()
 
 
-def not_followed(
+def ignored_settings(
     nodes: int | None, processes: int, accelerate_file: Path | None, variables: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Yield a line for each setting that is not followed, if ignoring it is harmless.

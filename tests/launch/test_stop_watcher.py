@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.commands import wait_for
-from trainwright.launch.ending.answering import Answering, _stands_still
 from trainwright.launch.ending.stop import BEFORE_FIRST_STEP, NEWEST, Stopping
+from trainwright.launch.ending.stop_watcher import StopWatcher, _is_suspended
 
 
 class Killed(Exception):
@@ -26,14 +26,14 @@ class Launch:
         self.now = 0.0
         self.stopping = Stopping()
         self.stopping.kill = self._kill
-        self.answering = Answering(self.stopping, lambda: {3: pid}, lambda: self.now)
+        self.watcher = StopWatcher(self.stopping, lambda: {3: pid}, lambda: self.now)
 
     def _kill(self) -> None:
         raise Killed
 
     def look_until(self, end: float) -> None:
         while self.now < end:
-            self.answering.look()
+            self.watcher.check()
             self.now += 0.5
 
 
@@ -48,9 +48,9 @@ def test_nothing_is_done_before_a_stop_is_requested(worker: subprocess.Popen[byt
     launch = Launch(worker.pid)
     launch.stopping.flags.fresh.value = 1
     os.kill(worker.pid, signal.SIGSTOP)
-    wait_for(lambda: _stands_still(worker.pid))
+    wait_for(lambda: _is_suspended(worker.pid))
     launch.look_until(1000)
-    assert _stands_still(worker.pid)
+    assert _is_suspended(worker.pid)
 
 
 def test_workers_that_take_long_for_their_checkpoint_are_left_alone(worker: subprocess.Popen[bytes]) -> None:
@@ -73,12 +73,12 @@ def test_one_that_stands_still_again_is_named_and_all_are_killed(
     launch = Launch(worker.pid)
     launch.stopping.flag.value = 1
     os.kill(worker.pid, signal.SIGSTOP)
-    wait_for(lambda: _stands_still(worker.pid))
-    while _stands_still(worker.pid):
+    wait_for(lambda: _is_suspended(worker.pid))
+    while _is_suspended(worker.pid):
         launch.look_until(launch.now + 1)
         assert launch.now < 60
     os.kill(worker.pid, signal.SIGSTOP)
-    wait_for(lambda: _stands_still(worker.pid))
+    wait_for(lambda: _is_suspended(worker.pid))
     with pytest.raises(Killed):
         launch.look_until(launch.now + 60)
     assert launch.stopping.killed and launch.stopping.left == NEWEST

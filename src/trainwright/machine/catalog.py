@@ -1,4 +1,4 @@
-"""A catalogue of accelerators with the values of their datasheets, and lookup by common names.
+"""A catalog of accelerators with the values of their datasheets, and lookup by common names.
 
 The values and their sources are in ``cards.json``. Imports no torch.
 """
@@ -27,7 +27,7 @@ _BRANDS = re.compile(r"nvidia|amd|intel|geforce|tesla|instinct|quadro|generation
 
 
 @dataclass(frozen=True)
-class Source:
+class Publication:
     """The publication of a card's values."""
 
     __pydantic_config__ = STRICT
@@ -64,7 +64,7 @@ class Card:
     aliases: tuple[str, ...] = ()
     note: str | None = None
     device: str | None = None
-    source: Source | None = None
+    source: Publication | None = None
 
     def rate(self, precision: Precision) -> float | None:
         """Return the dense operations per second in ``precision``; None if the card has no units for it."""
@@ -72,7 +72,7 @@ class Card:
 
 
 def cards() -> tuple[Card, ...]:
-    """Return all cards of the catalogue, in order."""
+    """Return all cards of the catalog, in order."""
     return tuple(dict.fromkeys(_by_name().values()))
 
 
@@ -89,11 +89,11 @@ def find_card(name: str) -> Card:
         return _with_limit(find_card(limited["card"]), int(limited["watts"]))
     key = _key(name)
     if (choices := _ambiguous().get(key)) is not None:
-        raise RequestError(f"{name}: which one, {_listed(choices)}?")
+        raise RequestError(f"{name}: ambiguous; choose {_listed(choices)}")
     near = difflib.get_close_matches(key, [*_by_name(), *_ambiguous()], n=6, cutoff=0.5)
     found = dict.fromkeys(_by_name()[word].name if word in _by_name() else word.upper() for word in near)
     hint = f"; did you mean {_listed(list(found)[:3])}?" if found else "."
-    raise RequestError(f"{name}: no such card in the catalogue{hint} `trainwright machine cards` lists all cards")
+    raise RequestError(f"{name}: no such card in the catalog{hint} `trainwright machine cards` lists all cards")
 
 
 def _with_limit(card: Card, watts: int) -> Card:
@@ -158,7 +158,7 @@ def _card(entry: Mapping[str, Any]) -> Card:
         aliases=tuple(entry["aliases"]),
         note=entry.get("note"),
         device=entry.get("device"),
-        source=Source(**entry["source"]),
+        source=Publication(**entry["source"]),
     )
 
 

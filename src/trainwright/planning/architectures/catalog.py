@@ -41,19 +41,19 @@ def find_model(name: str) -> KnownModel:
     """Return the model with the id ``name``.
 
     Raises:
-        RequestError: it is not in the catalogue; the message names similar ids.
+        RequestError: it is not in the catalog; the message names similar ids.
     """
     if (model := known_model(name)) is not None:
         return model
     near = nearest_models(name)
     hint = f"did you mean {near}?" if near else "no similar name found."
     raise RequestError(
-        f"{name}: no such model in the catalogue; {hint} For other models, pass a directory with a config.json"
+        f"{name}: no such model in the catalog; {hint} For other models, pass a directory with a config.json"
     )
 
 
 def nearest_models(name: str) -> str:
-    """Return up to three ids of the catalogue similar to ``name``, as text; empty if none is."""
+    """Return up to three ids of the catalog similar to ``name``, as text; empty if none is."""
     wanted = name.strip().lower().rpartition("/")[2]
     near = difflib.get_close_matches(wanted, [key for key in _by_id() if "/" not in key], n=8, cutoff=0.6)
     ids = list(dict.fromkeys(_by_id()[key].id for key in near))[:3]

@@ -45,7 +45,7 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
             "use fewer cores than it sees"
         )
     if measured.get("waited", 0.0) >= WAITED:
-        yield f"the process waited for a core {measured['waited']:.0%} of the time: {_beside(measured)}"
+        yield f"the process waited for a core {measured['waited']:.0%} of the time: {_other_load(measured)}"
     if measured.get("stolen", 0.0) >= STOLEN:
         yield f"the host of this virtual machine gave {measured['stolen']:.0%} of its CPU time to others"
     planned, threads = predicted.get("threads"), measured.get("threads")
@@ -61,7 +61,7 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
         yield "the plan's times are from nominal rates; `trainwright machine calibrate` measures those of this machine"
 
 
-def _beside(measured: Mapping[str, float]) -> str:
+def _other_load(measured: Mapping[str, float]) -> str:
     """Return what else uses the cores."""
     processes, threads, cores = (int(measured.get(name, 0)) for name in ("processes", "threads", "cores"))
     if not processes * threads > cores > 0:

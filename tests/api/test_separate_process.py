@@ -12,36 +12,36 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from trainwright.api.apart import apart
+from trainwright.api.separate_process import run_in_process
 
 
 def test_what_is_returned_and_raised_comes_back() -> None:
-    assert apart(operator.add, [1], [2]) == [1, 2] and apart(os.getpid) != os.getpid()
+    assert run_in_process(operator.add, [1], [2]) == [1, 2] and run_in_process(os.getpid) != os.getpid()
     with pytest.raises(ZeroDivisionError):
-        apart(operator.truediv, 1, 0)
+        run_in_process(operator.truediv, 1, 0)
 
 
 def test_what_is_printed_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    apart(print, "hidden")
-    apart(print, "shown: ü", progress=True)
+    run_in_process(print, "hidden")
+    run_in_process(print, "shown: ü", progress=True)
     assert capsys.readouterr() == ("shown: ü\n", "")
 
 
 def test_a_process_that_dies_is_an_error() -> None:
     with pytest.raises(tw.TrainingError, match="ended with exit code 3 and no message"):
-        apart(os._exit, 3)
+        run_in_process(os._exit, 3)
     with pytest.raises(tw.TrainingError, match="ended with exit code -9 and no message"):
-        apart(signal.raise_signal, signal.SIGKILL)
+        run_in_process(signal.raise_signal, signal.SIGKILL)
 
 
 def test_what_cannot_be_sent_back_is_an_error_that_says_so() -> None:
     with pytest.raises(tw.TrainingError, match="cannot pickle"):
-        apart(threading.Lock)
+        run_in_process(threading.Lock)
 
 
 def test_an_interrupted_call_is_an_interrupt_here() -> None:
     with pytest.raises(KeyboardInterrupt):
-        apart(signal.raise_signal, signal.SIGINT)
+        run_in_process(signal.raise_signal, signal.SIGINT)
 
 
 def test_another_thread_can_call(tmp_path: Path) -> None:

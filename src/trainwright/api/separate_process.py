@@ -29,11 +29,11 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from trainwright.api.apart import serve; serve(*sys.argv[2:])"
+    "from trainwright.api.separate_process import serve; serve(*sys.argv[2:])"
 )
 
 
-def apart(function: Callable[..., T], *arguments: Any, progress: bool = False) -> T:
+def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool = False) -> T:
     """Call ``function(*arguments)`` in a separate process; return its result or raise its exception.
 
     Stop signals are passed on to the process, which decides how to react. If this process is killed, the other is told
@@ -102,14 +102,14 @@ def answer(result: object, error: BaseException | None) -> None:
     try:
         content = pickle.dumps((result, error))
     except Exception:
-        said = "".join(traceback.format_exception(error)) if error is not None else traceback.format_exc()
-        content = pickle.dumps((None, TrainingError(said)))
+        message = "".join(traceback.format_exception(error)) if error is not None else traceback.format_exc()
+        content = pickle.dumps((None, TrainingError(message)))
     _file.with_name("part").write_bytes(content)
     _file.with_name("part").rename(_file)
 
 
 def serve(call: str, answer_file: str, parent: str) -> None:
-    """Make the call that ``apart`` has written down, and send the answer."""
+    """Make the call that ``run_in_process`` has written down, and send the answer."""
     global _file
     _stop_with(int(parent))
     _file = Path(answer_file)

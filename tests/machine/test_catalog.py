@@ -5,7 +5,7 @@ import re
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.machine.catalogue import card_of_gpu, cards, find_card
+from trainwright.machine.catalog import card_of_gpu, cards, find_card
 
 REQUIRED = (
     "V100-16GB V100-32GB T4 A10 A10G A30 A40 L4 L40 L40S A100-40GB A100-80GB A100-PCIe-40GB A100-PCIe-80GB A800-80GB "
@@ -139,14 +139,14 @@ def test_a_card_is_found_by_what_people_and_drivers_call_it(written: str, name: 
         ("H10O", "did you mean H100"),
         ("RTX4095", "did you mean RTX4090"),
         ("MI300", "did you mean MI300X"),
-        ("RTX 6000", "which one, RTXPRO6000 or RTX6000Ada?"),
-        ("Gaudi", "which one, Gaudi2 or Gaudi3?"),
+        ("RTX 6000", "ambiguous; choose RTXPRO6000 or RTX6000Ada"),
+        ("Gaudi", "ambiguous; choose Gaudi2 or Gaudi3"),
         ("H100-50W", "H100-50W: its power limit must be from 175 to 700 W"),
         ("B200-1200W", "to 1000 W"),
         ("abacus-300W", "abacus: no such card"),
-        ("A100", "which one, A100-40GB or A100-80GB?"),
-        ("V100", "which one, V100-16GB or V100-32GB?"),
-        ("abacus", "no such card in the catalogue. `trainwright machine cards`"),
+        ("A100", "ambiguous; choose A100-40GB or A100-80GB"),
+        ("V100", "ambiguous; choose V100-16GB or V100-32GB"),
+        ("abacus", "no such card in the catalog. `trainwright machine cards`"),
     ],
 )
 def test_an_unknown_or_ambiguous_card_is_refused_with_the_nearest(written: str, said: str) -> None:

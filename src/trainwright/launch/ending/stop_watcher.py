@@ -20,8 +20,8 @@ _FRESH_SECONDS = 5.0
 _STILL_SECONDS, _WOKEN_SECONDS = 3.0, 10.0
 
 
-class Answering:
-    """Ensure that a stop ends a launch in bounded time. Call ``look`` repeatedly.
+class StopWatcher:
+    """Ensure that a stop ends a launch in bounded time. Call ``check`` repeatedly.
 
     Args:
         processes: pid of the worker of every rank.
@@ -40,7 +40,7 @@ class Answering:
         self._still: dict[int, float] = {}  # by rank: the time since it was found suspended
         self._woken: dict[int, float] = {}
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Wake suspended workers (SIGSTOP), and end the launch if that does not help or nothing is lost."""
         if not self._stopping.flag.value:
             return
@@ -49,7 +49,7 @@ class Answering:
         if self._stopping.flags.fresh.value and now - self._since >= _FRESH_SECONDS:
             self._stopping.end(BEFORE_FIRST_STEP)
         for rank, pid in self._processes().items():
-            if not _stands_still(pid):
+            if not _is_suspended(pid):
                 self._still.pop(rank, None)
             elif now - self._still.setdefault(rank, now) >= _STILL_SECONDS:
                 self._wake(rank, pid, now)
@@ -65,7 +65,7 @@ class Answering:
             self._stopping.end(NEWEST)
 
 
-def _stands_still(pid: int) -> bool:
+def _is_suspended(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.Error:

@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.data.rows.chat_encoding import encode_messages
 from trainwright.errors import RequestError
-from trainwright.inference.asking import Asker, read_questions
+from trainwright.inference.prompts import PromptEncoder, read_questions
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 
 
@@ -77,7 +77,7 @@ def test_a_text_file_without_prompts_or_that_is_no_text_is_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"colour": "red"}, "no prompt: the row has colour"),
+        ({"color": "red"}, "no prompt: the row has color"),
         ({"question": "  "}, "the field question is empty"),
         ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "out of order: turn 1 is tool after user"),
         ({"messages": [{"role": "pirate", "content": "a"}]}, "the unknown role 'pirate'"),
@@ -99,20 +99,20 @@ def test_a_prompt_is_what_training_sees_up_to_the_answer() -> None:
     start = len(targets) - targets[::-1].index(True)
     while targets[start - 1]:
         start -= 1
-    asked = Asker(tokenizer, plain=False)(conversation)
+    asked = PromptEncoder(tokenizer, plain=False)(conversation)
     assert asked == ids[:start]
     assert tokenizer.decode(asked).startswith("Today: 26 Jul 2024\n<|im_start|>user\na<|im_end|>")
 
 
 def test_a_plain_text_is_continued_as_it_is() -> None:
-    asker = Asker(bytes_tokenizer(), plain=True)
-    assert asker("Hi") == list(b"Hi") == asker([user("Hi")])
+    encode = PromptEncoder(bytes_tokenizer(), plain=True)
+    assert encode("Hi") == list(b"Hi") == encode([user("Hi")])
 
 
 def test_a_system_turn_opens_conversations_that_have_none() -> None:
-    asker = Asker(bytes_tokenizer(), plain=False, system="Be brief.")
-    assert "Be brief." in bytes_tokenizer().decode(asker([user("Hi")]))
-    own = asker([{"role": "system", "content": "Own."}, user("Hi")])
+    encode = PromptEncoder(bytes_tokenizer(), plain=False, system="Be brief.")
+    assert "Be brief." in bytes_tokenizer().decode(encode([user("Hi")]))
+    own = encode([{"role": "system", "content": "Own."}, user("Hi")])
     assert "Be brief." not in bytes_tokenizer().decode(own)
 
 
@@ -121,4 +121,4 @@ def test_a_template_that_refuses_a_conversation_is_named() -> None:
     refuses = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not that') }}{% endif %}"
     tokenizer.chat_template = refuses + tokenizer.chat_template
     with pytest.raises(RequestError, match="rejects the conversation: not that"):
-        Asker(tokenizer, plain=False)([user("no")])
+        PromptEncoder(tokenizer, plain=False)([user("no")])

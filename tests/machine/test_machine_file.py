@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from trainwright.cli.machine import app
 from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
-from trainwright.machine.written import machine_of, read_machine
+from trainwright.machine.machine_file import machine_of, read_machine
 from trainwright.planning.facts import full_rows
 from trainwright.planning.plan import constraints_of, make_plan
 from trainwright.recipe.loading import recipe_of
@@ -73,7 +73,7 @@ def changed(key: str, value: Any) -> Change:
         ("card.memory_bytes", -5, "card.memory_bytes: expected a number of at least 1, not -5"),
         ("card.rates.bf16", "fast", 'card.rates.bf16: expected a number, not "fast"'),
         ("card.memory_bandwidth", 0, "card.memory_bandwidth: expected a finite number above 0, not 0"),
-        ("card.colour", "green", "card.colour: unknown key"),
+        ("card.color", "green", "card.color: unknown key"),
         ("link.kind", "pci", "did you mean pcie?"),
         ("devices", 9, "devices: 9 contradicts the other keys, which make it 8"),
         ("calibration", 5, "calibration: of another version of Trainwright, or no calibration; set it to null"),

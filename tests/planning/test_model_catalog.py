@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.planning.architectures.catalogue import _by_id, find_model, known_model
+from trainwright.planning.architectures.catalog import _by_id, find_model, known_model
 
 # As Hugging Face shows them for each repository, from the headers of its safetensors files; where those store
 # a tied head twice (Qwen3), or a vision tower of 416,866,032 with its projector (Gemma 3), without these.
@@ -211,7 +211,7 @@ def test_another_organisation_is_not_taken_for_the_original() -> None:
 
 def test_looking_up_imports_nothing_heavy() -> None:
     program = (
-        "import sys; from trainwright.planning.architectures.catalogue import find_model\n"
+        "import sys; from trainwright.planning.architectures.catalog import find_model\n"
         "find_model('llama-3.1-8b').architecture().parameters()\n"
         "print(*{'torch', 'transformers', 'numpy', 'pydantic', 'yaml'} & set(sys.modules))"
     )
