@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.commands import descendants, wait_for
-from tests.support.doctor import checked
+from tests.support.commands import descendants, environment, wait_for
+from tests.support.doctor import checked, doctor
 from tests.support.runs import Runs
 
 
@@ -71,3 +71,47 @@ def test_all_checks_on_this_machine(runs: Runs, tmp_path: Path) -> None:
     assert [fact.partition(":")[0] for fact in compared if "from those of one process" in fact][:2] == ["ddp", "fsdp"]
     assert not [fact for fact in compared if fact.startswith("not run for lack of time")]
     assert [path for path in tmp_path.iterdir() if path.name.startswith("trainwright")] == []
+
+
+WRONG = """
+from dataclasses import replace
+from trainwright.parallel.replicated.spec import DDP
+
+DOUBLED = replace(DDP, summary="wrong rate", implementation="wrong_strategies:Doubled")
+RAISING = replace(DDP, summary="fails on one rank", implementation="wrong_strategies:Raising")
+
+def __getattr__(name):
+    from trainwright.parallel.replicated.replicated import Replicated
+
+    class Doubled(Replicated):
+        def step(self, learning_rate, scale):
+            super().step(2 * learning_rate, scale)
+
+    class Raising(Replicated):
+        def gradient_norm(self):
+            if self.world.rank == 1:
+                raise RuntimeError("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)")
+            return super().gradient_norm()
+
+    if name in ("Doubled", "Raising"):
+        return {"Doubled": Doubled, "Raising": Raising}[name]
+    raise AttributeError(name)
+"""
+
+
+@pytest.mark.slow
+def test_strategies_that_are_wrong_or_fail_are_named(tmp_path: Path) -> None:
+    metadata = tmp_path / "wrong_strategies-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-strategies\nVersion: 1\n")
+    names = "doubled = wrong_strategies:DOUBLED\nraising = wrong_strategies:RAISING\n"
+    (metadata / "entry_points.txt").write_text(f"[trainwright.strategies]\n{names}")
+    (tmp_path / "wrong_strategies.py").write_text(WRONG)
+    before = ["env", f"PYTHONPATH={tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"]
+    found = doctor("strategies", cwd=tmp_path, before=before)
+    wrong = found.finding("strategies", "two ranks of doubled has other losses than one process", "at step 2")
+    failed = found.finding("strategies", "two ranks of raising cannot train", "NCCL error: unhandled system error")
+    assert found.code == 3 and wrong["severity"] == failed["severity"] == "broken"
+    assert "kernels and links" in wrong["fix"] and "NCCL_DEBUG=INFO" in failed["fix"]
+    facts = found.check("strategies")["facts"]
+    assert "raising: failed" in facts and any(fact.startswith("fsdp: ") and "differ by" in fact for fact in facts)
