@@ -5,22 +5,32 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.commands import ROOT, trainwright
+from tests.support.commands import PATIENCE, ROOT, environment, trainwright
 from tests.support.doctor import checked
 from trainwright.doctor.checks.check import CannotCheck, Check, Finding, Found, Outcome, Severity, Surroundings
 from trainwright.doctor.checks.gpus.health import _xids
+from trainwright.doctor.checks.gpus.offload import judged as judged_copies
+from trainwright.doctor.checks.network.interfaces import _adapters
+from trainwright.doctor.checks.processes.links import _judged as judged_sums
 from trainwright.doctor.checks.registry import CHECKS
 from trainwright.doctor.checks.report import MachineReport
 from trainwright.doctor.checks.running import examine
 from trainwright.doctor.checks.software.kernels import TOLERANCES, Kernel, compare, kernels
 from trainwright.doctor.checks.system.cores import _capped, _heat, _slow
+from trainwright.doctor.checks.system.disks import _link_rate
+from trainwright.errors import MachineError
 from trainwright.launch.ending.stop import Stopping
 from trainwright.machine.detect import detect
+from trainwright.machine.links import fabric, pcie
+from trainwright.machine.machine import Gpu, Machine
 
 CPU = torch.device("cpu")
 
@@ -44,9 +54,17 @@ class Own(Check):
         return globals()[self.place]
 
 
+def refuses(surroundings: Surroundings) -> Found:
+    raise MachineError("the limit of open files is 24; raise it")
+
+
+def surroundings(work: Path, machine: Machine | None = None) -> Surroundings:
+    """What checks are given, on the described machine if no other is given."""
+    return Surroundings(machine or detect(), (work,), (), work, lambda run: None, Stopping(), variables={})
+
+
 def report(tmp_path: Path, *checks: Check) -> MachineReport:
-    surroundings = Surroundings(detect(), (tmp_path,), (), tmp_path, lambda run: None, Stopping(), variables={})
-    return examine(checks, surroundings)
+    return examine(checks, surroundings(tmp_path))
 
 
 def test_a_check_that_fails_or_is_not_possible_does_not_end_the_others(tmp_path: Path) -> None:
@@ -69,6 +87,11 @@ def test_a_check_that_fails_or_is_not_possible_does_not_end_the_others(tmp_path:
     assert first.severity is Severity.WARNING and "ZeroDivisionError: a driver without a name" in first.what
     assert [finding.severity for finding in found.findings] == [Severity.BROKEN, Severity.WARNING]
     assert found.is_broken
+
+
+def test_an_error_of_the_product_is_a_finding(tmp_path: Path) -> None:
+    (finding,) = report(tmp_path, Own("a", "one", "refuses")).findings
+    assert (finding.severity, finding.what) == (Severity.BROKEN, "the limit of open files is 24; raise it")
 
 
 def test_the_page_has_a_line_for_each_check_and_the_worst_first() -> None:
@@ -181,3 +204,84 @@ def test_xid_errors_in_the_log_of_the_kernel() -> None:
     assert (bus.severity, program.severity) == (Severity.WARNING, Severity.NOTE)
     assert "Xid 79 for the GPU at 0000:3b:00, 2 times: the GPU has fallen off the bus" in bus.what
     assert "Xid 31" in program.what and "compute-sanitizer" in program.fix
+
+
+def test_a_link_that_is_wrong_or_slow_beside_its_datasheet(tmp_path: Path) -> None:
+    nvlink = fabric("nvlink", 4, 450e9, 8)
+    gpu = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), link=nvlink)
+    given = surroundings(tmp_path, machine=replace(detect(), gpus=(gpu, gpu)))
+    seconds = 2**28 / 400e9
+    fast = judged_sums({"seconds": seconds, "wrong": []}, given, "cuda")
+    assert fast.findings == () and fast.facts[0].startswith("400.00 GB/s each way, NVLink 4, 450 GB/s each way")
+    (slow,) = judged_sums({"seconds": 20 * seconds, "wrong": []}, given, "cuda").findings
+    assert slow.what == "the link between two GPUs has 4% of its rate" and "nvidia-smi topo -m" in slow.fix
+    (wrong,) = judged_sums({"seconds": seconds, "wrong": [1]}, given, "cuda").findings
+    assert wrong.severity is Severity.BROKEN and "wrong on rank 1" in wrong.what and "NCCL_P2P_DISABLE" in wrong.fix
+
+
+def test_pinned_memory_that_is_wrong_or_slow_beside_its_slot() -> None:
+    slot = pcie(5)
+    right = {"wrong": 0, "to": 50e9, "from": 52e9}
+    assert judged_copies(right, slot).findings == () and "PCIe 5" in judged_copies(right, slot).facts[0]
+    (slow,) = judged_copies({**right, "from": 6e9}, slot).findings
+    assert "10% of the slot's rate" in slow.what and slow.severity is Severity.WARNING
+    (wrong,) = judged_copies({**right, "wrong": 3}, None).findings
+    assert "3 of 8 copies" in wrong.what and wrong.severity is Severity.BROKEN
+
+
+def test_the_rate_of_the_slot_of_a_disk(tmp_path: Path) -> None:
+    (tmp_path / "current_link_speed").write_text("16.0 GT/s PCIe\n")
+    (tmp_path / "current_link_width").write_text("4\n")
+    assert _link_rate(tmp_path) == pcie(4, 4).bandwidth
+    (tmp_path / "current_link_speed").write_text("Unknown\n")
+    assert _link_rate(tmp_path) is None
+
+
+def test_infiniband_ports_that_are_down(tmp_path: Path) -> None:
+    for adapter, state, physical in (
+        ("mlx5_0", "4: ACTIVE", "5: LinkUp"),
+        ("mlx5_1", "1: DOWN", "2: Polling"),
+        ("mlx5_2", "1: DOWN", "3: Disabled"),
+    ):
+        port = tmp_path / adapter / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "phys_state").write_text(f"{physical}\n")
+    (finding,) = _adapters(tmp_path)
+    assert finding.what == "dead interface: InfiniBand adapter mlx5_1, port 1, is DOWN"
+    assert "NCCL_IB_HCA=^mlx5_1" in finding.fix
+
+
+CHILD = """
+import os, sys
+from pathlib import Path
+from tests.doctor.test_machine_checks import surroundings
+from trainwright.doctor.checks.check import Broken
+from trainwright.doctor.checks.child import answer_of
+
+def work(answer):
+    if sys.argv[1] == "crash":
+        os.kill(os.getpid(), 4)
+    if sys.argv[1] == "raise":
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+    answer.write_text('{"two": 2}')
+
+try:
+    print(answer_of(work, "kernels", surroundings(Path(sys.argv[2]))))
+except Broken as broken:
+    print(broken.finding.what, "|", broken.finding.fix)
+"""
+
+
+@pytest.mark.slow
+def test_work_that_crashes_is_a_finding_with_its_signal(tmp_path: Path) -> None:
+    def run(kind: str) -> str:
+        command = [sys.executable, "-c", CHILD, kind, str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("work") == "{'two': 2}\n"
+    assert run("crash").startswith("kernels: its process ended with exit code -4")
+    raised = run("raise")
+    assert raised.startswith("kernels: RuntimeError: CUDA error: no kernel image is available") and "torch" in raised

@@ -47,6 +47,14 @@ class CannotCheck(Exception):
     """The check is not possible here: a right, a device or a program is missing. The message says which."""
 
 
+class Broken(Exception):
+    """The check ends with this finding."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.what)
+        self.finding = finding
+
+
 @dataclass
 class Surroundings:
     """What checks are given.
@@ -80,7 +88,7 @@ class Check:
         name: on the command line and in JSON.
         title: what is checked, for tables.
         place: the function, as ``module:function`` below this package; called with `Surroundings`, it returns `Found`
-            or raises `CannotCheck`.
+            or raises `CannotCheck` or `Broken`.
         after: names of checks; if one of them found something broken, this one is skipped.
         needs_gpu: whether it is only for machines with a GPU.
         has_processes: whether it imports torch and starts processes of training.

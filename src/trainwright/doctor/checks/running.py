@@ -9,9 +9,9 @@ from dataclasses import replace
 from datetime import datetime
 
 from trainwright import __version__
-from trainwright.doctor.checks.check import CannotCheck, Check, Finding, Found, Outcome, Severity, Surroundings
+from trainwright.doctor.checks.check import Broken, CannotCheck, Check, Finding, Found, Outcome, Severity, Surroundings
 from trainwright.doctor.checks.report import MachineReport
-from trainwright.errors import Stopped
+from trainwright.errors import Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
 from trainwright.text import draw, is_terminal
 
@@ -58,8 +58,12 @@ def _outcome(check: Check, surroundings: Surroundings, broken: set[str], is_late
         found = check.load()(surroundings)
     except CannotCheck as error:
         return Outcome(check.name, check.title, time.monotonic() - begun, skipped=str(error))
+    except Broken as error:
+        found = Found((), (error.finding,))
     except Stopped:
         raise
+    except TrainwrightError as error:
+        found = Found((), (_refused(error),))
     except Exception as error:  # a machine may be broken in ways that no check expects
         found = Found((), (_failed(check, error),))
     finally:
@@ -76,6 +80,15 @@ def _reason_to_skip(check: Check, machine: Machine, broken: set[str], is_late: b
     if is_late:
         return f"the other checks took all the time; `trainwright doctor {check.name}` runs it alone"
     return None
+
+
+def _refused(error: TrainwrightError) -> Finding:
+    return Finding(
+        Severity.BROKEN,
+        str(error),
+        "commands that train end with the same error",
+        "the message says what is needed; `trainwright doctor` without names checks that too",
+    )
 
 
 def _failed(check: Check, error: Exception) -> Finding:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
-from trainwright.launch.process import preload_libraries, run_in_child
+from trainwright.doctor.checks.child import answer_of
+from trainwright.machine.links import Link
 
 _BYTES = 2**28
 _COPIES = 8
@@ -16,11 +17,12 @@ _LOW = 0.5  # of the slot's rate; protocols take a fifth of it
 
 def check(surroundings: Surroundings) -> Found:
     """Copy to the first GPU and back in a process of its own."""
-    preload_libraries()
-    answer = surroundings.work / "offload.json"
-    run_in_child(functools.partial(_measure, answer), surroundings.work / "offload.log", surroundings.stopping)
-    values = json.loads(answer.read_text(encoding="utf-8"))
-    link = surroundings.machine.gpus[0].host_link
+    values = answer_of(_measure, "pinned memory", surroundings)
+    return judged(values, surroundings.machine.gpus[0].host_link)
+
+
+def judged(values: Mapping[str, float], link: Link | None) -> Found:
+    """Compare measured bytes per second with those of the slot."""
     datasheet = "" if link is None else f" ({link.describe()} by its datasheet)"
     facts = (f"to the GPU {values['to'] / 1e9:.1f} GB/s, from it {values['from'] / 1e9:.1f} GB/s{datasheet}",)
     findings = []

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
-from trainwright.launch.process import limit_threads, preload_libraries
+from trainwright.doctor.checks.processes.starting import PROCESSES, ready
 from trainwright.text import span
 
 if TYPE_CHECKING:
     from trainwright.launch.ending.failure import Failure
 
 _SECONDS = 30.0
-_PROCESSES, _FAULTY = 2, 1  # number of processes, and the rank that fails
+_FAULTY = 1  # the rank that fails
 _HEADROOM, _ASKED = 2**28, 2**32  # bytes that rank 1 may still allocate, and that it asks for
 
 
@@ -37,21 +37,16 @@ def killed_rank(surroundings: Surroundings) -> Found:
 def _provoked(
     surroundings: Surroundings, what: str, fault: Callable[[], None], is_named: Callable[[Failure], bool]
 ) -> Found:
-    device = two_devices(surroundings)
-    limit_threads(surroundings.machine.cpu_cores, _PROCESSES)
-    preload_libraries()
-    from trainwright.doctor.checks.processes.watching import StandsStill, watched
+    device = ready(surroundings)
+    from trainwright.doctor.checks.processes.watching import watched
     from trainwright.launch.ending.failure import Failure
     from trainwright.launch.local import launch_once
 
     logs = surroundings.work / fault.__name__
     begun = time.monotonic()
-    try:
-        with watched(what, _SECONDS, surroundings.end):
-            entry = functools.partial(_entry, device, fault, logs)
-            ended = launch_once(entry, processes=_PROCESSES, logs=logs, stopping=surroundings.stopping)
-    except StandsStill as still:
-        return Found((), (still.finding,))
+    with watched(what, _SECONDS, surroundings.end):
+        entry = functools.partial(_entry, device, fault, logs)
+        ended = launch_once(entry, processes=PROCESSES, logs=logs, stopping=surroundings.stopping)
     failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else begun
     took = time.monotonic() - failed_at
     message = ended.message if isinstance(ended, Failure) else "the launch ended as if nothing had happened"
@@ -76,11 +71,6 @@ def _is_out_of_memory(failure: Failure) -> bool:
 
 def _is_killed(failure: Failure) -> bool:
     return failure.message.startswith(f"rank {_FAULTY} was killed")
-
-
-def two_devices(surroundings: Surroundings) -> str:
-    """Return the type of the devices that two processes use: "cuda" with two GPUs. Without them, "cpu"."""
-    return "cuda" if len(surroundings.machine.gpus) >= _PROCESSES else "cpu"
 
 
 def _entry(device: str, fault: Callable[[], None], logs: Path) -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
-from trainwright.doctor.checks.processes.faults import two_devices
-from trainwright.launch.process import limit_threads, preload_libraries
+from trainwright.doctor.checks.processes.starting import ready
 
 _SECONDS = 30.0
 _BYTES = {"cpu": 2**24, "cuda": 2**28}
@@ -19,10 +18,8 @@ _LOW = 0.3  # of the link's rate
 
 def check(surroundings: Surroundings) -> Found:
     """Add up tensors of two processes."""
-    device = two_devices(surroundings)
-    limit_threads(surroundings.machine.cpu_cores, 2)
-    preload_libraries()
-    from trainwright.doctor.checks.processes.watching import StandsStill, watched
+    device = ready(surroundings)
+    from trainwright.doctor.checks.processes.watching import watched
     from trainwright.errors import TrainwrightError
     from trainwright.launch.local import launch
 
@@ -31,8 +28,6 @@ def check(surroundings: Surroundings) -> Found:
         with watched("two processes that add up tensors", _SECONDS, surroundings.end):
             entry = functools.partial(_entry, device, answer)
             launch(entry, processes=2, logs=logs, stopping=surroundings.stopping)
-    except StandsStill as still:
-        return Found((), (still.finding,))
     except TrainwrightError as error:
         return Found((), (_failed(str(error)),))
     return _judged(json.loads(answer.read_text(encoding="utf-8")), surroundings, device)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainwright.doctor.checks.check import CannotCheck, Finding, Found, Severity, Surroundings
-from trainwright.doctor.checks.processes.faults import two_devices
-from trainwright.launch.process import limit_threads, preload_worker, run_in_child
+from trainwright.doctor.checks.check import Broken, CannotCheck, Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.processes.starting import ready, two_devices
+from trainwright.launch.process import preload_worker, run_in_child
 from trainwright.text import span
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check(surroundings: Surroundings) -> Found:
     """Compare the first steps of every strategy on two ranks with those on one process."""
     from trainwright.recipe.strategy_spec import all_specs
 
-    limit_threads(surroundings.machine.cpu_cores, 2)
+    ready(surroundings)
     specs = all_specs()
     names = [n for n, spec in specs.items() if spec.least_processes <= 2 <= (spec.most_processes or 2)]
     missing = {n: spec.library for n in names if (spec := specs[n]).library is not None and spec.library.is_missing}
@@ -106,15 +106,15 @@ def _prepare(surroundings: Surroundings, recipe: Recipe) -> None:
 
 def _run(surroundings: Surroundings, side: Side, what: str) -> Finding | None:
     """Run a side; return a finding if it fails."""
-    from trainwright.doctor.checks.processes.watching import StandsStill, watched
+    from trainwright.doctor.checks.processes.watching import watched
     from trainwright.doctor.verify import run_side
     from trainwright.errors import Stopped, TrainwrightError
 
     try:
         with watched(what, _SECONDS, surroundings.end):
             run_side(side, _STEPS, surroundings.stopping, is_shown=False)
-    except StandsStill as still:
-        return still.finding
+    except Broken as broken:
+        return broken.finding
     except Stopped:
         raise
     except TrainwrightError as error:

@@ -12,19 +12,11 @@ from types import FrameType
 import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from trainwright.doctor.checks.check import CannotCheck, Finding, Severity
+from trainwright.doctor.checks.check import Broken, CannotCheck, Finding, Severity
 
 _LOOKS = 0.25  # seconds between looks
 _STILL_SECONDS = 2.0  # that a process may be stopped
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-
-
-class StandsStill(Exception):
-    """A process of a launch does not go on. ``finding``: which one, and what to do."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.what)
-        self.finding = finding
 
 
 @contextmanager
@@ -37,7 +29,7 @@ def watched(what: str, seconds: float, end: float) -> Iterator[None]:
         end: time.monotonic() at which all checks must be over.
 
     Raises:
-        StandsStill: a process was stopped, or did not end within ``seconds``; all of them have been killed.
+        Broken: a process was stopped, or did not end within ``seconds``; all of them have been killed.
         CannotCheck: time was up for all checks.
     """
     limit = time.monotonic() + seconds
@@ -55,7 +47,7 @@ def watched(what: str, seconds: float, end: float) -> Iterator[None]:
     if watch.finding is not None:
         if watch.is_late and end < limit:
             raise CannotCheck("time was up before it had finished; run it alone")
-        raise StandsStill(watch.finding)
+        raise Broken(watch.finding)
 
 
 class _Watch:

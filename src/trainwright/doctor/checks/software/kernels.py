@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
-from trainwright.launch.process import preload_libraries, run_in_child
+from trainwright.doctor.checks.child import answer_of
 from trainwright.machine.machine import Machine
 
 if TYPE_CHECKING:
@@ -27,11 +27,8 @@ _TOKENS, _HIDDEN, _VOCABULARY = 128, 256, 1000
 
 def check(surroundings: Surroundings) -> Found:
     """Run every kernel in a process of its own, on the device that training uses."""
-    preload_libraries()
-    answer = surroundings.work / "kernels.json"
-    work = functools.partial(_compare_all, surroundings.machine.device, precisions(surroundings.machine), answer)
-    run_in_child(work, surroundings.work / "kernels.log", surroundings.stopping)
-    values = json.loads(answer.read_text(encoding="utf-8"))
+    work = functools.partial(_compare_all, surroundings.machine.device, precisions(surroundings.machine))
+    values = answer_of(work, "kernels", surroundings)
     findings = [finding for row in values["rows"] if (finding := _judged(row, values["device"])) is not None]
     worst = dict.fromkeys(TOLERANCES, 0.0)
     for row in values["rows"]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CannotCheck, Finding, Found, Severity, Surroundings
 from trainwright.machine.measured.contention import CpuContention
 from trainwright.machine.system_files import read
 from trainwright.text import plural
@@ -26,6 +26,8 @@ _SYSTEM = Path("/sys/devices/system/cpu")
 
 def check(surroundings: Surroundings) -> Found:
     """Compute for a moment on every core, alone."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise CannotCheck("this system does not bind processes to cores")
     cores = _chosen(sorted(os.sched_getaffinity(0)))
     heat, before = _heat(cores), CpuContention.now()
     rates = _rates(cores)

@@ -21,6 +21,7 @@ from trainwright.text import size, span
 
 _SECONDS = 0.8  # of writing, and of reading
 _CHUNK, _MOST = 2**20, 2**26  # bytes
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 _SLOW = 100e6  # bytes a second, which a single hard disk has
 _LEAST_FREE = 5 * 2**30
 # A checkpoint of a model of a billion parameters: fp32 weights and AdamW's two moments.
@@ -81,8 +82,10 @@ def measure(directory: Path) -> Speed:
 
 
 def _read_rate(file: Path, chunk: mmap.mmap) -> float | None:
+    if not _DIRECT:
+        return None
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        descriptor = os.open(file, os.O_RDONLY | _DIRECT)
     except OSError:  # the file would be read from memory
         return None
     try:
@@ -99,7 +102,7 @@ def _read_rate(file: Path, chunk: mmap.mmap) -> float | None:
 def _opened(file: Path, flags: int) -> int:
     """Open for direct transfers, or usual ones where the file system has none (tmpfs, some network file systems)."""
     try:
-        return os.open(file, flags | os.O_DIRECT, 0o600)
+        return os.open(file, flags | _DIRECT, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CannotCheck, Finding, Found, Severity, Surroundings
 from trainwright.launch.limits import shortage
 from trainwright.text import size
 
@@ -19,6 +20,8 @@ _FIX = "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with
 
 def check(surroundings: Surroundings) -> Found:
     """Compare its size with what NCCL, data loaders and Trainwright need."""
+    if not sys.platform.startswith("linux"):
+        raise CannotCheck("this system has other shared memory")
     gpus = len(surroundings.machine.gpus)
     try:
         found = os.statvfs(_SHARED)
