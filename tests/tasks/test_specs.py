@@ -12,6 +12,7 @@ import pytest
 
 import trainwright
 from trainwright.recipe.schema import Recipe, recipe_model
+from trainwright.recipe.task_spec import TaskSpec
 from trainwright.registries import TASKS
 
 SOURCES = Path(trainwright.__file__).parent
@@ -94,3 +95,10 @@ def test_every_spec_names_code_that_builds_the_task(name: str) -> None:
 
     module = import_module(TASKS.get(name).module)
     assert callable(module.build) and callable(module.prepare_once)
+
+
+def test_a_task_adds_keys_and_changes_none() -> None:
+    theirs = {"data": {"train": "other rows", "max_length": 8}, "train": {"epochs": 2}, "seed": None}
+    spec = TaskSpec(name="copy", summary="copying", module="copying", fill=lambda values: {**values, **theirs})
+    found = spec.filled({"data": {"train": "rows.jsonl"}, "train": None})
+    assert found == {"data": {"train": "rows.jsonl", "max_length": 8}, "train": None, "seed": None}

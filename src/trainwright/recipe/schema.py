@@ -308,9 +308,7 @@ class Recipe(Section):
         if not isinstance(values, dict):
             return values
         if (spec := _spec_of(values.get("task"))) is not None:
-            if spec.section is not None and values.get(spec.name) is None:
-                values = {**values, spec.name: {}}
-            values = spec.fill(values)
+            values = spec.filled(values)  # adds keys; those in the recipe keep their values
         return _with_a_corpus_for_the_tokenizer(values)
 
     @model_serializer(mode="wrap")

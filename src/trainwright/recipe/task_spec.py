@@ -107,7 +107,7 @@ class TaskSpec:
         section: the keys of its section; None: it has none.
         section_description: of the section in the schema.
         check: returns contradictions in a recipe of the task.
-        fill: adds values that follow from the task to the recipe's values as written.
+        fill: returns the recipe's values as written with those that follow from the task; see ``filled``.
         rows: the kind of rows at a key of the section ``data``.
         needs: returns what a plan needs to know.
         inputs: describes the model and the data.
@@ -141,3 +141,18 @@ class TaskSpec:
     length_keys: str | None = None
     also_called: tuple[str, ...] = ()
     other_keys: Mapping[str, str] = field(default_factory=dict)
+
+    def filled(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return a recipe's values with the task's section and what ``fill`` adds; a value as written stays."""
+        if self.section is not None and values.get(self.name) is None:
+            values = {**values, self.name: {}}
+        return _written_over(self.fill(values), values)
+
+
+def _written_over(filled: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """Merge ``written`` over ``filled``, mappings key by key."""
+    merged = dict(filled)
+    for key, value in written.items():
+        earlier = filled.get(key)
+        merged[key] = _written_over(earlier, value) if isinstance(earlier, dict) and isinstance(value, dict) else value
+    return merged

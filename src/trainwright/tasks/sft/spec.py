@@ -8,5 +8,6 @@ SPEC = TaskSpec(
     name="sft",
     summary="supervised fine-tuning on conversations or text",
     module="trainwright.tasks.sft.task",
+    rows=lambda recipe, key: "examples",
     also_called=("finetune", "finetuning", "instruct", "supervised"),
 )
