@@ -13,7 +13,7 @@ import torch
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.out_of_memory import MemoryShortage, peak_memory
+from trainwright.engine.out_of_memory import MemoryShortage, attempt, peak_memory
 from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy, Training
 from trainwright.engine.policies.halving import Halving
 from trainwright.errors import TrainingError
@@ -40,7 +40,7 @@ class StepPasses:
             TrainingError: the loss or the norm is not finite, or memory ran out and nothing can be halved.
         """
         while True:
-            found = self._attempt(step, batch)
+            found = self._compute(step, batch)
             divided = (policy.again(step, found) for policy in self.policies)
             again = next((other for other in divided if other is not None), None)
             if again is None:
@@ -50,10 +50,12 @@ class StepPasses:
             self._refuse(step, found)
         return found
 
-    def _attempt(self, step: int, batch: GlobalBatch) -> StepGradients:
+    def _compute(self, step: int, batch: GlobalBatch) -> StepGradients:
         world = self.training.strategy.world
-        done = self.halving.guard_passes(step, batch, functools.partial(self.forward_backward, step, batch))
+        done = attempt(functools.partial(self.forward_backward, step, batch))
         shortage = done if isinstance(done, MemoryShortage) else None
+        if shortage is not None:
+            self.halving.after_shortage(step, batch, shortage)
         losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, MemoryShortage) else done
         memory, (stop, save) = peak_memory(world.device), self.requests(step)
         own = RankReport(sum(losses), float(stop), memory, float(shortage is not None), float(save))

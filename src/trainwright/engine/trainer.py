@@ -15,6 +15,7 @@ from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Step
 from trainwright.engine.measured import RunMeasurements
+from trainwright.engine.out_of_memory import attempt
 from trainwright.engine.passes import StepPasses
 from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.engine.policies.builtin import GradientNoise, LossScale, LossSpikes
@@ -162,7 +163,9 @@ class Trainer:
             self.strategy.discard_gradients()
         else:
             scale = self._clip_factor(found.norm) / self.progress.loss_scale
-            self._halving.guard_update(step, found.batch, lambda: self.strategy.step(learning_rate, scale))
+            shortage = attempt(functools.partial(self.strategy.step, learning_rate, scale))
+            if shortage is not None:  # a partial update must not be used
+                raise self._halving.error(step, found.batch, shortage)
             self.task.after_step(metrics)
         self._record(step, found, learning_rate, metrics, time.perf_counter() - begun)
         for policy in self._policies:

@@ -6,9 +6,6 @@ accumulation give the same loss and gradient. Micro-batches stay halved, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.out_of_memory import MemoryShortage, OutOfMemory, attempt, release
@@ -16,8 +13,6 @@ from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.parallel.strategy import Independent
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
-
-T = TypeVar("T")
 
 
 class Halving(StepPolicy):
@@ -33,25 +28,16 @@ class Halving(StepPolicy):
         self._task = training.task
         self._strategy = training.strategy
 
-    def guard_passes(self, step: int, batch: GlobalBatch, work: Callable[[], T]) -> T | MemoryShortage:
-        """Return the result of ``work``, this rank's passes of a step, or the out-of-memory error if memory ran out.
+    def after_shortage(self, step: int, batch: GlobalBatch, shortage: MemoryShortage) -> None:
+        """Leave passes of this rank that ran out of memory; ``again`` then repeats the step on every rank.
 
         Raises:
-            OutOfMemory: memory ran out, and the other ranks wait for this one in their passes.
+            OutOfMemory: the step cannot be repeated, as the other ranks wait for this one in their passes.
         """
-        done = attempt(work)
-        if not isinstance(done, MemoryShortage):
-            return done
         if not self.enabled or not isinstance(self._strategy, Independent):
-            raise self._error(step, batch, self._world.rank, done)
+            raise self.error(step, batch, shortage)
         if isinstance(again := attempt(self._strategy.abandon_step), MemoryShortage):
-            raise self._error(step, batch, self._world.rank, again)
-        return done
-
-    def guard_update(self, step: int, batch: GlobalBatch, work: Callable[[], None]) -> None:
-        """Run ``work``, the optimizer's part of a step. Raises OutOfMemory: a partial update must not be used."""
-        if isinstance(done := attempt(work), MemoryShortage):
-            raise self._error(step, batch, self._world.rank, done)
+            raise self.error(step, batch, again)
 
     def again(self, step: int, found: StepGradients) -> GlobalBatch | None:
         """Return the batch divided into micro-batches of half the rows, if memory ran out on any rank.
@@ -67,7 +53,7 @@ class Halving(StepPolicy):
         rank, shortage = self._first(found.shortage)
         if batch.rows == 1:
             self._tell(step, rank, shortage, "stop")
-            raise self._error(step, batch, rank, shortage)
+            raise self.error(step, batch, shortage, rank)
         rows = halved(batch.rows)
         for stream in (self._task.stream, self._task.validation):
             if stream is not None:
@@ -90,7 +76,7 @@ class Halving(StepPolicy):
         assert self._task.validation is not None
         if not isinstance(self._strategy, Independent):
             if own is not None:
-                raise self._error(step, self._task.validation.global_batch(0), self._world.rank, own)
+                raise self.error(step, self._task.validation.global_batch(0), own)
             return False
         if not any(short for (short,) in self._world.gather_floats([float(own is not None)])):
             return False
@@ -99,11 +85,21 @@ class Halving(StepPolicy):
         rows = max(self._task.validation.global_batch(k).rows for k in range(len(self._task.validation)))
         if rows == 1:
             self._tell(step, rank, shortage, "stop")
-            raise self._error(step, self._task.validation.global_batch(0), rank, shortage)
+            raise self.error(step, self._task.validation.global_batch(0), shortage, rank)
         self._task.validation.limit_rows(halved(rows))
         action = f"validation in micro-batches of {halved(rows)} instead of {rows}; it is repeated"
         self._tell(step, rank, shortage, action)
         return True
+
+    def error(self, step: int, batch: GlobalBatch, shortage: MemoryShortage, rank: int | None = None) -> OutOfMemory:
+        """Return the error that ends the run, with what to change. ``rank`` ran out of memory; None: this one."""
+        recipe = self.training.recipe
+        rows = rows_of(recipe, batch.rows)
+        message = (
+            f"memory ran out on rank {self._world.rank if rank is None else rank} at step {step} with micro-batches of "
+            f"{rows} row{'s' * (rows > 1)}: {shortage.detail}; {remedy(recipe, rows)}"
+        )
+        return OutOfMemory(message, detail=shortage.detail, step=step, rows=rows)
 
     @property
     def _world(self) -> World:
@@ -117,15 +113,6 @@ class Halving(StepPolicy):
         """Return the lowest rank that ran out of memory, and its error."""
         found: list[MemoryShortage | None] = self._world.gather(own)
         return next((rank, shortage) for rank, shortage in enumerate(found) if shortage is not None)
-
-    def _error(self, step: int, batch: GlobalBatch, rank: int, shortage: MemoryShortage) -> OutOfMemory:
-        recipe = self.training.recipe
-        rows = rows_of(recipe, batch.rows)
-        message = (
-            f"memory ran out on rank {rank} at step {step} with micro-batches of {rows} row{'s' * (rows > 1)}: "
-            f"{shortage.detail}; {remedy(recipe, rows)}"
-        )
-        return OutOfMemory(message, detail=shortage.detail, step=step, rows=rows)
 
 
 def rows_of(recipe: Recipe, found: int | None = None) -> int:
