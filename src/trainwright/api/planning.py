@@ -46,7 +46,9 @@ class Plan:
     @property
     def values(self) -> dict[str, dict[str, Any]]:
         """Return the values chosen for ``auto``, by section and key of a recipe."""
-        return self.details.values()
+        from trainwright.planning.resolve import chosen_values
+
+        return chosen_values(self.details)
 
     @property
     def predicted(self) -> dict[str, float]:

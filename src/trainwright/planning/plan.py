@@ -79,19 +79,6 @@ class Plan:
         """Whether the chosen candidate is close to the memory limit and should be tried first."""
         return self.chosen.is_close
 
-    def values(self) -> dict[str, dict[str, Any]]:
-        """Return the values that replace ``auto``, by section and key of the recipe."""
-        choice = self.chosen.choice
-        train = {
-            "mixed_precision": choice.mixed_precision,
-            "activation_checkpointing": choice.activation_checkpointing,
-            "compile": choice.compile,
-        }
-        if not (self.workload.packed and "gradient_accumulation_steps" in self.constraints.fixed):
-            train["micro_batch_size"] = choice.micro_batch_size
-        parallel = {key: getattr(choice, key) for key in ("strategy", "num_processes", *LAYOUT_KEYS)}
-        return {"train": train, "parallel": parallel}
-
     def predicted(self) -> dict[str, float]:
         """Return the predictions that are compared with the run: bytes per process, seconds per step, threads per
         process.

@@ -16,6 +16,7 @@ from trainwright.machine.accelerators import with_device
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
+from trainwright.planning.candidates import LAYOUT_KEYS
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import Plan, constraints_of, installed, make_plan
 from trainwright.planning.step_time.basis import basis_of
@@ -73,7 +74,7 @@ def filled(recipe: Recipe, plan: Plan) -> Recipe:
         RequestError: a choice contradicts the recipe or its DeepSpeed file.
     """
     values = recipe.model_dump()
-    for section, chosen in plan.values().items():
+    for section, chosen in chosen_values(plan).items():
         values[section].update(chosen)
     values["parallel"]["device"] = plan.cluster.device
     if recipe.checkpoint.keep_best == "auto":
@@ -81,6 +82,20 @@ def filled(recipe: Recipe, plan: Plan) -> Recipe:
     resolved = _checked(recipe, values)
     deepspeed_config.check_file(resolved)
     return resolved
+
+
+def chosen_values(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the plan's values for ``auto``, by section and key of the recipe."""
+    choice = plan.chosen.choice
+    train = {
+        "mixed_precision": choice.mixed_precision,
+        "activation_checkpointing": choice.activation_checkpointing,
+        "compile": choice.compile,
+    }
+    if not (plan.workload.packed and "gradient_accumulation_steps" in plan.constraints.fixed):
+        train["micro_batch_size"] = choice.micro_batch_size
+    parallel = {key: getattr(choice, key) for key in ("strategy", "num_processes", *LAYOUT_KEYS)}
+    return {"train": train, "parallel": parallel}
 
 
 def _different(asked: Recipe, resolved: Recipe) -> Iterator[str]:
