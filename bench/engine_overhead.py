@@ -42,7 +42,7 @@ from trainwright.launch.process import keep_freed_memory, limit_threads, threads
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
-from trainwright.tasks.registry import build_task, prepare_task
+from trainwright.tasks.registry import task_module
 
 RESULTS = Path(__file__).parent / "results"
 CORES = 2
@@ -156,9 +156,9 @@ def measure(work: Path, pairs: int) -> int:
     overrides = json.loads((work / "overrides.json").read_text())
     recipe = load_recipe(work / "recipe.yaml", overrides)
     whole = load_recipe(work / "recipe.yaml", [*overrides, "parallel.strategy=ddp", "parallel.num_processes=2"])
-    prepare_task(recipe, cache_directory())
+    task_module(recipe).prepare_once(recipe, cache_directory())
     # The bare loop begins with the whole model; the engine may have its ranks read their own parts.
-    task, twin = build_task(recipe, cache_directory()), build_task(whole, cache_directory())
+    task, twin = (task_module(each).build(each, cache_directory()) for each in (recipe, whole))
     world = join("cpu")
     if task.weights is not None:
         task.weights.load(world.rank)

@@ -48,7 +48,7 @@ from trainwright.parallel.world import join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.registry import build_task, prepare_task
+from trainwright.tasks.registry import task_module
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "pretrain" / "shakespeare.yaml"
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace, work: Path, precision: str) -> dict[str, 
     assert isinstance(processes, int)
     os.environ["OMP_NUM_THREADS"] = str(max(1, CORES // processes))
     with Stopping() as stopping:
-        prepare = functools.partial(prepare_task, recipe, cache_directory())
+        prepare = functools.partial(task_module(recipe).prepare_once, recipe, cache_directory())
         run_in_child(prepare, work / "prepare.log", stopping)
         code = launch(functools.partial(measure, work), processes=processes, logs=work / "logs", stopping=stopping)
     if code:
@@ -155,7 +155,7 @@ def measure(work: Path) -> int:
     assert steps is not None
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
-    task = build_task(recipe, cache_directory())
+    task = task_module(recipe).build(recipe, cache_directory())
     world = join("cpu")
     try:
         if recipe.train.compile is True:

@@ -12,7 +12,7 @@ from tests.support.runs import TINY
 from trainwright.activity import Activity, doing
 from trainwright.models.load import load_model
 from trainwright.recipe.loading import load_recipe
-from trainwright.tasks.registry import prepare_task
+from trainwright.tasks.registry import task_module
 
 pytestmark = pytest.mark.usefixtures("told_of")
 RESOLVED = ("parallel.strategy=single", "parallel.num_processes=1")
@@ -84,7 +84,7 @@ def test_reading_data_and_loading_models_say_what_they_do(tmp_path: Path) -> Non
     (tmp_path / "rows.jsonl").write_text('{"question": "Why?", "answer": "So."}\n' * 3)
     recipe = load_recipe(TINY, [f"data.train={tmp_path / 'rows.jsonl'}", "data.validation=null", *RESOLVED])
     with _Heard() as heard:
-        prepare_task(recipe, tmp_path / "cache")
+        task_module(recipe).prepare_once(recipe, tmp_path / "cache")
         load_model(recipe.model)
-        prepare_task(recipe, tmp_path / "cache")  # in the cache now
+        task_module(recipe).prepare_once(recipe, tmp_path / "cache")  # in the cache now
     assert heard.what == ["reading and tokenizing the rows", "initializing the model"]

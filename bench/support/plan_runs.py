@@ -31,7 +31,7 @@ from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.registry import prepare_task
+from trainwright.tasks.registry import task_module
 
 
 def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
 
 
 def _prepare(recipe: Recipe, cache: Path) -> None:
-    prepare_task(recipe, cache)
+    task_module(recipe).prepare_once(recipe, cache)
 
 
 def _work(directory: Path, cache: Path) -> int:

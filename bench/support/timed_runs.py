@@ -111,9 +111,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _prepare(recipe: Recipe, cache: Path) -> None:
-    from trainwright.tasks.registry import prepare_task
+    from trainwright.tasks.registry import task_module
 
-    prepare_task(recipe, cache)
+    task_module(recipe).prepare_once(recipe, cache)
 
 
 def _work(directory: Path, cache: Path, steps: int) -> int:

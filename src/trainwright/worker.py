@@ -40,13 +40,14 @@ def prepare(run: Path) -> None:
     """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
     from trainwright.machine.cache import cache_root
     from trainwright.recipe.loading import load_recipe
-    from trainwright.tasks.registry import prepare_task
+    from trainwright.tasks.registry import task_module
 
     with Activity(console(), "preparing the model and the data") as activity:
         if console() is not None:  # long operations are shown
             logging.getLogger("trainwright").addHandler(_ActivityHandler(activity))
             logging.getLogger("trainwright").setLevel(logging.INFO)
-        prepare_task(load_recipe(run / RECIPE), cache_root())
+        recipe = load_recipe(run / RECIPE)
+        task_module(recipe).prepare_once(recipe, cache_root())
 
 
 class _ActivityHandler(logging.Handler):

@@ -28,7 +28,7 @@ from trainwright.parallel.world import World, join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.model import ModelSection
-from trainwright.tasks.registry import build_task
+from trainwright.tasks.registry import task_module
 
 FEW = (
     "model.dropout=0",
@@ -270,8 +270,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize("change", ["value", "zero", "shard"])
 def test_a_checkpoint_that_is_not_the_adapter_is_not_kept(runs: Runs, tmp_path: Path, change: str) -> None:
-    recipe = load_recipe(TINY, [ON_ROWS, *FEW, "model.adapter=lora", "parallel.num_processes=1"])
-    task = build_task(resolve(recipe, detect()).recipe, runs.directory / "cache")
+    loaded = load_recipe(TINY, [ON_ROWS, *FEW, "model.adapter=lora", "parallel.num_processes=1"])
+    recipe = resolve(loaded, detect()).recipe
+    task = task_module(recipe).build(recipe, runs.directory / "cache")
     alone = World(0, 1, 0, 1, torch.device("cpu"))
     trained = {f"model.{name}": p.detach() for name, p in task.module.named_parameters() if p.requires_grad}
     if change != "zero":

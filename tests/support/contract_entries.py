@@ -15,7 +15,7 @@ from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import ParallelSection
-from trainwright.tasks.registry import build_task
+from trainwright.tasks.registry import task_module
 
 
 def refused(kind: str, run: str) -> int:
@@ -37,7 +37,7 @@ def _go(kind: str, run: Path, rank: int) -> None:
     parallel = recipe.parallel
     if kind == "another strategy":
         parallel = ParallelSection(strategy="ddp", num_processes=parallel.num_processes)
-    task = build_task(recipe.model_copy(update={"parallel": parallel}), cache_root())
+    task = task_module(recipe).build(recipe.model_copy(update={"parallel": parallel}), cache_root())
     if task.weights is not None:
         task.weights.load(rank)
     if kind == "weights" and tampered:

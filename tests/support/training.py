@@ -31,7 +31,7 @@ from trainwright.parallel.world import World, join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.registry import build_task
+from trainwright.tasks.registry import task_module
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))  # without a process group
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,7 +95,7 @@ def built(world: World, overrides: Iterable[str]) -> tuple[Recipe, Task, Strateg
     """`tiny` with these overrides, spread over the world as a worker does it."""
     fixed = (ON_ROWS, f"parallel.num_processes={world.size}")
     recipe = resolve(load_recipe(TINY, [*fixed, *overrides]), detect()).recipe
-    task = build_task(recipe, cache_root())
+    task = task_module(recipe).build(recipe, cache_root())
     if task.weights is not None:
         task.weights.load(world.rank)
     save_activation_memory(

@@ -14,7 +14,7 @@ from trainwright.data.rows.kinds import read_refusals
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.registry import prepare_task
+from trainwright.tasks.registry import task_module
 
 
 def refused(recipe: Path, *overrides: str, prepared: bool = False) -> str:
@@ -23,7 +23,7 @@ def refused(recipe: Path, *overrides: str, prepared: bool = False) -> str:
         found = load_recipe(recipe, (*overrides, *(["parallel.strategy=single"] if prepared else [])))
         check_data(found)
         if prepared:
-            prepare_task(found, recipe.parent / "cache")
+            task_module(found).prepare_once(found, recipe.parent / "cache")
     assert caught.value.exit_code == 2
     return str(caught.value)
 

@@ -44,7 +44,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.strategy_spec import check_library
 from trainwright.registries import STEP_POLICIES
-from trainwright.tasks.registry import build_task
+from trainwright.tasks.registry import task_module
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -93,7 +93,7 @@ def run_worker(
     # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
     rank_info = rank_info or RankInfo.from_variables()
     with Activity(console(), "mapping the data and building the model"):
-        task = build_task(recipe, cache)
+        task = task_module(recipe).build(recipe, cache)
         if task.weights is not None:
             doing("loading the weights")
             task.weights.load(rank_info.rank)
