@@ -32,9 +32,8 @@ from support.trainwright_side import RECIPE
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.event_log import EventLog
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import StepGradients, Training
-from trainwright.engine.schedule import Schedule
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.data.stream.batch import Batch, collate
-from trainwright.engine.schedule import Schedule
+from trainwright.engine.optimizer import Schedule
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.engine.schedule import Schedule
+from trainwright.engine.optimizer import Schedule
 from trainwright.recipe.schema import OptimizerSection
 
 

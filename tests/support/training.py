@@ -17,9 +17,8 @@ from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Record
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
-from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.machine.cache import cache_root

@@ -1,7 +1,8 @@
-"""Optimizers by their name in a recipe, with weight decay on matrices only."""
+"""Optimizers by their name in a recipe, with weight decay on matrices only, and the schedule of the learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from torch import nn
@@ -15,8 +16,8 @@ from trainwright.recipe.schema import OptimizerSection
 def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
     """Return the function with which a strategy makes the recipe's optimizer over its parameters.
 
-    Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful. The engine sets the
-    learning rate of each step.
+    Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful. `Strategy.step`
+    sets the learning rate of each step.
     """
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -36,3 +37,39 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
         )
 
     return make
+
+
+class Schedule:
+    """Learning rates of a run of ``max_steps`` optimizer steps, as a function of the step alone: no state to save.
+
+    Warm-up rises linearly to ``learning_rate``, which step ``warmup`` + 1 is the first to use in full. After it the
+    rate decays to ``learning_rate * final_learning_rate_ratio`` at the last step: not at all (`constant`), linearly, by
+    a cosine, or linearly over the last ``decay_steps`` only (`warmup_stable_decay`, arXiv 2404.06395).
+    """
+
+    def __init__(self, section: OptimizerSection, max_steps: int) -> None:
+        self._peak = section.learning_rate
+        self._kind = section.schedule
+        self._floor = section.final_learning_rate_ratio
+        self._last = max_steps
+        self._warmup = steps_of(section.warmup_steps, max_steps)
+        self._decay = max_steps - self._warmup
+        if self._kind == "warmup_stable_decay":
+            self._decay = min(self._decay, steps_of(section.decay_steps, max_steps))
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of optimizer step ``step``, counted from 1."""
+        if step <= self._warmup:
+            return self._peak * step / (self._warmup + 1)
+        remaining = self._last - step
+        if self._kind == "constant" or remaining >= self._decay:
+            return self._peak
+        # From 0 at the start of the decay to 1 at the last step.
+        progress = 1.0 - remaining / self._decay
+        fall = 0.5 * (1.0 - math.cos(math.pi * progress)) if self._kind == "cosine" else progress
+        return self._peak * (1.0 - (1.0 - self._floor) * fall)
+
+
+def steps_of(value: int | float, max_steps: int) -> int:
+    """Return a number of steps given as a count (int) or as a fraction of the run (float below 1)."""
+    return round(value * max_steps) if isinstance(value, float) and value < 1 else int(value)

@@ -15,13 +15,13 @@ from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Step
 from trainwright.engine.measured import RunMeasurements
+from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
 from trainwright.engine.passes import StepPasses
 from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.engine.policies.builtin import GradientNoise, LossScale, LossSpikes
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
-from trainwright.engine.schedule import Schedule
 from trainwright.parallel.world import StopRequested
 
 # The number of steps, or examples, among which the largest is searched.

@@ -17,9 +17,8 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Fault, Notice, Observer, Start
 from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
-from trainwright.engine.schedule import Schedule
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
