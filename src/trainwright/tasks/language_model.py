@@ -1,4 +1,4 @@
-"""The common parts of tasks with a causal language model: data, model, samples and export.
+"""The common parts of tasks with a causal language model: data, model, stream, samples and export.
 
 A task defines the rows, the weight of an example, the loss and the metrics.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from trainwright.data.preflight import refuse_unused_template
 from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
-from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
+from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember
 from trainwright.engine.forward_only import ForwardOnly
@@ -39,7 +39,6 @@ from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import spec_of
-from trainwright.tasks.steps import planned_examples, stream_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -259,3 +258,51 @@ class LanguageModelTask:
         with module.for_generation() as model:
             tokens = probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)
             self._adapter.read_back(model, directory, tokens, all_parameters=all_parameters)
+
+
+class Sized(Protocol):
+    """The interface of training data with a known size."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def token_count(self) -> int:
+        """Return the number of tokens."""
+
+
+def batch_sizes(recipe: Recipe) -> BatchSizes:
+    """Return the number of examples of each step."""
+    train = recipe.train
+    return BatchSizes(train.global_batch_size, train.initial_batch_size, train.batch_warmup_steps)
+
+
+def planned_examples(recipe: Recipe, dataset: Sized) -> int:
+    """Return the number of examples of the run, with repetitions over epochs."""
+    train = recipe.train
+    if train.max_steps is not None:
+        return batch_sizes(recipe).before(train.max_steps)
+    if train.max_tokens is not None:
+        return max(1, -(-train.max_tokens * len(dataset) // max(1, dataset.token_count)))
+    assert train.epochs is not None
+    return max(1, round(train.epochs * len(dataset)))
+
+
+def stream_of(
+    recipe: Recipe, dataset: Data, total: int, *, training: bool, shuffle: bool, example_weight: float | None = None
+) -> Stream[Data]:
+    """Return the stream of a resolved recipe, with ``total`` examples; see ``Stream``."""
+    train, parallel = recipe.train, recipe.parallel
+    rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
+    assert parallel.num_processes != "auto", "the recipe is resolved"
+    return Stream(
+        dataset,
+        global_batch_size=train.global_batch_size,
+        seed=train.seed,
+        rows=None if rows == "auto" else rows,
+        passes=1 if steps == "auto" else steps * parallel.num_processes,
+        pack_length=recipe.data.pack_length,
+        total_examples=total,
+        shuffle=shuffle,
+        example_weight=example_weight,
+        warm_up=batch_sizes(recipe) if training else None,
+    )

@@ -25,7 +25,7 @@ from trainwright.tasks.algorithm_distillation.goals import HELD_OUT_BY, Goals, f
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, mean_over_last
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
-from trainwright.tasks.steps import planned_examples, stream_of
+from trainwright.tasks.language_model import planned_examples, stream_of
 from trainwright.text import plural
 
 _VALIDATION_WINDOWS = 512  # sampled from all held-out tasks
