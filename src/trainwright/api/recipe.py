@@ -57,7 +57,7 @@ class Recipe:
         logging: schema.LoggingSection
 
     def __init__(self, **sections: Any) -> None:
-        from trainwright.recipe.merging import merged_with
+        from trainwright.recipe.loading import merged_with
         from trainwright.recipe.yaml_text import Tree
 
         self._set(merged_with(Tree(), _plain(sections)))
@@ -78,13 +78,13 @@ class Recipe:
             >>> tw.Recipe.load("tiny.yaml", "train.max_steps=5", data={"max_length": 32}).train.max_steps
             5
         """
-        from trainwright.recipe.merging import read_merged
+        from trainwright.recipe.loading import read_merged
 
         return cls._of(read_merged(Path(path), overrides))._with(sections)
 
     def override(self, *overrides: str, **sections: Any) -> Recipe:
         """Return this recipe with other values: ``section.key=value``, or mappings by section."""
-        from trainwright.recipe.merging import read_merged
+        from trainwright.recipe.loading import read_merged
 
         return self._of(read_merged(self._tree, overrides))._with(sections)
 
@@ -158,7 +158,7 @@ class Recipe:
         return recipe
 
     def _with(self, sections: Mapping[str, Any]) -> Recipe:
-        from trainwright.recipe.merging import merged_with
+        from trainwright.recipe.loading import merged_with
 
         return self._of(merged_with(self._tree, _plain(sections))) if sections else self
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
 from trainwright.paths import user_path
-from trainwright.recipe.loading import LoadedRecipe, checked, load_recipe, load_with_origins
-from trainwright.recipe.merging import read_merged
+from trainwright.recipe.loading import LoadedRecipe, checked, load_recipe, load_with_origins, read_merged
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted

@@ -1,8 +1,11 @@
-"""Load a checked Recipe from a file and the command line's overrides, and write it back to YAML."""
+"""Load a checked Recipe from a file, the files it includes and overrides, and write it back to YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
@@ -10,12 +13,31 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from trainwright.errors import RequestError
-from trainwright.recipe.merging import read_merged
+from trainwright.paths import user_path
+from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.problems import explain, explain_hidden, unknown_keys
 from trainwright.recipe.schema import Recipe, recipe_model
-from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, to_yaml
+from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
 
 _MOST_LINES = 100  # of a message
+# The largest number of includes in total, counting repeats, and their depth: nested includes multiply.
+_MOST_INCLUDED, _DEEPEST_INCLUDE = 100, 20
+
+# Sections that may be written as one word, and the key that gets the word as its value.
+_IN_ONE_WORD: dict[KeyPath, str] = {("model", "adapter"): "type"}
+
+
+class Override(str):
+    """A ``section.key=value`` from another place than the command line, which messages then name."""
+
+    origin: Origin
+
+    @classmethod
+    def written(cls, text: str, origin: Origin) -> Override:
+        """Return an override with the place where it was written."""
+        override = cls(text)
+        override.origin = origin
+        return override
 
 
 class LoadedRecipe(NamedTuple):
@@ -109,3 +131,120 @@ def _commented(text: str, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> s
     first, newline, rest = text.partition("\n")
     where = str(origins[path]) if path in origins else "default"
     return f"{first}  # {where}{newline}{rest}"
+
+
+def read_merged(source: Path | Tree | None, overrides: Sequence[str]) -> Tree:
+    """Merge a file over its includes, and ``overrides`` (``section.key=value``) over both.
+
+    Args:
+        source: the file, or a tree read before, which is not modified; None for overrides alone.
+
+    Raises RequestError if a file cannot be read or is not YAML, or an override is malformed.
+    """
+    if isinstance(source, Tree):
+        tree = Tree(deepcopy(source.values), dict(source.origins), list(source.problems), source.file)
+    else:
+        tree = Tree() if source is None else _read_file(source, (), [])
+        tree.file = source
+    for override in overrides:
+        _merge(tree, *_read_override(override))
+    return tree
+
+
+def merged_with(tree: Tree, values: Mapping[str, object]) -> Tree:
+    """Return ``tree`` merged with ``values`` by section and key, as given as arguments of a call."""
+    base, over = read_merged(tree, ()), Tree(dict(values))
+    for section, keys in values.items():
+        origin = Origin(f"argument {section}")
+        over.origins |= {(section, key): origin for key in keys} if isinstance(keys, dict) else {(section,): origin}
+    _merge(base, over, 2)
+    return base
+
+
+def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tree:
+    own = parse_mapping(read_text(path), str(path))
+    read.append(path)
+    merged = Tree()
+    for name, origin in _includes(own):
+        target = Path(os.path.normpath(path.parent / user_path(name)))
+        chain = (*including, path)
+        if any(_same_file(target, earlier) for earlier in chain):
+            circle = " -> ".join(map(str, (*chain, target)))
+            own.problems.append(Problem(origin, f"include: circular include: {circle}"))
+        elif not target.is_file():
+            own.problems.append(Problem(origin, f"include: {missing_file(target)}"))
+        elif len(chain) > _DEEPEST_INCLUDE or len(read) > _MOST_INCLUDED:
+            raise RequestError(
+                f"{origin}: include: more than {_MOST_INCLUDED} files, or nested more than {_DEEPEST_INCLUDE} deep; "
+                "include fewer"
+            )
+        else:
+            _merge(merged, _read_file(target, chain, read))
+    # A section whose keys are all commented out removes nothing from the included one.
+    empty = [key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)]
+    for key in empty:
+        del own.values[key], own.origins[(key,)]
+    _merge(merged, own)
+    return merged
+
+
+def _includes(tree: Tree) -> Iterator[tuple[str, Origin]]:
+    """Remove ``include`` from the tree; yield the file names in it and their places."""
+    value = tree.values.pop("include", None)
+    origins = {path: origin for path, origin in tree.origins.items() if path[0] == "include"}
+    for path in origins:
+        del tree.origins[path]
+    names = [value] if isinstance(value, str) else value
+    if names is not None and not (isinstance(names, list) and all(isinstance(n, str) and n for n in names)):
+        tree.problems.append(Problem(origins[("include",)], "include: expected a file name or a list of them"))
+        return
+    for index, name in enumerate(names or []):
+        yield name, origins.get(("include", index), origins[("include",)])
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _read_override(override: str) -> tuple[Tree, int]:
+    """Return the tree of an override, and the depth to which it is merged: a section is merged by key, the value of a
+    key is replaced.
+    """
+    origin = override.origin if isinstance(override, Override) else Origin(f"override {override!r}")
+    source = str(origin)
+    key, equals, text = override.partition("=")
+    path: KeyPath = tuple(key.split("."))
+    if not equals or not all(path) or key != key.strip():
+        raise RequestError(f"{source}: expected section.key=value, for example train.max_steps=100")
+    if path[0] == "include":
+        raise RequestError(f"{source}: include is only allowed in recipe files")
+    if not text.strip():
+        raise RequestError(f"{source}: has no value; use {key}=null for null")
+    value, tree = parse_value(text, source, path)
+    for part in reversed(path):
+        value = {part: value}
+    tree.values = value
+    tree.origins[path] = origin
+    return tree, max(len(path), 2)
+
+
+def _merge(base: Tree, over: Tree, depth: float = math.inf) -> None:
+    """Merge ``over`` into ``base``: mappings above ``depth`` key by key, everything else replaced."""
+    _merge_values(base, base.values, over.values, (), depth)
+    base.origins.update(over.origins)
+    base.problems.extend(over.problems)
+
+
+def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], path: KeyPath, depth: float) -> None:
+    for key, value in over.items():
+        place, earlier = (*path, key), base.get(key)
+        if isinstance(value, dict) and len(place) < depth:
+            if isinstance(earlier, str) and place in _IN_ONE_WORD:
+                base[key] = earlier = {_IN_ONE_WORD[place]: earlier}
+            if isinstance(earlier, dict):
+                _merge_values(tree, earlier, value, place, depth)
+                continue
+        if key in base:
+            for known in [known for known in tree.origins if known[: len(place)] == place]:
+                del tree.origins[known]
+        base[key] = value

@@ -11,7 +11,7 @@ from trainwright.errors import RequestError
 from trainwright.launch.accelerate.machine import require
 from trainwright.launch.accelerate.translation import Translation, as_yaml, missing_rendezvous, read_translation
 from trainwright.machine.detect import detect
-from trainwright.recipe.merging import read_merged
+from trainwright.recipe.loading import read_merged
 from trainwright.recipe.yaml_text import Tree
 
 # Keys that only apply to the strategy that the file names.

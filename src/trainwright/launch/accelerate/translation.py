@@ -13,7 +13,7 @@ from trainwright.launch.accelerate import deepspeed, fsdp
 from trainwright.launch.accelerate.reading import AccelerateConfig, read
 from trainwright.launch.accelerate.sizes import PREFIX, ParallelismSizes, apply_sizes, read_sizes
 from trainwright.launch.accelerate.values import ConfigProblem, ConfigSection, Draft, Note, RecipeValue
-from trainwright.recipe.merging import Override
+from trainwright.recipe.loading import Override
 from trainwright.recipe.yaml_text import Origin
 
 DEFAULT_PORT = 29500  # Accelerate's and torchrun's

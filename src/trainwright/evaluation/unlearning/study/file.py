@@ -15,8 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import Benchmark, find_benchmark, is_missing_here
-from trainwright.recipe.loading import checked, dump_recipe
-from trainwright.recipe.merging import read_merged
+from trainwright.recipe.loading import checked, dump_recipe, read_merged
 from trainwright.recipe.problems import origin_of
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Count, Section, Text
