@@ -7,7 +7,7 @@ import pytest
 
 from trainwright.data.rows.formats import NoTarget, to_example
 from trainwright.data.rows.layouts import RowLayout, check_format, detect_format, layout_of
-from trainwright.data.sources.arrow_rows import with_text_content
+from trainwright.data.sources.reading import with_text_content
 from trainwright.errors import RequestError
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

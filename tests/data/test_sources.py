@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.sources import arrow_rows
+from trainwright.data.sources import reading
 from trainwright.data.sources.reading import check_source, place_of, read_rows
 from trainwright.errors import RequestError
 
@@ -108,8 +108,8 @@ def test_columns_that_come_late_and_messages(tmp_path: Path) -> None:
 
 
 def test_large_sources_are_mapped_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow_rows, "_SPILL_BYTES", 50_000)
-    monkeypatch.setattr(arrow_rows.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(reading, "_SPILL_BYTES", 50_000)
+    monkeypatch.setattr(reading.tempfile, "tempdir", str(tmp_path))
     rows = [{"text": f"{i} " + "x" * 40} for i in range(9000)]
     found = read_rows(write(tmp_path / "a.jsonl", lines(rows)))
     import pyarrow as pa

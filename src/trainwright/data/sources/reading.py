@@ -20,19 +20,21 @@ others      sources that packages register as entry points ``trainwright.sources
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.sources import documents as document_files
-from trainwright.data.sources.arrow_rows import with_text_content
 from trainwright.data.sources.file_kinds import TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.hub import hub_rows, is_hub_id
 from trainwright.data.sources.local_files import FoundFiles, find, missing
 from trainwright.data.sources.registry import registered_rows, registered_source
-from trainwright.data.sources.row_files import Row, iterate_rows
+from trainwright.data.sources.row_files import CONTENTS, MESSAGES_NAMES, Row, iterate_rows, kind_of, leaves, text_of
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 
@@ -40,14 +42,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
-    from trainwright.data.sources.arrow_rows import PlacedRow
+PlacedRow: TypeAlias = tuple[Path, int, Row]  # (file, line, row)
 
 _CHECKED_ROWS = 1000
 _FEW = 256  # rows may be as long as a book
+_TURN_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", *MESSAGES_NAMES)  # with lists of turns
+_CHUNK_ROWS = 2000
+_CHUNK_CHARACTERS = 8 * 2**20
+_SPILL_BYTES = 64 * 2**20  # kept in memory before it is written to a memory-mapped file
 
 
 def read_rows(source: str, limit: int | None = None, key: str = "data.train", documents: bool = False) -> Dataset:
-    """Return the rows of ``source``, at most the first ``limit``; large ones are memory-mapped.
+    """Return the rows of ``source``, at most the first ``limit``, as one Arrow table; large ones are memory-mapped.
+
+    In JSON rows, lists of text parts are joined and tools become JSON text, so that each column has one type.
 
     Args:
         key: the recipe key that names the source, for messages.
@@ -185,8 +193,6 @@ def _first_rows(file: Path, documents: bool) -> list[Row]:
 
 
 def _row_table(files: Sequence[Path], limit: int | None, documents: bool) -> pa.Table:
-    from trainwright.data.sources.arrow_rows import table_of_rows
-
     def read() -> Iterator[PlacedRow]:
         return islice(_placed_rows(files, documents), limit)
 
@@ -246,8 +252,6 @@ def _to_rows(file: Path, table: pa.Table) -> list[Row]:
 def _table(files: Sequence[Path], limit: int | None) -> pa.Table:
     import pyarrow as pa
 
-    from trainwright.data.sources.arrow_rows import join_tables
-
     def tables() -> Iterator[pa.Table]:
         left = limit
         for table in chain.from_iterable(map(_batches, files)):
@@ -272,3 +276,103 @@ def _dataset(table: pa.Table) -> Dataset:
     # Without a fingerprint, datasets would pickle the whole table to compute one. The schema metadata (images to
     # decode, label names) does not apply to raw values.
     return Dataset(InMemoryTable(table.replace_schema_metadata(None)), fingerprint=uuid.uuid4().hex[:16])
+
+
+def table_of_rows(read: Callable[[], Iterator[PlacedRow]]) -> pa.Table:
+    """Return one table of all rows; each call of ``read`` yields the rows from the start.
+
+    Raises:
+        RequestError: a column's values have different types; the message names both lines.
+    """
+    import pyarrow as pa
+
+    def chunks() -> Iterator[pa.Table]:
+        rows = read()
+        while chunk := _chunk(rows):
+            columns = dict.fromkeys(key for _, _, row in chunk for key in row)
+            yield pa.table({key: pa.array([row.get(key) for _, _, row in chunk]) for key in columns})
+
+    try:
+        return join_tables(chunks())
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise _explain(read(), error) from None
+
+
+def _chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
+    """Return the next rows, fewer if their texts are long."""
+    chunk: list[PlacedRow] = []
+    characters = 0
+    for placed in islice(rows, _CHUNK_ROWS):
+        chunk.append(placed)
+        characters += sum(len(value) for value in placed[2].values() if isinstance(value, str))
+        if characters > _CHUNK_CHARACTERS:
+            break
+    return chunk
+
+
+def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
+    """Concatenate tables with the union of their columns; data over 64 MiB goes to unnamed memory-mapped files."""
+    import pyarrow as pa
+
+    joined: list[pa.Table] = []
+    held: list[pa.Table] = []
+    for table in tables:
+        held.append(table)
+        if sum(part.nbytes for part in held) > _SPILL_BYTES:
+            joined.append(_spill(pa.concat_tables(held, promote_options="permissive")))
+            held = []
+    return pa.concat_tables(joined + held, promote_options="permissive")
+
+
+def _spill(table: pa.Table) -> pa.Table:
+    """Return the same table memory-mapped from a deleted file, whose space is freed with its last reader."""
+    import pyarrow as pa
+
+    handle, name = tempfile.mkstemp(prefix="trainwright-rows-")
+    os.close(handle)
+    try:
+        with pa.OSFile(name, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        return pa.ipc.open_file(pa.memory_map(name)).read_all()
+    finally:
+        os.unlink(name)
+
+
+def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
+    """Return an error about the first two values whose types differ."""
+    seen: dict[str, tuple[str, str]] = {}
+    last: Path | None = None
+    for path, line, row in rows:
+        last = path
+        for field, value in leaves("", row):
+            here = f"{path}:{line}"
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                return RequestError(f"{here}: {field} is a number of more than 64 bits; write it as text")
+            kind, place = seen.setdefault(field, (kind_of(value), here))
+            if kind != kind_of(value):
+                return RequestError(
+                    f"{here}: {field} is {kind_of(value)} here and {kind} at {place}; use one type in all rows"
+                )
+    return RequestError(f"{last}: the rows do not fit one table: {error}")
+
+
+def with_text_content(row: Row) -> Row:
+    """Join lists of text parts and serialize tools in a row, so that columns have one type."""
+    turns = [field for field in _TURN_COLUMNS if isinstance(row.get(field), list)]
+    if isinstance(row.get("tools"), list):
+        row = {**row, "tools": _as_text(row["tools"])}
+    return {**row, **{field: [_joined(turn) for turn in row[field]] for field in turns}} if turns else row
+
+
+def _joined(turn: Any) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    if isinstance(turn.get("tool_calls"), list):
+        turn = {**turn, "tool_calls": _as_text(turn["tool_calls"])}
+    lists = {key: text_of(turn[key]) for key in CONTENTS if isinstance(turn.get(key), list)}
+    return {**turn, **{key: text for key, text in lists.items() if text is not None}} if lists else turn
+
+
+def _as_text(value: Any) -> Any:
+    """Return a list as JSON text, and any other value unchanged."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
