@@ -9,8 +9,8 @@ import pytest
 
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import Stream
+from trainwright.data.tokens.dataset import MixturePart, drawn, parts_of, shares
 from trainwright.data.tokens.lengths import lengths_of
-from trainwright.data.tokens.mixture import MixturePart, drawn, parts_of, shares
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection

@@ -14,7 +14,7 @@ from tests.data.test_tokenize import made, rows, text
 from trainwright.data.sources.shards import Shards
 from trainwright.data.stream.stream import BatchSizes, MicroBatch, Stream
 from trainwright.data.stream.windows import WindowDataset, collate_windows, divided, everything
-from trainwright.data.tokens.mixture import parts_of
+from trainwright.data.tokens.dataset import parts_of
 from trainwright.errors import RequestError
 from trainwright.models.causal_lm import CausalLM
 

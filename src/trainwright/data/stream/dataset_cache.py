@@ -29,9 +29,8 @@ from trainwright.activity import doing
 from trainwright.data.rows.chat_encoding import install_template
 from trainwright.data.rows.kinds import EXAMPLES, RowReader
 from trainwright.data.sources.key import content_of, settings_of, source_key
-from trainwright.data.tokens.dataset import TokenDataset, write_dataset
+from trainwright.data.tokens.dataset import MixturePart, TokenDataset, parts_of, shares, write_dataset
 from trainwright.data.tokens.lengths import check_length
-from trainwright.data.tokens.mixture import MixturePart, parts_of, shares
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import MachineError, RequestError
 from trainwright.text import plural

@@ -14,7 +14,7 @@ from trainwright.data.rows.texts import VERSION
 from trainwright.data.sources.shards import Shards, is_shards, tokenizer_fingerprint
 from trainwright.data.stream.dataset_cache import writable
 from trainwright.data.stream.windows import Spans, WindowDataset, divided, everything
-from trainwright.data.tokens.mixture import MixturePart, parts_of, shares
+from trainwright.data.tokens.dataset import MixturePart, parts_of, shares
 from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
 from trainwright.paths import user_path

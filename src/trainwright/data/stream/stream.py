@@ -15,8 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.tokens.dataset import PairedSequences
-from trainwright.data.tokens.mixture import MixturePart, drawn, permuted
+from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
 from trainwright.data.tokens.packing import best_fit_decreasing
 
 

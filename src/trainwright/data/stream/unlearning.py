@@ -13,8 +13,7 @@ import numpy as np
 
 from trainwright.data.rows.kinds import EXAMPLES, FORGET, RETAIN
 from trainwright.data.stream.dataset_cache import writable
-from trainwright.data.tokens.dataset import PairedSequences, TokenDataset
-from trainwright.data.tokens.mixture import permuted
+from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, permuted
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ import torch
 from trainwright.data.sources.shards import Shards
 from trainwright.data.stream.batch import Batch, flat_layout, padded_layout
 from trainwright.data.stream.stream import MicroBatch
-from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.mixture import MixturePart
+from trainwright.data.tokens.dataset import MixturePart, TokenDataset
 from trainwright.errors import RequestError
 
 Indices = npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Tokenized examples on disk, which every worker memory-maps.
+"""Tokenized examples on disk, which every worker memory-maps, and the mixture of their sources.
 
 A dataset directory holds flat arrays and a small JSON file:
 
@@ -28,10 +28,16 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.tokens.mixture import MixturePart, drawn
-
 _ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
 Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """One source of a mixture: it has ``examples`` examples, and each epoch samples ``drawn`` of them."""
+
+    examples: int
+    drawn: int
 
 
 @dataclass(frozen=True)
@@ -289,3 +295,43 @@ def write_dataset(
 def _npy_header(file: BinaryIO, kind: str, length: int) -> None:
     about = {"descr": kind, "fortran_order": False, "shape": (length,)}
     np.lib.format.write_array_header_1_0(file, about)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[MixturePart, ...]:
+    """Divide an epoch, which has as many examples as all sources together, by weight (largest remainders)."""
+    return tuple(map(MixturePart, sizes, shares(sum(sizes), weights)))
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Divide ``total`` in proportion to ``weights`` by largest remainders; ties go to the earlier weight."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    whole = [int(share) for share in exact]
+    order = sorted(range(len(weights)), key=lambda i: (whole[i] - exact[i], i))
+    for i in order[: total - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:
+    """Return the examples of one epoch before shuffling: a pure function of the arguments.
+
+    Each source is sampled in rounds, each a permutation of its examples, and an epoch continues where the previous one
+    stopped, so examples of a source are used almost equally often.
+    """
+    found: list[Indices] = []
+    begin = 0
+    for place, part in enumerate(parts):
+        first, last = epoch * part.drawn, (epoch + 1) * part.drawn
+        for turn in range(first // part.examples, -(-last // part.examples)):
+            order = permuted(part.examples, f"{key}/{place}/{turn}")
+            at = turn * part.examples
+            found.append(begin + order[max(0, first - at) : last - at])
+        begin += part.examples
+    return np.concatenate(found)
+
+
+def permuted(size: int, key: str) -> Indices:
+    """Return a permutation of 0 to size - 1 that depends only on ``key``."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+    order: Indices = np.random.Generator(np.random.PCG64(seed)).permutation(np.arange(size, dtype=np.int64))
+    return order

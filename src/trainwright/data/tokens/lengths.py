@@ -96,7 +96,7 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
     """Count the lengths of a tokenized source."""
     import numpy as np
 
-    from trainwright.data.tokens.mixture import drawn
+    from trainwright.data.tokens.dataset import drawn
 
     lengths = dataset.example_lengths()
     if dataset.mixture is not None:

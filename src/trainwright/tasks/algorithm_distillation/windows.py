@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright.data.tokens.mixture import MixturePart
+from trainwright.data.tokens.dataset import MixturePart
 from trainwright.models.history.model import HistoryShape, Steps
 from trainwright.models.history.objective import HistoryBatch
 from trainwright.reinforcement.histories import Histories, History
