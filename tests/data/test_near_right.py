@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from trainwright.data.check import check_rows
-from trainwright.data.rows.kinds import ANY, EXAMPLES, PAIRS
+from trainwright.data.rows.formats import EXAMPLES
+from trainwright.data.rows.pairs import ANY, PAIRS
 from trainwright.data.rows.texts import pieces
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.rows.kinds import ANSWERS, EXAMPLES, PAIRS
-from trainwright.data.rows.pairs import CHOSEN, REJECTED, to_labelled, to_pair
+from trainwright.data.rows.formats import EXAMPLES
+from trainwright.data.rows.pairs import ANSWERS, CHOSEN, PAIRS, REJECTED, to_labelled, to_pair
 from trainwright.data.stream.batch import collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import Stream

@@ -10,8 +10,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.bounded import TokenizerError
-from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.kinds import RowReader
+from trainwright.data.rows.formats import NoTarget, RowReader
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.sources.reading import iterate_source, read_rows, source_notes
 from trainwright.data.sources.row_files import Row

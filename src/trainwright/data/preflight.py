@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.kinds import RowReader, kind_of_rows
+from trainwright.data.rows.formats import NoTarget, RowReader
+from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.sources.reading import check_source, files_of, place_of
 from trainwright.data.sources.registry import registered_source
 from trainwright.errors import RequestError

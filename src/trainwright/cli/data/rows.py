@@ -88,7 +88,8 @@ def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_le
     Ends with 2 if there are any. A file alone is checked for its layout; with --model also against a chat template.
     """
     from trainwright.data.check import check_rows, check_sources
-    from trainwright.data.rows.kinds import ANY, kind_of_rows
+    from trainwright.data.rows.kinds import kind_of_rows
+    from trainwright.data.rows.pairs import ANY
 
     if Path(asked).suffix in _RECIPES or model is not None:
         from trainwright.models.load import load_tokenizer

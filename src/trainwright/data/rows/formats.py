@@ -11,10 +11,12 @@ line between them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from trainwright.data.rows.layouts import RowLayout
-from trainwright.data.rows.turns import Message, names_of, tools_of, turns_field
+from trainwright.data.rows.layouts import SINGLE, RowLayout, layout_of
+from trainwright.data.rows.turns import Message, names_of, tools_of, turns_field, unread_fields
 from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
 
@@ -27,6 +29,43 @@ _MARKED = "every assistant turn is marked as not trained on"
 
 class NoTarget(RequestError):
     """A row without targets; the message is the reason, the same for all such rows."""
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """The rows of a task: the layouts they may have, and how a row becomes the sequences of an example.
+
+    Attributes:
+        layouts: names of ``layouts.REQUIRED`` in the order of detection.
+        convert: returns a row as ``(role, text or conversation)`` of each sequence.
+    """
+
+    name: str
+    layouts: tuple[str, ...]
+    convert: Callable[[Row, RowLayout, Counter[str] | None], list[tuple[int, Example]]]
+
+    def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> RowLayout:
+        """Return the layout of a source's rows; raise RequestError if they fit none."""
+        return layout_of(columns, first_rows, wanted, self.layouts)
+
+    def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
+        """Return a row as ``(role, text or conversation)`` of each sequence of an example; rows have equally many.
+
+        Raises:
+            NoTarget, RequestError: as in ``to_example``.
+        """
+        found = self.convert(row, layout, remarks)
+        if remarks is not None and (more := unread_fields(row, layout.used)):
+            remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
+        return found
+
+
+def one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
+    """Return a row as the role and the content of the only sequence of an example."""
+    return [(0, to_example(row, layout, remarks))]
+
+
+EXAMPLES = RowReader("examples", SINGLE, one_sequence)
 
 
 def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Example:

@@ -14,8 +14,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
-from trainwright.data.rows.formats import NoTarget, answer_field, conversation, text_field, to_example, with_input
-from trainwright.data.rows.layouts import RowLayout
+from trainwright.data.rows.formats import (
+    Example,
+    NoTarget,
+    RowReader,
+    answer_field,
+    conversation,
+    one_sequence,
+    text_field,
+    to_example,
+    with_input,
+)
+from trainwright.data.rows.layouts import SINGLE, RowLayout
 from trainwright.data.rows.turns import Message, transcript, turns_field
 from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
@@ -25,6 +35,20 @@ CHOSEN, REJECTED = 0, 1
 _PREFERENCE, _LABELLED = RowLayout("preference"), RowLayout("labelled")
 _LABELS = {"true": CHOSEN, "false": REJECTED}
 _SAME = "chosen and rejected are the same"
+
+
+def to_sequences(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
+    """Return a row of any layout as the role and the content of each sequence."""
+    if layout == "preference":
+        return list(to_pair(row, remarks, layout))
+    if layout == "labelled":
+        return list(to_labelled(row, remarks, layout))
+    return one_sequence(row, layout, remarks)
+
+
+PAIRS = RowReader("pairs", ("preference",), to_sequences)
+ANSWERS = RowReader("answers", ("preference", "labelled"), to_sequences)
+ANY = RowReader("any", ("preference", "labelled", *SINGLE), to_sequences)  # rows that do not belong to a task yet
 
 
 def to_pair(

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.kinds import ANY
 from trainwright.data.rows.layouts import columns_not_used
+from trainwright.data.rows.pairs import ANY
 from trainwright.data.sources import documents as document_files
 from trainwright.data.sources.file_kinds import opened as opened_file
 from trainwright.data.sources.file_kinds import suffix_of

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainwright.data.rows.kinds import EXAMPLES, FORGET, RETAIN
+from trainwright.data.rows.formats import EXAMPLES
+from trainwright.data.rows.kinds import FORGET, RETAIN
 from trainwright.data.stream.dataset_cache import writable
 from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, permuted
 from trainwright.errors import RequestError

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded, TurnsError, encode_texts
-from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.kinds import RowReader
+from trainwright.data.rows.formats import NoTarget, RowReader
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.sources.row_files import Row

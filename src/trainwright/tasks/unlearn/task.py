@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trainwright.data.rows.kinds import EXAMPLES, FORGET, REFUSAL, RETAIN, kind_of_rows
+from trainwright.data.rows.formats import EXAMPLES
+from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN, kind_of_rows
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
