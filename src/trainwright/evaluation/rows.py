@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded, TurnsError, encode_texts
-from trainwright.data.rows.formats import Example, NoTarget, to_example
+from trainwright.data.rows.formats import Example, Message, NoTarget, to_example
 from trainwright.data.rows.layouts import SINGLE, columns_not_used, layout_of
-from trainwright.data.rows.turns import Message
 from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.token_rows import splits_long, windows_of

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from trainwright.data.rows.turns import Message
+from trainwright.data.rows.formats import Message
 from trainwright.errors import RequestError
 from trainwright.inference.generation import Answer, answer_batch
 from trainwright.inference.loading import Loaded

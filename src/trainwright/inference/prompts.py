@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.chat_encoding import ChatEncoder, TurnsError
-from trainwright.data.rows.formats import to_example
+from trainwright.data.rows.formats import Message, to_example
 from trainwright.data.rows.layouts import RowLayout, check_format
-from trainwright.data.rows.turns import Message
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, read_text
 from trainwright.errors import RequestError

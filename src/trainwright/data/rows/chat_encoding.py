@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.rows.bounded import tokenized
-from trainwright.data.rows.turns import Message, names_in
+from trainwright.data.rows.formats import Message
+from trainwright.data.rows.tool_calls import names_in
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:

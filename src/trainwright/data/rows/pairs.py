@@ -16,6 +16,7 @@ from itertools import takewhile
 
 from trainwright.data.rows.formats import (
     Example,
+    Message,
     NoTarget,
     RowReader,
     answer_field,
@@ -23,10 +24,11 @@ from trainwright.data.rows.formats import (
     one_sequence,
     text_field,
     to_example,
+    transcript,
+    turns_field,
     with_input,
 )
 from trainwright.data.rows.layouts import SINGLE, RowLayout
-from trainwright.data.rows.turns import Message, transcript, turns_field
 from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
 

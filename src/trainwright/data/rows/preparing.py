@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.data.rows.formats import NoTarget
+from trainwright.data.rows.formats import NoTarget, as_row
 from trainwright.data.rows.layouts import RowLayout
 from trainwright.data.rows.pairs import ANY, CHOSEN
-from trainwright.data.rows.turns import as_row
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, as_json
 from trainwright.errors import RequestError

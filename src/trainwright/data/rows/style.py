@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 
-from trainwright.data.rows.formats import EXAMPLES, NoTarget
-from trainwright.data.rows.turns import as_row
+from trainwright.data.rows.formats import EXAMPLES, NoTarget, as_row
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import as_json
 from trainwright.errors import RequestError

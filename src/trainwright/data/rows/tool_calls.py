@@ -1,0 +1,86 @@
+"""Read the tools and tool calls of a row, which are JSON or text that contains JSON.
+
+``tools`` next to the turns is a list of functions with their JSON Schema, and ``tool_calls`` in assistant turns a list
+of ``{"type": "function", "function": {"name", "arguments"}}``
+(https://huggingface.co/docs/transformers/chat_extras). Calls without the outer object are accepted too. Row files are
+read with the JSON as text, because no single column type fits the arguments of different calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.errors import RequestError
+
+
+def tools_of(row: Row, field: str = "tools") -> list[Any]:
+    """Return the tools of a row, or an empty list; raise RequestError if they are not a list of objects."""
+    return _objects(row.get(field), f"the field {field}")
+
+
+def calls_of(turn: Row, place: str) -> list[Any]:
+    """Return the calls of a turn, with arguments as objects; raise RequestError if they are invalid."""
+    return [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(_objects(turn.get("tool_calls"), place))]
+
+
+def calls_of_content(content: Any, place: str) -> list[Any]:
+    """Return the calls of a ShareGPT ``function_call`` turn."""
+    try:
+        given = json.loads(content) if isinstance(content, str) else content
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict | list) or not given:
+        raise RequestError(
+            f'{place} is a function call, whose value should be JSON such as {{"name": …, "arguments": {{…}}}}; '
+            "correct it, or make it an assistant (gpt) turn with text"
+        )
+    return calls_of({"tool_calls": given if isinstance(given, list) else [given]}, place)
+
+
+def names_in(turns: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Return the names of the tools of a conversation, and of the tools that it calls."""
+    tools = [tool.get("function", tool).get("name") for turn in turns for tool in turn.get("tools", ())]
+    calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())]
+    return [name for name in tools if isinstance(name, str)], calls
+
+
+def _objects(value: Any, place: str) -> list[Any]:
+    if value is None or value == "":
+        return []
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{place}: tools and calls must be JSON: {error}") from None
+    else:
+        given = _without_null(value)  # columns of objects have every key in each of them
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise RequestError(f"{place}: tools and calls must be a list of objects, not {kind_of(given)}")
+    return given
+
+
+def _call(call: Row, place: str) -> Row:
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise RequestError(f'{place} has no name; a call is {{"function": {{"name", "arguments"}}}}')
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{place}.arguments are not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{place}.arguments should be an object, not {kind_of(arguments)}")
+    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value
