@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
-from trainwright.data.stream.batch import Batch, only, places
+from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.extensions import load
 from trainwright.models.causal_lm import objective_at
@@ -23,6 +23,7 @@ from trainwright.models.losses.linear_logit_loss import LogitLoss, linear_logit_
 from trainwright.tasks.unlearn import formulas
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection
+from trainwright.tasks.unlearn.selection import only, places
 
 ROLES = (FORGET, RETAIN, REFUSAL)
 
