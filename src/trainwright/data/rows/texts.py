@@ -17,9 +17,9 @@ from trainwright.data.rows.formats import NoTarget
 from trainwright.data.rows.layouts import columns_not_used
 from trainwright.data.rows.pairs import ANY
 from trainwright.data.sources import documents as document_files
-from trainwright.data.sources.file_kinds import opened as opened_file
-from trainwright.data.sources.file_kinds import suffix_of
 from trainwright.data.sources.hub import without_alias
+from trainwright.data.sources.opening import opened as opened_file
+from trainwright.data.sources.opening import suffix_of
 from trainwright.data.sources.reading import files_of, iterate_source, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.data.sources.shards import is_shards

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.sources.file_kinds import suffix_of
+from trainwright.data.sources.opening import suffix_of
 from trainwright.data.sources.reading import files_of
 from trainwright.data.sources.registry import registered_source
 from trainwright.data.sources.shards import is_shards

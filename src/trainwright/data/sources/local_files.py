@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.data.sources import documents as document_files
-from trainwright.data.sources.file_kinds import COMPRESSED, TABLES, suffix_of, why_unreadable
+from trainwright.data.sources.opening import COMPRESSED, TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.row_files import READERS
 from trainwright.errors import RequestError
 from trainwright.paths import user_path

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.sources import documents as document_files
-from trainwright.data.sources.file_kinds import TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.hub import hub_rows, is_hub_id
 from trainwright.data.sources.local_files import FoundFiles, find, missing
+from trainwright.data.sources.opening import TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.registry import registered_rows, registered_source
 from trainwright.data.sources.row_files import CONTENTS, MESSAGES_NAMES, Row, iterate_rows, kind_of, leaves, text_of
 from trainwright.errors import RequestError
@@ -155,7 +155,7 @@ def source_notes(source: str, key: str = "data.train", documents: bool = False) 
 
 
 def files_of(source: str, key: str = "data.train", documents: bool = False) -> FoundFiles | None:
-    """Return the files of a local source, or None for registered sources and Hub datasets.
+    """Return the files of a local source (of a file: itself), or None for registered sources and Hub datasets.
 
     Raises:
         RequestError: the file does not exist, or it holds neither rows nor documents.

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from trainwright.data.sources.file_kinds import LONGEST_LINE, lines, read_all, suffix_of
+from trainwright.data.sources.opening import LONGEST_LINE, numbered_lines, read_all, suffix_of
 from trainwright.errors import RequestError
 
 Row: TypeAlias = dict[str, Any]
@@ -47,7 +47,7 @@ def iterate_rows(path: Path) -> Iterator[LocatedRow]:
 
 def _json(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of an array of objects or texts, of an object with one such list, or of consecutive objects."""
-    first = list(islice(((line, raw) for line, raw in lines(path) if raw.strip()), 2))
+    first = list(islice(((line, raw) for line, raw in numbered_lines(path) if raw.strip()), 2))
     if len(first) == 2 and first[0][1].lstrip().startswith(b"{") and _is_object(first[0][1]):
         yield from _object_a_line(path)
     else:
@@ -55,12 +55,12 @@ def _json(path: Path) -> Iterator[LocatedRow]:
 
 
 def _jsonl(path: Path) -> Iterator[LocatedRow]:
-    first = next((raw.strip() for _, raw in lines(path) if raw.strip()), b"")
+    first = next((raw.strip() for _, raw in numbered_lines(path) if raw.strip()), b"")
     yield from _values(path) if first.startswith(b"[") or first == b"{" else _object_a_line(path)
 
 
 def _object_a_line(path: Path) -> Iterator[LocatedRow]:
-    for line, raw in lines(path):
+    for line, raw in numbered_lines(path):
         if not raw.strip():
             continue
         try:
@@ -152,7 +152,7 @@ def _only_list(path: Path, text: str, start: int) -> int:
 
 def _text(path: Path) -> Iterator[str]:
     """Yield the lines of a file with their line ends; raise RequestError if they are not UTF-8."""
-    for _, raw in lines(path):
+    for _, raw in numbered_lines(path):
         try:
             yield raw.decode()
         except UnicodeDecodeError:
@@ -244,7 +244,7 @@ def read_text(path: Path) -> str:
 
 
 def _undecodable(path: Path) -> RequestError:
-    for line, raw in lines(path):
+    for line, raw in numbered_lines(path):
         if line == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return RequestError(f"{path}: UTF-16 text; save the file as UTF-8")
         try:

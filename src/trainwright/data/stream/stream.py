@@ -254,7 +254,8 @@ class Stream(Generic[Data]):
     def divide(self, examples: Sequence[int], most_rows: int | None = None) -> GlobalBatch:
         """Divide any examples of the dataset into micro-batches of at most ``most_rows`` rows.
 
-        With packing, the packs are made here, for each global batch.
+        Each example is in exactly one row: none is split or dropped. With packing, the packs are made here, for each
+        global batch.
         """
         lengths = [self.dataset.length(example) for example in examples]
         if self._pack_length is None:

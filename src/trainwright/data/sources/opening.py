@@ -1,4 +1,4 @@
-"""Determine file formats by name, read files decompressed, and find files that cannot be read."""
+"""Open and read files, decompressed, tell their formats by name, and find files that cannot be read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise RequestError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """Yield ``(line number from 1, line)`` without a byte order mark; raise RequestError as ``opened``."""
     with opened(file) as stream:
         number = 0
