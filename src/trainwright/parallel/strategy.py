@@ -84,7 +84,9 @@ class Strategy(Protocol):
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
 
     def step(self, learning_rate: float, scale: float) -> None:
-        """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
+        """Set ``learning_rate`` on every parameter group, multiply the gradients by ``scale``, update the weights, and
+        drop the gradients.
+        """
 
     def discard_gradients(self) -> None:
         """Drop the gradients without changing the weights."""
