@@ -50,7 +50,7 @@ _MEASURING = {
     "launch/group/members.py": "whether members of one job share cores",
     "launch/run_worker.py": "the threads that a run has",
     "launch/group/nodes.py": "names this machine to others",
-    "launch/group/joined.py": "names this machine to others",
+    "launch/joined.py": "names this machine to others",
     "launch/group/rendezvous.py": "names this machine to others",
     "launch/group/contract.py": "names this machine to others",
     "data/sources/pydoc_rows.py": "the text of Python's own documentation, which differs by platform",

@@ -15,7 +15,6 @@ def on_a_machine_with(memory: int, recipe: str, overrides: Sequence[str], output
     from trainwright.machine.detect import detect
     from trainwright.planning.resolve import resolve
     from trainwright.recipe.loading import load_recipe
-    from trainwright.worker import prepare
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)  # this is the launcher and no worker
@@ -23,7 +22,7 @@ def on_a_machine_with(memory: int, recipe: str, overrides: Sequence[str], output
     with Path(output).open("w") as stream:
         try:
             recipe_here = resolve(load_recipe(Path(recipe), overrides), machine).recipe
-            return int(not verify(recipe_here, machine, 2, prepare, stream).is_same)
+            return int(not verify(recipe_here, machine, 2, stream).is_same)
         except MachineError as error:
             stream.write(str(error))
             return 0

@@ -51,9 +51,9 @@ def worker(rank: int, mebibytes: int, *arguments: str) -> None:
 
 def work(run: str) -> int:
     """What a launcher has its workers do."""
-    from trainwright.worker import work
+    from trainwright.launch.run_worker import train
 
-    return work(Path(run), False)
+    return train(Path(run), False)
 
 
 class _Fails(torch.autograd.Function):

@@ -13,8 +13,7 @@ from trainwright.launch.group.environment import Variables, launcher_of
 
 if TYPE_CHECKING:
     from trainwright.api.training import TrainingRequest
-    from trainwright.launch.group.joined import JoinRequest
-    from trainwright.parallel.world import RankInfo
+    from trainwright.launch.joined import JoinRequest
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
 _started = itertools.count()
@@ -29,7 +28,7 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
     """Train as one of the processes that the launcher ``name`` has started; return the run directory. Raises like
     `train`.
     """
-    from trainwright.launch.group.joined import JoinRequest
+    from trainwright.launch.joined import JoinRequest
 
     if given := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
         raise RequestError(f"{given[0]}: {name} started the processes and sets their rendezvous; remove it")
@@ -44,14 +43,7 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
 def _join(request: JoinRequest) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
     from trainwright.launch.ending.stop import interruptible
-    from trainwright.launch.group.joined import run_joined
-    from trainwright.worker import prepare, work
-
-    found: list[Path] = []
-
-    def train(run: Path, resume: bool, rank_info: RankInfo) -> int:
-        found.append(run)
-        return work(run, resume, rank_info)
+    from trainwright.launch.joined import run_joined
 
     failed: list[tuple[int, str]] = []
 
@@ -61,15 +53,16 @@ def _join(request: JoinRequest) -> Path:
 
     try:
         with interruptible():
-            code = run_joined(request, prepare, train, tell)
+            code, run = run_joined(request, tell)
     except Interrupted:
         raise Stopped("stopped before the first step; nothing was changed") from None
     if failed:
         raise error_of(*failed[0])
+    assert run is not None, "a run that cannot start has failed"
     if code == EXIT_STOPPED:
-        stopped = Stopped(f"stopped after a checkpoint; continue with --resume {found[0]}")
-        stopped.run = found[0]
+        stopped = Stopped(f"stopped after a checkpoint; continue with --resume {run}")
+        stopped.run = run
         raise stopped
     if code != EXIT_FINISHED:
-        raise error_of(code, f"the run ended with exit code {code}; its logs are in {found[0] / 'logs'}")
-    return found[0].absolute()
+        raise error_of(code, f"the run ended with exit code {code}; its logs are in {run / 'logs'}")
+    return run.absolute()

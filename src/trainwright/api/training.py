@@ -171,15 +171,12 @@ class PreparedTraining:
         Raises:
             As `train`.
         """
-        from trainwright.launch.start import WorkerFunctions, start
-        from trainwright.worker import prepare, work
+        from trainwright.launch.start import start
 
         if not force:
             self.resolved.plan.refuse_shortage()
         counted = functools.partial(self._planned_again, force) if self.resolved.estimated else None
-        return start(
-            self.request, self.resolved, self.machine, WorkerFunctions(prepare, work), self.rendezvous, counted
-        )
+        return start(self.request, self.resolved, self.machine, self.rendezvous, counted)
 
     def _planned_again(self, force: bool) -> Resolved:
         """Plan with the lengths of the prepared data."""

@@ -83,9 +83,8 @@ def compare(options: VerifyRequest) -> Comparison:
         check_request(request, resolved, creates=False)
         doing("importing torch and transformers")
         from trainwright.doctor.verify import verify as compared
-        from trainwright.worker import prepare
 
-    return compared(resolved, machine, options.steps, prepare, sys.stdout)
+    return compared(resolved, machine, options.steps, sys.stdout)
 
 
 def _translation(file: Path, overrides: tuple[str, ...]) -> Translation:

@@ -50,11 +50,8 @@ class Side:
         return _processes(self.recipe)
 
 
-def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path], None], out: TextIO) -> Comparison:
+def verify(recipe: Recipe, machine: Machine, steps: int, out: TextIO) -> Comparison:
     """Compare the first steps of a resolved recipe with those of the same recipe on one process, and print to ``out``.
-
-    Args:
-        prepare: prepares a run directory for the workers, in a separate process.
 
     Raises:
         RequestError: the recipe already runs on one process.
@@ -68,7 +65,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, prepare: Callable[[Path
     try:
         with Stopping("stopping after this step") as stopping:
             preload_worker(recipe)
-            model = _prepared_model(recipe, machine, directory, prepare, stopping, out)
+            model = _prepared_model(recipe, machine, directory, stopping, out)
             sides = [
                 Side(_name(each), each.model_copy(update={"model": model}), directory / place)
                 for each, place in ((reference, "reference"), (recipe, "chosen"))
@@ -112,12 +109,11 @@ def _prepared_model(
     recipe: Recipe,
     machine: Machine,
     directory: Path,
-    prepare: Callable[[Path], None],
     stopping: Stopping,
     out: TextIO,
 ) -> ModelSection:
     """Cache data and weights, and return a model that one process can train."""
-    work = functools.partial(_prepare, recipe, machine, directory, prepare)
+    work = functools.partial(_prepare, recipe, machine, directory)
     run_in_child(work, directory / "prepare.log", stopping)
     answer = json.loads((directory / "model.json").read_text(encoding="utf-8"))
     if answer["cut"]:
@@ -125,8 +121,10 @@ def _prepared_model(
     return ModelSection.model_validate(answer["model"])
 
 
-def _prepare(recipe: Recipe, machine: Machine, directory: Path, prepare: Callable[[Path], None]) -> None:
+def _prepare(recipe: Recipe, machine: Machine, directory: Path) -> None:
     """Prepare in a child process, whose libraries and threads must not be in the parent of the workers."""
+    from trainwright.launch.run_worker import prepare
+
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
     model, cut = (

@@ -1,9 +1,11 @@
-"""The body of every worker process: from the recipe in the run directory to the end of training."""
+"""What the processes of a run do: one prepares, then each worker trains, from the recipe in the run directory."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,8 +27,9 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.limits import open_files_in_words
-from trainwright.launch.process import console, keep_freed_memory, set_fresh, threads_allowed
+from trainwright.launch.process import console, keep_freed_memory, set_fresh, stop_requested, threads_allowed
 from trainwright.launch.relaunch import is_replan_requested
+from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.attention.described import describe_attention
@@ -42,10 +45,68 @@ from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.strategy_spec import check_library
-from trainwright.registries import STEP_POLICIES
+from trainwright.registries import OBSERVERS, STEP_POLICIES
 from trainwright.tasks.registry import task_module
+from trainwright.text import say
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare(run: Path) -> None:
+    """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
+    with Activity(console(), "preparing the model and the data") as activity:
+        if console() is not None:  # long operations are shown
+            logging.getLogger("trainwright").addHandler(_ActivityHandler(activity))
+            logging.getLogger("trainwright").setLevel(logging.INFO)
+        recipe = load_recipe(run / run_directory.RECIPE)
+        task_module(recipe).prepare_once(recipe, cache_root())
+
+
+class _ActivityHandler(logging.Handler):
+    def __init__(self, activity: Activity) -> None:
+        super().__init__()
+        self._activity = activity
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._activity.say(self.format(record))
+
+
+def train(
+    run: Path,
+    resume: bool,
+    rank_info: RankInfo | None = None,
+    fault: Mapping[str, Any] | None = None,
+    may_change: bool = False,
+) -> int:
+    """Train this process's share of the run, with the recipe's observers, until it ends or a stop is requested.
+
+    See ``run_worker``.
+    """
+    return run_worker(
+        run,
+        cache=cache_root(),
+        resume=resume,
+        reasons=run_directory.reasons(run),
+        predicted=run_directory.predicted(run),
+        fault=fault,
+        observers=functools.partial(_observers, run),
+        stop_requested=stop_requested,
+        rank_info=rank_info,
+        may_change=may_change,
+    )
+
+
+def _observers(run: Path) -> list[Observer]:
+    from trainwright.observe.console import ConsoleObserver
+    from trainwright.observe.registry import observers_named
+
+    section, stream = load_recipe(run / run_directory.RECIPE).logging, console()
+    observers = observers_named(section.observers, run, lambda line: say(line, file=stream or sys.stderr))
+    if section.tensorboard:
+        observers.append(OBSERVERS.get("tensorboard")(run))
+    if stream is not None:
+        observers.append(ConsoleObserver(stream))  # last, so that its final output comes after the others have finished
+    return observers
 
 
 def run_worker(

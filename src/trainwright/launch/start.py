@@ -41,24 +41,10 @@ class NodeRendezvous:
     seconds: float
 
 
-@dataclass(frozen=True)
-class WorkerFunctions:
-    """The functions that processes of a run execute.
-
-    Attributes:
-        prepare: once, before there are workers.
-        train: in every worker: the directory, and whether to resume; ``fault`` and ``may_change`` by name.
-    """
-
-    prepare: Callable[[Path], None]
-    train: Callable[..., int]
-
-
 def start(
     request: RunRequest,
     resolved: Resolved,
     machine: Machine,
-    work: WorkerFunctions,
     rendezvous: NodeRendezvous | None = None,
     counted: Callable[[], Resolved] | None = None,
 ) -> Path:
@@ -82,7 +68,7 @@ def start(
         say(f"warning: {warning}", file=sys.stderr)
     if rendezvous is None:
         with Stopping() as stopping:
-            return _Launch(request, resolved, work, stopping, here, counted=counted).train()
+            return _Launch(request, resolved, stopping, here, counted=counted).train()
     # Imports torch, so it comes after the thread limit.
     from trainwright.launch.group.nodes import LinkedStopping, NodeInfo, Nodes
     from trainwright.recipe.loading import dump_recipe
@@ -93,7 +79,7 @@ def start(
             place = rendezvous.host, rendezvous.port
             nodes = Nodes.meet(rendezvous.node_rank, rendezvous.nodes, place, rendezvous.seconds, mine, linked)
         try:
-            return _Launch(request, resolved, work, linked, here, nodes).train()
+            return _Launch(request, resolved, linked, here, nodes).train()
         finally:
             nodes.leave()
 
@@ -110,7 +96,6 @@ class _Launch:
 
     request: RunRequest
     resolved: Resolved
-    work: WorkerFunctions
     stopping: Stopping
     processes: int
     nodes: Nodes | None = None
@@ -168,9 +153,11 @@ class _Launch:
 
     def _get_ready(self, run: Path) -> None:
         preload_worker(self.resolved.recipe)
+        from trainwright.launch.run_worker import prepare
+
         node = 0 if self.nodes is None else self.nodes.index
         log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
-        run_in_child(functools.partial(self.work.prepare, run), log, self.stopping)
+        run_in_child(functools.partial(prepare, run), log, self.stopping)
         if self.stopping.requested:
             raise Stopped()
 
@@ -185,14 +172,15 @@ class _Launch:
         """Run the workers to their end; relaunch with another plan if the plan was wrong and the recipe asks for it."""
         from trainwright.launch.local import launch
         from trainwright.launch.relaunch import Relaunch, take_replan
+        from trainwright.launch.run_worker import train
 
-        train = functools.partial(self.work.train, run, may_change=self.nodes is None)
-        again = functools.partial(train, True)
+        work = functools.partial(train, run, may_change=self.nodes is None)
+        again = functools.partial(work, True)
         relaunch = Relaunch(run, lambda fault: functools.partial(again, fault=fault))
         launched = functools.partial(
             launch, logs=run / "logs", stopping=self.stopping, nodes=self.nodes, relaunch=relaunch
         )
-        code = launched(functools.partial(train, self.request.run is not None), processes=self.processes)
+        code = launched(functools.partial(work, self.request.run is not None), processes=self.processes)
         while code == EXIT_STOPPED and not self.stopping.requested and (changed := take_replan(run)) is not None:
             recipe, threads = changed
             say(f"continuing with {recipe.parallel.strategy} on {recipe.parallel.num_processes}")

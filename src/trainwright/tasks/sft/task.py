@@ -18,7 +18,7 @@ __all__ = ["SupervisedFineTuning", "build", "prepare_once"]
 
 
 def build(recipe: Recipe, cache: Path) -> SupervisedFineTuning:
-    """Return the task of a resolved recipe; its data is in the cache, where ``worker.prepare`` has put it."""
+    """Return the task of a resolved recipe; its data is in the cache, where ``prepare_once`` has put it."""
     tokenizer = load_tokenizer(recipe.model)
     return SupervisedFineTuning(recipe, tokenizer, prepare_data(recipe, tokenizer, cache))
 

@@ -94,16 +94,13 @@ class JoinRequest:
 
 
 def run_joined(
-    options: JoinRequest,
-    prepare: Callable[[Path], None],
-    work: Callable[[Path, bool, RankInfo], int],
-    tell: Callable[[int, str], None] = lambda code, message: None,
-) -> int:
-    """Run this process's part in a run; return its exit code. A failure is printed once in the whole run.
+    options: JoinRequest, tell: Callable[[int, str], None] = lambda code, message: None
+) -> tuple[int, Path | None]:
+    """Run this process's part in a run; return its exit code, and the run directory unless it could not start.
+
+    A failure is printed once in the whole run.
 
     Args:
-        prepare: called on rank 0 with the run directory.
-        work: trains, given the run directory, whether to resume, and the seat.
         tell: called in every process with the exit code and the message of a failure, before the process ends.
     """
     terminal = lossy_text(os.dup(2), None, "replace")
@@ -128,18 +125,18 @@ def run_joined(
         job = f"{environment.address}:{environment.port} {_words(options)}"
         if environment.rank <= 1 and should_report(environment.rank, job):
             say(f"error: {error}", file=terminal)
-        return error.exit_code
+        return error.exit_code, None
     failures = FailureReport(environment.rank, terminal, None if rendezvous is None else rendezvous.peers, tell)
     participant = _Participant(options, environment, rendezvous, failures, tell)
     with ExitStack() as held:
         try:
             if environment.rank == 0:
                 held.enter_context(_interruptible(failures))
-                opened, place = participant.open(translation, prepare, held)
+                opened, place = participant.open(translation, held)
             else:
                 opened, place = participant.follow()
         except Exception as error:
-            return participant.refuse(error)
+            return participant.refuse(error), None
         if not own_threads:
             os.environ["OMP_NUM_THREADS"] = str(_threads(place))
         follow_signals()
@@ -147,7 +144,9 @@ def run_joined(
         rank_info = participant.rank_info(place)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
-            code = work(run, opened.resume, rank_info)
+            from trainwright.launch.run_worker import train
+
+            code = train(run, opened.resume, rank_info)
         except Exception as error:
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
@@ -156,7 +155,7 @@ def run_joined(
         participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
             say(f"stopped after a checkpoint; continue with --resume {run}", file=terminal)
-        return code
+        return code, run
 
 
 def _words(options: JoinRequest) -> list[str]:
@@ -206,9 +205,7 @@ class _Participant:
     failures: FailureReport
     tell: Callable[[int, str], None]
 
-    def open(
-        self, translation: Translation | None, prepare: Callable[[Path], None], held: ExitStack
-    ) -> tuple[Opened, Place]:
+    def open(self, translation: Translation | None, held: ExitStack) -> tuple[Opened, Place]:
         """Do on rank 0 everything before the first step that has to be done once."""
         from trainwright.launch.group.members import Member, places
 
@@ -234,6 +231,8 @@ class _Participant:
             logs.mkdir(exist_ok=True)
             failures.clear(logs, environment.size)
             enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
+            from trainwright.launch.run_worker import prepare
+
             prepare(run)
             failures.begin(logs)
         opened = Opened(str(run), os.getcwd(), text, request.run is not None)
