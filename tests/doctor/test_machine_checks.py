@@ -60,7 +60,7 @@ def refuses(surroundings: Surroundings) -> Found:
 
 def surroundings(work: Path, machine: Machine | None = None) -> Surroundings:
     """What checks are given, on the described machine if no other is given."""
-    return Surroundings(machine or detect(), (work,), (), work, lambda run: None, Stopping(), variables={})
+    return Surroundings(machine or detect(), (work,), (), work, Stopping(), variables={})
 
 
 def report(tmp_path: Path, *checks: Check) -> MachineReport:

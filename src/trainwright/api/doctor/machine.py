@@ -73,16 +73,8 @@ def examine_machine(request: MachineRequest) -> MachineReport:
         _output_to_errors(),
     ):
         variables = dict(os.environ)
-        surroundings = Surroundings(
-            detect(), directories, request.ports, Path(work), _prepare, stopping, variables=variables
-        )
+        surroundings = Surroundings(detect(), directories, request.ports, Path(work), stopping, variables=variables)
         return examine(checks, surroundings)
-
-
-def _prepare(run: Path) -> None:
-    from trainwright.worker import prepare
-
-    prepare(run)
 
 
 def _directory(name: str) -> Path:

@@ -64,7 +64,6 @@ class Surroundings:
         directories: where disks are measured.
         ports: ports that must be free; empty: the one of a launcher's variables, or its default.
         work: a temporary directory for files of checks.
-        prepare: prepares a run directory for workers, in a separate process.
         stopping: the stop requests of the command.
         variables: the environment.
         end: time.monotonic() at which all checks must be over.
@@ -74,7 +73,6 @@ class Surroundings:
     directories: tuple[Path, ...]
     ports: tuple[int, ...]
     work: Path
-    prepare: Callable[[Path], None]
     stopping: Stopping
     variables: Mapping[str, str]
     end: float = math.inf

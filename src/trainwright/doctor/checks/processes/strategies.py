@@ -96,12 +96,13 @@ def _rows() -> Iterator[dict[str, str]]:
 def _prepare(surroundings: Surroundings, recipe: Recipe) -> None:
     """Prepare data and weights in a child process."""
     from trainwright.launch import run_directory
+    from trainwright.launch.run_worker import prepare
     from trainwright.recipe.loading import dump_recipe
 
     directory = surroundings.work / "prepared"
     directory.mkdir()
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
-    surroundings.prepare(directory)
+    prepare(directory)
 
 
 def _run(surroundings: Surroundings, side: Side, what: str) -> Finding | None:
