@@ -47,7 +47,7 @@ def test_enough(tmp_path: Path, text: str, machine: Machine) -> None:
         (FOUR + "gpu_ids: 0,1,2,9\n", gpus(8), "gpu_ids names 9, but there are 8 GPUs", "num_processes: 8"),
         (files.FSDP_1, CPU, "FSDP requires 4 GPUs", "distributed_type: FSDP, use_cpu: true, num_processes: 2"),
         (files.TWO_NODES, CPU, "DEEPSPEED requires 4 GPUs on this machine", "num_machines: 1"),
-        (files.TWO_NODES, gpus(2), "4 processes are asked for on this machine", "num_processes: 2, num_machines: 1"),
+        (files.TWO_NODES, gpus(2), "4 processes are requested on this machine", "num_processes: 2, num_machines: 1"),
     ],
 )
 def test_too_little_stops_and_says_what_would_run(
