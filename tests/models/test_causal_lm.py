@@ -232,10 +232,10 @@ def test_what_mixes_packed_documents_is_trained_padded_and_refused_in_packs(name
     check_model(CausalLM(model, packed=False), probe())
     one, three = (loss_and_gradients(model, pack=None, rows=rows)[0] for rows in (1, 3))
     assert three == pytest.approx(one, rel=1e-5)
-    with pytest.raises(RequestError, match=r"data\.pack_length: .* does not keep packed documents apart"):
+    with pytest.raises(RequestError, match=r"data\.pack_length: .* does not keep packed sequences apart"):
         check_model(CausalLM(model, packed=True), probe())
     with pytest.raises(
-        RequestError, match=r"data\.pack_length: .* does not keep packed documents apart: .*; set it to"
+        RequestError, match=r"data\.pack_length: .* does not keep packed sequences apart: .*; set it to"
     ):
         check_packable(model.config.to_dict(), 64)
     check_packable(model.config.to_dict(), None)

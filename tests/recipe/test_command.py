@@ -57,7 +57,7 @@ def test_check_refuses_packs_of_a_model_that_mixes_documents(write: Write) -> No
     """As a plan does, and a run before it starts."""
     path = write(SMALLEST.replace("some/model", "tiiuae/falcon-7b"))
     assert "falcon-7b" in run("check", str(path), "train.max_steps=3")
-    said = "falcon does not keep packed documents apart: its attention does not know where documents begin; set it to"
+    said = "falcon does not keep packed sequences apart: its attention does not know where sequences begin; set it to"
     with pytest.raises(RequestError, match=said):
         run("check", str(path), "train.max_steps=3", "data.pack_length=2048")
 

@@ -1,6 +1,6 @@
 """One block of a llama in plain torch, to measure how fast kernels are within a step.
 
-It runs the operations of ``transformers``' block on packed documents. The model itself is not used, because its import
+It runs the operations of ``transformers``' block on packed sequences. The model itself is not used, because its import
 alone takes longer than the whole quick measurement.
 """
 

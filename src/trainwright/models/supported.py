@@ -54,7 +54,7 @@ _HEADS = {
     "ForObjectDetection": "an object detector",
 }
 _DISTANCE = "its attention uses the distance between tokens in the row (ALiBi)"
-_WHOLE_ROW = "its attention does not know where documents begin"
+_WHOLE_ROW = "its attention does not know where sequences begin"
 _STATE = "the state of its recurrent layers continues from one document into the next"
 _OWN_ATTENTION = {
     **dict.fromkeys(("bloom", "mpt"), _DISTANCE),
@@ -157,13 +157,13 @@ def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:
     """Raise RequestError if the model of ``config`` cannot be trained on packs of ``pack_length`` tokens."""
     if pack_length is not None and (why := unpackable(config, pack_length)) is not None:
         raise RequestError(
-            f"data.pack_length: a model of the architecture {config.get('model_type')} does not keep packed documents "
+            f"data.pack_length: a model of the architecture {config.get('model_type')} does not keep packed sequences "
             f"apart: {why}; set it to null"
         )
 
 
 def unpackable(config: Mapping[str, Any], pack_length: int) -> str | None:
-    """Return why packs of ``pack_length`` tokens would mix documents, or None if no reason is known."""
+    """Return why packs of ``pack_length`` tokens would mix sequences, or None if no reason is known."""
     kind = str(config.get("model_type"))
     if kind in _OWN_ATTENTION:
         return _OWN_ATTENTION[kind]

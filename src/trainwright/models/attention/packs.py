@@ -66,7 +66,7 @@ def document_attention(
         ``(output [1, T, H, D], None)``, as required by transformers.
     """
     if cu_seq_lens_q is None or max_length_q is None:
-        raise UnpackableError(f"{type(module).__name__} does not know where packed documents begin")
+        raise UnpackableError(f"{type(module).__name__} does not know where packed sequences begin")
     if kwargs.get("position_bias") is not None or is_causal is False:
         raise UnpackableError(f"{type(module).__name__} needs an attention that packed training does not have")
     chunk = _chunk_of(module)
