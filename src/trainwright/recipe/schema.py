@@ -124,7 +124,7 @@ class TrainSection(Section):
         False,
         description="Use only deterministic kernels, so that a repeated or resumed run on the same GPUs is "
         "bit-identical. Otherwise the backward pass of attention, among others, adds in no fixed order on a GPU, and "
-        "such runs are equal up to rounding. Slower on GPUs. On a CPU runs are bit-identical in any case.",
+        "such runs are equal up to rounding. Slower on GPUs. Runs on a CPU are always bit-identical.",
     )
     replan: Literal["offer", "auto"] = Field(
         "offer",
