@@ -37,7 +37,7 @@ from trainwright.engine.policies.base import StepGradients, Training
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
-from trainwright.launch.process import keep_freed_memory, limit_threads, threads_allowed
+from trainwright.launch.process import keep_freed_memory, prepare_environment, threads_allowed
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
@@ -62,7 +62,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="engine-overhead-") as temporary:
         work = Path(temporary)
         write_recipe(arguments, work, processes, precision)
-        limit_threads(CORES, processes)
+        prepare_environment(CORES, processes)
         with Stopping() as stopping:
             entry = functools.partial(measure, work, arguments.pairs)
             code = launch(entry, processes=processes, logs=work / "logs", stopping=stopping)

@@ -1,4 +1,6 @@
-"""Bugs that train a model wrongly and raise no error, planted one at a time: how many of them the fast tests catch.
+"""Bugs that raise no error, planted one at a time: how many of them the fast tests catch.
+
+They train a model wrongly, or hide a fault from the doctor.
 
     python bench/mutations.py                       all of them, two at a time; goes on where it was stopped
     python bench/mutations.py --list                what there is, without a run

@@ -7,9 +7,9 @@
 The planning model is mended on the figures of some sources and checked on those of the others, whose errors are shown
 as a whole only, so that nothing is mended on them. Columns: runs, how many; speeds and memories, how many of
 them measured it, with the median error, and how many of both are left out because they measured something else than
-what is predicted (all scores of attention in memory, what is reserved after rows of many lengths); of those that ran,
-how many a plan refuses; of those that ran out of memory, how many it accepts; of how many of both it says that they
-are close; last, how many cannot be planned, their model or card being unknown.
+what is predicted (what is reserved after rows of many lengths); of those that ran, how many a plan refuses; of those
+that ran out of memory, how many it accepts; of how many of both it says that they are close; last, how many cannot be
+planned, their model or card being unknown.
 """
 
 from __future__ import annotations

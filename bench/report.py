@@ -61,8 +61,10 @@ def page() -> str:
 
 
 def sft() -> str:
-    results, command = _read("sft_vs_trl"), "python bench/sft_vs_trl.py --compile true"
+    results = _read("sft_vs_trl")
     summary = results["summary"]
+    compiled = "" if results["compile"] == "auto" else f" --compile {results['compile']}"
+    command = f"python bench/sft_vs_trl.py{compiled}"
     ours = summary["trainwright"]
     rows = []
     for name, peer in summary.items():
@@ -332,7 +334,7 @@ def planted_bugs() -> str:
     areas = Counter(bug["area"] for bug in results["mutations"].values())
     rows = [
         (
-            "Training bugs that raise no error, inserted one at a time: caught by the fast tests of their area",
+            "Bugs of training and of the doctor that raise no error, inserted one at a time: caught by fast tests",
             "95%",
             f"{caught} of {outcomes.total()} ({len(areas)} areas)",
             "python bench/mutations.py",

@@ -26,7 +26,7 @@ from trainwright.engine.trainer import Trainer
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.local import launch
-from trainwright.launch.process import limit_threads, run_in_child
+from trainwright.launch.process import prepare_environment, run_in_child
 from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
@@ -47,7 +47,7 @@ def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
     run_directory.record(directory, run_directory.recipe_text(resolved), "case", ())
     processes = resolved.parallel.num_processes
     assert isinstance(processes, int)
-    limit_threads(processes, processes)
+    prepare_environment(processes, processes)
     logs, begun = directory / "logs", time.monotonic()
     logs.mkdir()
     with Stopping() as stopping:
@@ -72,7 +72,7 @@ def _work(directory: Path, cache: Path) -> int:
         worker.Trainer = _Watched  # type: ignore[misc]
         _Watched.loading.enter_context(live.phase("load"))
         code = worker.run_worker(
-            directory, cache=cache, resume=False, reasons=(), observers=lambda: (), stop_requested=lambda: False
+            directory, cache=cache, resume=False, reasons=(), observers=lambda recipe: (), stop_requested=lambda: False
         )
     rank = int(os.environ.get("RANK", "0"))
     assert not dist.is_initialized()

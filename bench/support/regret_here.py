@@ -36,15 +36,19 @@ NEAR = 1.15  # times the fastest, of what is run in the second round too
 
 @dataclass
 class Way:
-    """One precision, number of processes and of threads, with the best that plans find for it."""
+    """One precision, number of processes and of threads, with the best that plans find for it.
+
+    ``tokens``: of the step that ``predicted`` and ``seconds`` are of; the steps that run have more or fewer.
+    """
 
     choice: Choice
     predicted: Mapping[str, float]
+    tokens: float
     runs: list[Timed] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        return min(run.seconds for run in self.runs)
+        return self.tokens * min(run.seconds_per_token for run in self.runs)
 
     @property
     def name(self) -> str:
@@ -82,7 +86,7 @@ def _result(
     facts = facts_of(recipe)
     basis = _measured_now(machine, facts.workload)
     ways = _ways(recipe, machine, calibration)
-    plans = {"measured": basis} | ({"calibrated": Basis(calibration)} if calibration else {})
+    plans = {"measured": basis} | ({"calibrated": Basis(calibration, basis.measurement)} if calibration else {})
     cluster, constraints = cluster_of(machine), constraints_of(recipe)
     chosen = {
         key: make_plan(constraints, facts.workload, cluster, facts.assumptions, one, installed).chosen
@@ -118,13 +122,16 @@ def _ways(recipe: Recipe, machine: Machine, calibration: Calibration | None) -> 
     basis = _measured_now(machine, workload)
     evaluators = {"measured": Evaluator(workload, cluster, rates_of(cluster, None, basis.measurement), installed)}
     if calibration is not None:
-        evaluators["calibrated"] = Evaluator(workload, cluster, rates_of(cluster, calibration), installed)
+        evaluators["calibrated"] = Evaluator(
+            workload, cluster, rates_of(cluster, calibration, basis.measurement), installed
+        )
     found = []
     for constraints, threads in _constraints(constraints_of(recipe), workload, machine):
         best = search(evaluators["measured"], constraints).best
         if best is not None:
             choice = replace(best.choice, threads=threads)
-            found.append(Way(choice, {key: evaluator.seconds(choice) for key, evaluator in evaluators.items()}))
+            predicted = {key: evaluator.seconds(choice) for key, evaluator in evaluators.items()}
+            found.append(Way(choice, predicted, workload.tokens))
     return found
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from support.processes import busy_seconds
 from trainwright.launch import run_directory
@@ -38,6 +37,10 @@ class Timed:
     @property
     def seconds(self) -> float:
         return statistics.median(self.times)
+
+    @property
+    def seconds_per_token(self) -> float:
+        return statistics.median(seconds / tokens for seconds, tokens in zip(self.times, self.tokens, strict=True))
 
     @property
     def tokens_per_second(self) -> float:
@@ -119,13 +122,12 @@ def _prepare(recipe: Recipe, cache: Path) -> None:
 def _work(directory: Path, cache: Path, steps: int) -> int:
     from trainwright.launch.run_worker import run_worker
 
-    nothing: Any = tuple
     return run_worker(
         directory,
         cache=cache,
         resume=False,
         reasons=(),
-        observers=nothing,
+        observers=lambda recipe: (),
         stop_requested=lambda: False,
         trial_steps=steps,
     )

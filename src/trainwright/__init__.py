@@ -12,34 +12,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainwright.api import (
-        Ablation,
-        Collected,
-        Comparison,
-        Diagnosis,
-        Evaluation,
-        MachineReport,
-        Merged,
-        Plan,
-        Recipe,
-        Run,
-        Upload,
-        ablate,
-        check_machine,
-        collect,
-        evaluate,
-        explain,
-        export,
-        generate,
-        merge,
-        plan,
-        push,
-        resume,
-        train,
-        unlearn_study,
-        verify,
-    )
+    from trainwright.api.collecting import Collected, collect
+    from trainwright.api.doctor.explaining import Diagnosis, explain
+    from trainwright.api.doctor.machine import MachineReport, check_machine
+    from trainwright.api.evaluation import Evaluation, evaluate
+    from trainwright.api.generation import generate
+    from trainwright.api.merging import Merged, merge
+    from trainwright.api.planning import Plan, plan
+    from trainwright.api.publishing import Upload, export, push
+    from trainwright.api.recipe import Recipe
+    from trainwright.api.run import Run
+    from trainwright.api.simulation import simulate
+    from trainwright.api.studies.ablation import Ablation, ablate
+    from trainwright.api.studies.unlearning import unlearn_study
+    from trainwright.api.training import resume, train
+    from trainwright.api.verification import Comparison, verify
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
+    from trainwright.simulation.report import Simulation
 
 __version__ = "0.1.0"
 __all__ = [
@@ -55,6 +44,7 @@ __all__ = [
     "Recipe",
     "RequestError",
     "Run",
+    "Simulation",
     "Stopped",
     "TrainingError",
     "TrainwrightError",
@@ -70,19 +60,54 @@ __all__ = [
     "plan",
     "push",
     "resume",
+    "simulate",
     "train",
     "unlearn_study",
     "verify",
 ]
+# The module of each, imported when it is first used.
+_MODULES = {
+    "Ablation": "api.studies.ablation",
+    "Collected": "api.collecting",
+    "Comparison": "api.verification",
+    "Diagnosis": "api.doctor.explaining",
+    "Evaluation": "api.evaluation",
+    "MachineError": "errors",
+    "MachineReport": "api.doctor.machine",
+    "Merged": "api.merging",
+    "Plan": "api.planning",
+    "Recipe": "api.recipe",
+    "RequestError": "errors",
+    "Run": "api.run",
+    "Simulation": "simulation.report",
+    "Stopped": "errors",
+    "TrainingError": "errors",
+    "TrainwrightError": "errors",
+    "Upload": "api.publishing",
+    "ablate": "api.studies.ablation",
+    "check_machine": "api.doctor.machine",
+    "collect": "api.collecting",
+    "evaluate": "api.evaluation",
+    "explain": "api.doctor.explaining",
+    "export": "api.publishing",
+    "generate": "api.generation",
+    "merge": "api.merging",
+    "plan": "api.planning",
+    "push": "api.publishing",
+    "resume": "api.training",
+    "simulate": "api.simulation",
+    "train": "api.training",
+    "unlearn_study": "api.studies.unlearning",
+    "verify": "api.verification",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    module = "trainwright.errors" if name.endswith(("Error", "Stopped")) else "trainwright.api"
-    return globals().setdefault(name, getattr(import_module(module), name))
+    return globals().setdefault(name, getattr(import_module(f"{__name__}.{_MODULES[name]}"), name))
 
 
 def __dir__() -> list[str]:

@@ -119,8 +119,8 @@ def test_the_fullest_batch_is_found(pack: int | None) -> None:
         )
         return max(batch.input_ids.numel() for batch in batches)
 
-    assert positions(found.largest_step(20)) == max(positions(step) for step in range(20))
-    assert stream(data, pack=pack, total_examples=16).largest_step(20) in (0, 1)
+    assert positions(found.largest_step()) == max(positions(step) for step in range(300))
+    assert stream(data, pack=pack, total_examples=16).largest_step() in (0, 1)
 
 
 def test_shares_are_balanced_by_tokens() -> None:

@@ -15,16 +15,18 @@ import torch
 
 from tests.support.commands import PATIENCE, ROOT, environment, trainwright
 from tests.support.doctor import checked
-from trainwright.doctor.checks.check import CannotCheck, Check, Finding, Found, Outcome, Severity, Surroundings
+from trainwright.doctor.checks.check import CannotCheck, Check, CheckContext, CheckResult, Finding, Outcome, Severity
 from trainwright.doctor.checks.gpus.health import _xids
 from trainwright.doctor.checks.gpus.offload import judged as judged_copies
 from trainwright.doctor.checks.network.interfaces import _adapters
+from trainwright.doctor.checks.network.nccl_variables import EFFECTS, OLD_NAMES
 from trainwright.doctor.checks.processes.links import _judged as judged_sums
 from trainwright.doctor.checks.registry import CHECKS
 from trainwright.doctor.checks.report import MachineReport
 from trainwright.doctor.checks.running import examine
 from trainwright.doctor.checks.software.kernels import TOLERANCES, Kernel, compare, kernels
-from trainwright.doctor.checks.system.cores import _capped, _heat, _slow
+from trainwright.doctor.checks.software.torch_build import _of_build
+from trainwright.doctor.checks.system.cores import _capped, _heat, _shares, _slow
 from trainwright.doctor.checks.system.disks import _link_rate
 from trainwright.errors import MachineError
 from trainwright.launch.ending.stop import Stopping
@@ -35,16 +37,16 @@ from trainwright.machine.machine import Gpu, Machine
 CPU = torch.device("cpu")
 
 
-def fails(surroundings: Surroundings) -> Found:
+def fails(context: CheckContext) -> CheckResult:
     raise ZeroDivisionError("a driver without a name")
 
 
-def is_not_possible(surroundings: Surroundings) -> Found:
+def is_not_possible(context: CheckContext) -> CheckResult:
     raise CannotCheck("only root may look")
 
 
-def breaks(surroundings: Surroundings) -> Found:
-    return Found(("a fact",), (Finding(Severity.BROKEN, "it is broken", "nothing works", "repair it"),))
+def breaks(context: CheckContext) -> CheckResult:
+    return CheckResult(("a fact",), (Finding(Severity.BROKEN, "it is broken", "nothing works", "repair it"),))
 
 
 class Own(Check):
@@ -54,17 +56,17 @@ class Own(Check):
         return globals()[self.place]
 
 
-def refuses(surroundings: Surroundings) -> Found:
+def refuses(context: CheckContext) -> CheckResult:
     raise MachineError("the limit of open files is 24; raise it")
 
 
-def surroundings(work: Path, machine: Machine | None = None) -> Surroundings:
+def context(work: Path, machine: Machine | None = None) -> CheckContext:
     """What checks are given, on the described machine if no other is given."""
-    return Surroundings(machine or detect(), (work,), (), work, Stopping(), variables={})
+    return CheckContext(machine or detect(), (work,), (), work, Stopping(), variables={})
 
 
 def report(tmp_path: Path, *checks: Check) -> MachineReport:
-    return examine(checks, surroundings(tmp_path))
+    return examine(checks, context(tmp_path))
 
 
 def test_a_check_that_fails_or_is_not_possible_does_not_end_the_others(tmp_path: Path) -> None:
@@ -125,6 +127,16 @@ def test_every_check_can_be_loaded_and_is_in_the_guide() -> None:
         assert callable(check.load()) and set(check.after) < names
 
 
+def test_every_variable_that_this_torch_reads_is_explained() -> None:
+    headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+    text = "".join(file.read_text(encoding="utf-8") for file in sorted(headers.glob("*.hpp")))
+    read = set(re.findall(r'"((?:TORCH_)?(?:NCCL|GLOO|FR)_[A-Z0-9_]+)"', text))
+    if "TORCH_NCCL_BLOCKING_WAIT" not in read:
+        pytest.skip("this torch comes without the headers that name its variables")
+    assert sorted(read - set(EFFECTS) - set(OLD_NAMES)) == []
+    assert set(OLD_NAMES.values()) <= set(EFFECTS)
+
+
 def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
     unknown = trainwright("doctor", "prots", cwd=tmp_path)
     assert unknown.returncode == 2 and "prots: no such check; choose from packages, torch," in unknown.stderr
@@ -174,10 +186,41 @@ def test_kernels_that_are_wrong_in_the_result_or_in_a_gradient_alone() -> None:
     assert not compare(nothing, CPU, torch.float32) <= TOLERANCES["fp32"]
 
 
+def built(*kernels: str, capabilities: tuple[tuple[int, int], ...] = (), nccl: bool = True) -> dict[str, object]:
+    """What a build of torch says of itself on a machine with GPUs of these capabilities."""
+    return {"version": "2.7", "kernels": kernels, "capabilities": capabilities, "gloo": True, "nccl": nccl}
+
+
+def test_a_torch_without_kernels_for_the_gpu_or_without_nccl() -> None:
+    blackwell = ((12, 0), (12, 0))
+    (missing,) = _of_build(built("sm_80", "sm_90", capabilities=blackwell), 2)
+    assert missing.severity is Severity.BROKEN and "has no kernels for compute capability 12.0" in missing.what
+    assert "sm_120" in missing.fix
+    for right in (("sm_80", "sm_120"), ("sm_80", "compute_90")):
+        assert list(_of_build(built(*right, capabilities=blackwell), 2)) == []
+    (older,) = _of_build(built("sm_86", capabilities=((8, 0),)), 1)
+    assert "8.0" in older.what
+    (exchange,) = _of_build(built("sm_120", capabilities=blackwell, nccl=False), 2)
+    assert exchange.what == "wrong torch build: 2.7 has no nccl"
+    (hidden,) = _of_build(built("sm_90"), 1)
+    assert "finds none of the 1 GPUs" in hidden.what and "/proc/driver/nvidia/version" in hidden.fix
+
+
 def test_a_core_that_is_slower_than_the_others() -> None:
     (finding,) = _slow({0: 2.0e9, 1: 2.1e9, 2: 0.8e9, 3: 2.0e9})
     assert "core 2 (40%)" in finding.what and "taskset" in finding.fix
     assert list(_slow({0: 2.0e9, 1: 1.7e9})) == []
+
+
+def test_time_that_is_lost_is_put_down_to_what_took_it() -> None:
+    (stopped,) = _shares({"stopped": 0.5, "waited": 0.1, "stolen": 0.1, "throttled": 0.01})
+    assert "stood still for 50%" in stopped.what and "cpulimit" in stopped.fix
+    (quota,) = _shares({"stopped": 0.5, "throttled": 0.4})
+    assert "quota" in quota.what and "--cpus" in quota.fix
+    (stolen,) = _shares({"stopped": 0.5, "stolen": 0.4})
+    assert "hypervisor gave 40%" in stolen.what
+    (waited,) = _shares({"waited": 0.5})
+    assert waited.severity is Severity.NOTE
 
 
 def test_clocks_and_heat_as_the_kernel_shows_them(tmp_path: Path) -> None:
@@ -209,7 +252,7 @@ def test_xid_errors_in_the_log_of_the_kernel() -> None:
 def test_a_link_that_is_wrong_or_slow_beside_its_datasheet(tmp_path: Path) -> None:
     nvlink = fabric("nvlink", 4, 450e9, 8)
     gpu = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), link=nvlink)
-    given = surroundings(tmp_path, machine=replace(detect(), gpus=(gpu, gpu)))
+    given = context(tmp_path, machine=replace(detect(), gpus=(gpu, gpu)))
     seconds = 2**28 / 400e9
     fast = judged_sums({"seconds": seconds, "wrong": []}, given, "cuda")
     assert fast.findings == () and fast.facts[0].startswith("400.00 GB/s each way, NVLink 4, 450 GB/s each way")
@@ -255,7 +298,7 @@ def test_infiniband_ports_that_are_down(tmp_path: Path) -> None:
 CHILD = """
 import os, sys
 from pathlib import Path
-from tests.doctor.test_machine_checks import surroundings
+from tests.doctor.test_machine_checks import context
 from trainwright.doctor.checks.check import Broken
 from trainwright.doctor.checks.child import answer_of
 
@@ -267,7 +310,7 @@ def work(answer):
     answer.write_text('{"two": 2}')
 
 try:
-    print(answer_of(work, "kernels", surroundings(Path(sys.argv[2]))))
+    print(answer_of(work, "kernels", context(Path(sys.argv[2]))))
 except Broken as broken:
     print(broken.finding.what, "|", broken.finding.fix)
 """

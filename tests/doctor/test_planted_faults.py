@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, environment
 from tests.support.conditions import NotHere, as_user
-from tests.support.doctor import NEEDS_ROOT, doctor, group, in_shell
+from tests.support.doctor import NEEDS_ROOT, Checked, checked, doctor, group, in_shell
 from trainwright.machine.accelerators import installed_build
 
 PORT = "45123"
@@ -56,25 +58,39 @@ def test_what_another_user_may_not_see_or_write_is_said(listener: socket.socket,
     assert found.finding("disks", f"{place}: cannot be written: Permission denied")["severity"] == "broken"
 
 
-@NEEDS_ROOT
-def test_a_dead_loopback_interface(tmp_path: Path) -> None:
-    found = doctor("ports", "--port", PORT, cwd=tmp_path, before=in_shell("true", "--net"))
-    finding = found.finding("ports", "the loopback interface does not work")
-    assert found.code == 3 and "ip link set lo up" in finding["fix"]
+@pytest.fixture(scope="module")
+def cramped(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    """A machine with 16 MiB of /dev/shm, a full disk, and a name that leads to itself."""
+    place = tmp_path_factory.mktemp("cramped")
+    (place / "full").mkdir()
+    (place / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 planted\n")
+    plant = (
+        "mount -t tmpfs -o size=16m none /dev/shm",
+        f"mount -t tmpfs -o size=64k none {place}/full",
+        f"dd if=/dev/zero of={place}/full/file bs=64k count=1 2> /dev/null",
+        f"hostname planted; mount --bind {place}/hosts /etc/hosts",
+    )
+    before = in_shell("; ".join(plant), "--mount", "--uts")
+    checks = ("shared-memory", "disks", "interfaces", "--directory", str(place / "full"))
+    return doctor(*checks, cwd=place, before=before)
 
 
 @NEEDS_ROOT
-def test_16_megabytes_of_dev_shm(tmp_path: Path) -> None:
-    small = in_shell("mount -t tmpfs -o size=16m none /dev/shm", "--mount")
-    finding = doctor("shared-memory", cwd=tmp_path, before=small).finding("shared-memory", "/dev/shm has only 16.0 MiB")
+def test_16_megabytes_of_dev_shm(cramped: Checked) -> None:
+    finding = cramped.finding("shared-memory", "/dev/shm has only 16.0 MiB")
     assert "--shm-size" in finding["fix"]
 
 
 @NEEDS_ROOT
-def test_a_full_dev_shm(tmp_path: Path) -> None:
-    fill = "mount -t tmpfs -o size=64k none /dev/shm; dd if=/dev/zero of=/dev/shm/full bs=64k count=1 2> /dev/null"
-    found = doctor("shared-memory", cwd=tmp_path, before=in_shell(fill, "--mount"))
-    assert found.code == 3 and "remove files" in found.finding("shared-memory", "/dev/shm has 0 bytes free")["fix"]
+def test_a_full_disk(cramped: Checked) -> None:
+    finding = cramped.finding("disks", "/full: cannot be written: No space left on device")
+    assert cramped.code == 3 and "remove old checkpoints" in finding["fix"]
+
+
+@NEEDS_ROOT
+def test_a_name_that_leads_to_loopback(cramped: Checked) -> None:
+    finding = cramped.finding("interfaces", "planted, leads to the loopback")
+    assert "127.0.1.1" in finding["what"] and "--rendezvous" in finding["fix"]
 
 
 def test_64_open_files_and_what_cannot_be_checked_then(tmp_path: Path) -> None:
@@ -97,12 +113,25 @@ def cpu_quota(microseconds: int) -> tuple[str, dict[str, str], dict[str, str]]:
     return "cpu", old, {"cpu.max": f"{microseconds} 100000"}
 
 
+@pytest.fixture(scope="module")
+def rationed(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    """A machine in control groups of half a core and of 100 processes."""
+    pids = {"pids.max": "100"}
+    with group(*cpu_quota(50_000)) as cores, group("pids", pids, pids) as processes:
+        before = in_shell(f"echo $$ > {cores}; echo $$ > {processes}")
+        return doctor("control-groups", cwd=tmp_path_factory.mktemp("rationed"), before=before)
+
+
 @NEEDS_ROOT
-def test_a_quota_of_half_a_core(tmp_path: Path) -> None:
-    with group(*cpu_quota(50_000)) as processes:
-        found = doctor("control-groups", cwd=tmp_path, before=in_shell(f"echo $$ > {processes}"))
-    finding = found.finding("control-groups", "throttled: the control group may use 0.5 of ")
+def test_a_quota_of_half_a_core(rationed: Checked) -> None:
+    finding = rationed.finding("control-groups", "throttled: the control group may use 0.5 of ")
     assert "--cpus" in finding["fix"] and "OMP_NUM_THREADS=1" in finding["fix"]
+
+
+@NEEDS_ROOT
+def test_too_few_processes_are_left(rationed: Checked) -> None:
+    found = rationed.finding("control-groups", "of at most 100 processes")
+    assert rationed.code == 3 and "--pids-limit" in found["fix"]
 
 
 @pytest.mark.slow  # so small a quota is used up also where other programs have the cores, and takes its time
@@ -113,11 +142,18 @@ def test_a_core_that_is_throttled(tmp_path: Path) -> None:
     assert "quota" in found.finding("cores", "throttled: the quota of the control group was used up")["fix"]
 
 
-@NEEDS_ROOT
-def test_too_few_processes_are_left(tmp_path: Path) -> None:
-    with group("pids", {"pids.max": "100"}, {"pids.max": "100"}) as processes:
-        found = doctor("control-groups", cwd=tmp_path, before=in_shell(f"echo $$ > {processes}"))
-    assert found.code == 3 and "--pids-limit" in found.finding("control-groups", "of at most 100 processes")["fix"]
+@pytest.mark.slow
+def test_a_core_that_is_taken_away_in_turns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainwright", "doctor", "cores", "--json"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:  # as cpulimit does
+            for number, seconds in ((signal.SIGSTOP, 0.06), (signal.SIGCONT, 0.02)):
+                process.send_signal(number)
+                time.sleep(seconds)
+        assert process.stdout is not None
+        found = checked(process.stdout.read(), process.returncode)
+    finding = found.finding("cores", "throttled: this process stood still for ")
+    assert "cpulimit" in finding["fix"] and found.code == 0
 
 
 @contextlib.contextmanager
@@ -140,7 +176,7 @@ def loop_device(image: Path) -> Iterator[str]:
 
 @NEEDS_ROOT
 def test_a_slow_disk(tmp_path: Path) -> None:
-    rate, place = 2 * 2**20, tmp_path / "mounted"
+    rate, place = 16 * 2**20, tmp_path / "mounted"
     place.mkdir()
     with loop_device(tmp_path / "image") as device:
         number = os.stat(device).st_rdev
@@ -152,51 +188,57 @@ def test_a_slow_disk(tmp_path: Path) -> None:
             found = doctor("disks", "--directory", str(place), cwd=tmp_path, before=before)
     finding = found.finding("disks", "slow disk", str(place))
     shown = float(finding["what"].partition("MB/s")[0].rpartition(": ")[2])
-    assert 0.5 < shown < 10 and "logging.run_directory" in finding["fix"]
+    assert 0.5 < shown < 50 and "logging.run_directory" in finding["fix"]
     assert "ext4 on loop" in found.check("disks")["facts"][0]
 
 
-@NEEDS_ROOT
-def test_a_full_disk(tmp_path: Path) -> None:
-    place = tmp_path / "full"
-    place.mkdir()
-    fill = f"mount -t tmpfs -o size=64k none {place}; dd if=/dev/zero of={place}/full bs=64k count=1 2> /dev/null"
-    found = doctor("disks", "--directory", str(place), cwd=tmp_path, before=in_shell(fill, "--mount"))
-    finding = found.finding("disks", f"{place}: cannot be written: No space left on device")
-    assert found.code == 3 and "remove old checkpoints" in finding["fix"]
+DEAD = "ip link add tw0 type veth peer name tw1; ip address add 10.9.9.1/24 dev tw0; ip link set tw0 up"
+LOOPBACK = "ip link set lo up"
 
 
-DEAD = (
-    "ip link set lo up; ip link add tw0 type veth peer name tw1; ip address add 10.9.9.1/24 dev tw0; ip link set tw0 up"
-)
-
-
-@NEEDS_ROOT
-def test_a_dead_interface(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def cut_off(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    """A machine with a full /dev/shm, an interface without a cable, and loopback turned off."""
     if shutil.which("ip") is None:
         pytest.skip("there is no ip")
-    found = doctor("interfaces", cwd=tmp_path, before=in_shell(DEAD, "--net"))
-    finding = found.finding("interfaces", "dead interface: tw0 dead: no carrier", "10.9.9.1")
+    fill = "mount -t tmpfs -o size=64k none /dev/shm; dd if=/dev/zero of=/dev/shm/full bs=64k count=1 2> /dev/null"
+    before = in_shell(f"{DEAD}; {fill}", "--net", "--mount")
+    checks = ("shared-memory", "ports", "interfaces", "--port", PORT)
+    return doctor(*checks, cwd=tmp_path_factory.mktemp("cut-off"), before=before)
+
+
+@NEEDS_ROOT
+def test_a_full_dev_shm(cut_off: Checked) -> None:
+    assert "remove files" in cut_off.finding("shared-memory", "/dev/shm has 0 bytes free")["fix"]
+
+
+@NEEDS_ROOT
+def test_a_dead_loopback_interface(cut_off: Checked) -> None:
+    finding = cut_off.finding("ports", "the loopback interface does not work")
+    assert cut_off.code == 3 and "ip link set lo up" in finding["fix"]
+
+
+@NEEDS_ROOT
+def test_a_dead_interface(cut_off: Checked, tmp_path: Path) -> None:
+    finding = cut_off.finding("interfaces", "dead interface: tw0 dead: no carrier", "10.9.9.1")
     assert "NCCL_SOCKET_IFNAME=^tw0" in finding["fix"]
     # The one that processes are to use is worse.
-    chosen = doctor("interfaces", cwd=tmp_path, before=in_shell(DEAD, "--net"), GLOO_SOCKET_IFNAME="tw0")
+    before = in_shell(f"{LOOPBACK}; {DEAD}", "--net")
+    chosen = doctor("interfaces", cwd=tmp_path, before=before, GLOO_SOCKET_IFNAME="tw0")
     assert chosen.code == 3 and chosen.finding("interfaces", "GLOO_SOCKET_IFNAME=tw0: dead interface")
-    alive = doctor("interfaces", cwd=tmp_path, before=in_shell(f"{DEAD}; ip link set tw1 up", "--net"))
+    before = in_shell(f"{LOOPBACK}; {DEAD}; ip link set tw1 up", "--net")
+    alive = doctor("interfaces", cwd=tmp_path, before=before)
     assert not [each for each in alive.check("interfaces")["findings"] if "dead" in each["what"]]
 
 
-def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
-    found = doctor("interfaces", cwd=tmp_path, GLOO_SOCKET_IFNAME="eth77")
-    finding = found.finding("interfaces", "GLOO_SOCKET_IFNAME=eth77: there is no interface eth77")
-    assert found.code == 3 and "set GLOO_SOCKET_IFNAME to one that is up" in finding["fix"]
-
-
-@NEEDS_ROOT
-def test_a_name_that_leads_to_loopback(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 planted\n")
-    named = in_shell(f"hostname planted; mount --bind {tmp_path}/hosts /etc/hosts", "--uts", "--mount")
-    finding = doctor("interfaces", cwd=tmp_path, before=named).finding("interfaces", "planted, leads to the loopback")
-    assert "127.0.1.1" in finding["what"] and "--rendezvous" in finding["fix"]
+def test_interfaces_that_are_not_there_and_names_that_only_nccl_understands(tmp_path: Path) -> None:
+    variables = {"GLOO_SOCKET_IFNAME": "eth77", "TP_SOCKET_IFNAME": "^docker,lo", "NCCL_SOCKET_IFNAME": "^docker,lo"}
+    found = doctor("interfaces", cwd=tmp_path, **variables)
+    missing = found.finding("interfaces", "GLOO_SOCKET_IFNAME=eth77: there is no interface eth77")
+    assert found.code == 3 and "set GLOO_SOCKET_IFNAME to one that is up" in missing["fix"]
+    wrong = found.finding("interfaces", "TP_SOCKET_IFNAME=^docker,lo: only NCCL_SOCKET_IFNAME may begin with ^")
+    assert wrong["severity"] == "broken" and "TP_SOCKET_IFNAME=" in wrong["fix"]
+    assert not [each for each in found.check("interfaces")["findings"] if each["what"].startswith("NCCL_")]
 
 
 def other_torch(site: Path, version: str) -> str:
@@ -265,16 +307,21 @@ def test_variables_of_nccl_are_explained_and_misspelled_ones_found(tmp_path: Pat
     assert found.finding("nccl", "NCCL_ALGO=Ring (in nccl.conf)")["fix"].startswith("remove it from nccl.conf")
 
 
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A command that shows a GPU with faults to what follows it, on this machine."""
-    directory = tmp_path_factory.mktemp("driver")
+def driver(directory: Path, *kind: str) -> list[str]:
+    """A command that shows a GPU with faults to what follows it, on this machine; kinds: those of nvml.c."""
     if shutil.which("cc") is None or sys.platform != "linux":
         pytest.skip("there is no C compiler to build a management library with")
     library = directory / "libnvidia-ml.so.1"
-    command = ["cc", "-shared", "-fPIC", "-w", str(ROOT / "tests/support/nvml.c"), "-o", str(library)]
+    flags = [f"-D{name}" for name in kind]
+    command = ["cc", "-shared", "-fPIC", "-w", *flags, str(ROOT / "tests/support/nvml.c"), "-o", str(library)]
     subprocess.run(command, check=True)
     return ["env", f"LD_LIBRARY_PATH={directory}"]
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command that shows a GPU with faults to what follows it."""
+    return driver(tmp_path_factory.mktemp("driver"))
 
 
 def test_a_gpu_that_is_not_healthy(gpu: list[str], this_machine: None, tmp_path: Path) -> None:
@@ -297,6 +344,24 @@ def test_a_gpu_that_is_not_healthy(gpu: list[str], this_machine: None, tmp_path:
         assert fix in found.finding("gpus", f"GPU 0: {what}")["fix"]
     of_gpu = [each for each in found.check("gpus")["findings"] if each["what"].startswith("GPU 0")]
     assert len(of_gpu) == len(expected) + 1
+
+
+def test_a_gpu_at_the_end_of_its_life(this_machine: None, tmp_path: Path) -> None:
+    found = doctor("gpus", cwd=tmp_path, before=driver(tmp_path, "WORN"))
+    broken = found.finding("gpus", "GPU 0: a row of its memory could not be remapped")
+    assert found.code == 3 and broken["severity"] == "broken" and "CUDA_VISIBLE_DEVICES" in broken["fix"]
+    assert found.finding("gpus", "GPU 0: 2 uncorrectable", "in its life, none since")["severity"] == "note"
+    assert "reset" in found.finding("gpus", "GPU 0: pages of its memory are to be retired")["fix"]
+    assert "power" in found.finding("gpus", "GPU 0: throttled by the power brake of the machine")["fix"]
+    assert "cooling" in found.finding("gpus", "GPU 0: throttled by heat (driver)")["fix"]
+
+
+def test_what_a_user_may_not_ask_a_gpu_is_said(this_machine: None, tmp_path: Path) -> None:
+    found = doctor("gpus", cwd=tmp_path, before=driver(tmp_path, "DENIED"))
+    denied = "ECC errors, remapped rows, throttling, NVLink errors, other programs"
+    assert f"GPU 0: not checked, as only root may: {denied}" in found.check("gpus")["facts"]
+    shown = " ".join(each["what"] for each in found.check("gpus")["findings"])
+    assert "ECC" not in shown and "process" not in shown and "91 °C" in shown
 
 
 @pytest.mark.skipif(installed_build().cuda is not None, reason="torch is built for GPUs here")

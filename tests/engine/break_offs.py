@@ -48,7 +48,13 @@ def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None
         _reset_groups()
         rank_info = RankInfo(rank, size, rank, size, rank, own)
         return run_worker(
-            run, cache=cache_root(), resume=resume, reasons=(), observers=list, stop_requested=stop, rank_info=rank_info
+            run,
+            cache=cache_root(),
+            resume=resume,
+            reasons=(),
+            observers=lambda recipe: [],
+            stop_requested=stop,
+            rank_info=rank_info,
         )
 
     def never() -> bool:

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from trainwright.engine.checkpoints import checkpoint as module
+from trainwright.engine.checkpoints import directories
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from trainwright.engine.checkpoints.tensor_files import checksum, write_tensors
+from trainwright.engine.checkpoints.directories import checksum
+from trainwright.engine.checkpoints.tensor_files import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
@@ -70,7 +72,7 @@ def test_blocks_of_one_split_are_read_in_another(tmp_path: Path) -> None:
     for rank, (begin, end) in enumerate([(0, 4), (4, 8), (8, 10)]):
         block = Shard(whole[begin:end], (10, 3), (begin, 0))
         parts.append(module._write_part(directory / "parts", rank, {"w": block}))
-    module._finish(directory / "parts", directory / "done", parts, {}, "")
+    directories.finish(directory / "parts", directory / "done", parts, "{}", "")
     with Checkpoint.open(directory / "done").reader() as read:
         for begin, end in [(0, 10), (0, 5), (5, 10), (3, 9), (7, 8)]:
             wanted = Shard(torch.empty(end - begin, 3), (10, 3), (begin, 0))
@@ -81,7 +83,7 @@ def test_replicas_share_the_writing_and_leave_nothing_out(tmp_path: Path) -> Non
     owned = []
     for rank in range(3):
         mine = {name: Shard.full(tensor, rank, 3) for name, tensor in tensors().items()}
-        owned.append(module._own(mine))
+        owned.append(list(module.own_blocks(mine)))
     assert sorted(name for names in owned for name in names) == sorted(tensors())
     assert all(owned)
 

@@ -30,9 +30,12 @@ MODULE = """
 
     class Torch(StepPolicy):
         def metrics(self, step, found):
+            import os
+
             import torch
 
-            return {"deterministic": float(torch.are_deterministic_algorithms_enabled())}
+            expands = os.environ.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
+            return {"deterministic": float(torch.are_deterministic_algorithms_enabled()), "expands": float(expands)}
 
 
     class Lines:
@@ -110,7 +113,7 @@ def test_torch_is_told_to_be_deterministic_if_the_recipe_asks(runs: Runs, place:
     override = f"train.deterministic={str(asked).lower()}"
     run, ended = train(place, "train.step_policies=['somebody:Torch']", override)
     assert ended.returncode == 0, ended.stderr
-    assert column(run, "metrics") == [{"deterministic": float(asked)}] * 4
+    assert column(run, "metrics") == [{"deterministic": float(asked), "expands": 1.0}] * 4
     assert column(run, "loss") == column(runs.trained(*SHORT), "loss")  # bit-identical on a CPU in any case
     assert events(run, "start")[0]["attention"]
     assert "\nattention " in ended.stdout + ended.stderr

@@ -339,7 +339,7 @@ def test_a_stop_whose_checkpoint_fails_does_not_end_as_if_saved(runs: Runs, coun
 def test_a_worker_that_a_signal_ends_is_named(runs: Runs) -> None:
     import psutil
 
-    started = runs.train(processes(2), ON_ROWS, "train.max_steps=3000")
+    started = runs.train(processes(2), ON_ROWS, "train.max_steps=3000", "faults.restarts=off")
     started.wait_for_step(3)
     workers = {each.environ().get("RANK"): each for each in psutil.Process(started.pid).children(recursive=True)}
     victim = workers.get("1") or max(workers.values(), key=lambda worker: worker.pid)
@@ -353,7 +353,7 @@ def test_a_worker_that_a_signal_ends_is_named(runs: Runs) -> None:
 def test_a_killed_worker_ends_the_run_with_its_rank(runs: Runs) -> None:
     import psutil
 
-    started = runs.train(processes(2), ON_ROWS, "train.max_steps=1000")
+    started = runs.train(processes(2), ON_ROWS, "train.max_steps=1000", "faults.restarts=off")
     started.wait_for_step(3)
     workers = psutil.Process(started.pid).children(recursive=True)
     ranks = {worker.environ().get("RANK"): worker for worker in workers}

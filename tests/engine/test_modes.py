@@ -15,7 +15,8 @@ from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import Setup
-from trainwright.recipe.schema import OptimizerSection, ParallelSection
+from trainwright.recipe.schema import OptimizerSection
+from trainwright.recipe.sections.parallel import ParallelSection
 
 DROPOUT = ("model.dropout=0.4", "train.max_steps=4", "data.limit=40", "data.validation=4", "parallel.strategy=single")
 ADAPTER = "model.adapter={type: lora, rank: 4, dropout: 0.4}"

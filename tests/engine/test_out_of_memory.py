@@ -256,7 +256,7 @@ def test_a_row_that_does_not_fit_ends_the_run_and_says_what_would(runs: Runs, st
 
 
 def test_a_kill_that_the_kernel_did_not_count_is_not_taken_for_the_end_of_memory(runs: Runs) -> None:
-    started = runs.train(ON_ROWS, *spread(2, "ddp"), "train.max_steps=1000")
+    started = runs.train(ON_ROWS, *spread(2, "ddp"), "train.max_steps=1000", "faults.restarts=off")
     started.wait_for_step(3)
     victim = max(psutil.Process(started.pid).children(recursive=True), key=lambda worker: worker.memory_info().rss)
     os.kill(victim.pid, signal.SIGKILL)

@@ -33,7 +33,8 @@ def saved_at(every: int | str | None, step_seconds: float, steps: int, cost: flo
         if saving.is_due(step):
             found.append(clock.now - 1000)
             clock.now += cost
-            saving.saved(cost)
+            saving.begun()
+            saving.took(cost)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import PATIENCE, all_gone, descendants, environment, started, wait_for
-from trainwright.launch.process import limit_threads, threads_allowed
+from trainwright.errors import MachineError
+from trainwright.launch.process import prepare_environment, threads_allowed
+from trainwright.launch.run_worker import _set_precision_of_fp32_products
 
 ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
 
@@ -76,9 +79,35 @@ def test_preparation_dies_with_a_killed_parent(tmp_path: Path) -> None:
 def test_cores_are_shared_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, given: str | None, cores: int, processes: int, threads: int
 ) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert limit_threads(cores, processes) == threads == threads_allowed()
+    assert prepare_environment(cores, processes) == threads == threads_allowed()
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("said", [None, *ALLOCATOR])
+def test_the_allocator_expands_segments_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if said is not None:
+        monkeypatch.setenv(said, "max_split_size_mb:128")
+    prepare_environment(2, 1)
+    found = {name: os.environ[name] for name in ALLOCATOR if name in os.environ}
+    assert found == ({ALLOCATOR[0]: "expandable_segments:True"} if said is None else {said: "max_split_size_mb:128"})
+
+
+def test_tf32_that_the_environment_turns_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    with pytest.raises(MachineError, match=r"train\.tf32: NVIDIA_TF32_OVERRIDE is 0, which turns TF32 off; unset it"):
+        _set_precision_of_fp32_products(True)
+    _set_precision_of_fp32_products(False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from trainwright.errors import MachineError
 from trainwright.machine.accelerators import Build, Nvml, refuse_unusable, unusable, with_device
+from trainwright.machine.detect import _gpu_memory
 from trainwright.machine.machine import Gpu, Machine
 
 CUDA, CPU, ROCM = Build("2.13.0", "12.8"), Build("2.13.0+cpu", None), Build("2.13.0", None, "6.4")
@@ -95,6 +97,31 @@ def test_accelerators_of_others(tmp_path: Path) -> None:
     assert "training runs on NVIDIA GPUs and on CPUs" in found
     assert reasons(tmp_path, CUDA_VISIBLE_DEVICES="") == ""
     assert reasons(tmp_path, 1, Nvml(1, None, 12)) == ""  # there is a better one, which is used
+
+
+def test_amd_gpus_that_were_not_given_to_a_container(tmp_path: Path) -> None:
+    pci(tmp_path, "0000:05:00.0", "0x1002", "0x030000")  # a processor's, or a card for a display
+    assert reasons(tmp_path) == ""
+    pci(tmp_path, "0000:c1:00.0", "0x1002", "0x120000")
+    pci(tmp_path, "0000:c2:00.0", "0x1002", "0x038000")
+    assert "2 AMD GPUs (ROCm) cannot be used" in reasons(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nvhost-gpu", "nvgpu"])
+def test_the_gpu_of_a_jetson_that_nvml_does_not_show(tmp_path: Path, name: str) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / name).touch()
+    assert reasons(tmp_path).startswith("there is 1 NVIDIA GPU that NVIDIA's driver does not give to this process")
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NVML answers on DGX Spark."""
+
+    def refuse(handle: object, **version: object) -> object:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
+    assert _gpu_memory(None) is None
 
 
 def test_gpus_that_were_set_aside_and_are_not_there(tmp_path: Path) -> None:

@@ -5,19 +5,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.models.attention.packs import document_attention
+from trainwright.models.attention.packs import packed_attention
 
 LENGTHS = [1, 7, 33, 2, 50]
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, softcap: float | None) -> torch.Tensor:
-    """All documents at once with a dense mask, in float64."""
+    """All sequences at once with a dense mask, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     place = torch.arange(sum(LENGTHS))
-    allowed = (document[:, None] == document) & (place[:, None] >= place)
+    allowed = (sequence[:, None] == sequence) & (place[:, None] >= place)
     if window is not None:
         allowed &= place[:, None] - place < window
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -41,9 +41,9 @@ def boundaries() -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("kv_heads", [6, 2])
-def test_each_document_sees_itself_alone(window: int | None, softcap: float | None, kv_heads: int) -> None:
+def test_each_sequence_sees_itself_alone(window: int | None, softcap: float | None, kv_heads: int) -> None:
     q, k, v = inputs(torch.float32, kv_heads=kv_heads)
-    output, _ = document_attention(
+    output, _ = packed_attention(
         nn.Identity(), q, k, v, None,
         cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS), sliding_window=window, softcap=softcap,
     )  # fmt: skip
@@ -58,23 +58,23 @@ def test_each_document_sees_itself_alone(window: int | None, softcap: float | No
 
 def test_bf16_is_as_good_as_its_rounding() -> None:
     q, k, v = inputs(torch.bfloat16)
-    output, _ = document_attention(nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS))
+    output, _ = packed_attention(nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS))
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), plain(q, k, v, None, None), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_heads", [6, 2])
-def test_documents_of_one_length_are_what_each_is_alone(dtype: torch.dtype, kv_heads: int) -> None:
+def test_sequences_of_one_length_are_what_each_is_alone(dtype: torch.dtype, kv_heads: int) -> None:
     q, k, v = inputs(dtype, kv_heads=kv_heads)
-    documents, length = 3, sum(LENGTHS) // 3
-    q, k, v = (x.detach()[:, :, : documents * length].requires_grad_() for x in (q, k, v))
+    sequences, length = 3, sum(LENGTHS) // 3
+    q, k, v = (x.detach()[:, :, : sequences * length].requires_grad_() for x in (q, k, v))
 
     def attended(*tensors: torch.Tensor, count: int) -> torch.Tensor:
         edges = torch.arange(0, count * length + 1, length, dtype=torch.int32)
-        return document_attention(nn.Identity(), *tensors, None, cu_seq_lens_q=edges, max_length_q=length)[0]
+        return packed_attention(nn.Identity(), *tensors, None, cu_seq_lens_q=edges, max_length_q=length)[0]
 
-    together = attended(q, k, v, count=documents)
+    together = attended(q, k, v, count=sequences)
     alone = torch.cat(
         [attended(*parts, count=1) for parts in zip(*(x.split(length, 2) for x in (q, k, v)), strict=True)], 1
     )
@@ -87,13 +87,13 @@ def test_documents_of_one_length_are_what_each_is_alone(dtype: torch.dtype, kv_h
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_documents_of_one_length_keep_their_own_precision(dtype: torch.dtype) -> None:
+def test_sequences_of_one_length_keep_their_own_precision(dtype: torch.dtype) -> None:
     q, k, v = inputs(dtype)
     edges = torch.arange(0, q.shape[2] + 1, q.shape[2] // 2, dtype=torch.int32)
     q, k, v = (x.detach()[:, :, : edges[-1]].requires_grad_() for x in (q, k, v))
     kept: list[torch.dtype] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.dtype) or x, lambda x: x):
-        document_attention(nn.Identity(), q, k, v, None, cu_seq_lens_q=edges, max_length_q=q.shape[2] // 2)
+        packed_attention(nn.Identity(), q, k, v, None, cu_seq_lens_q=edges, max_length_q=q.shape[2] // 2)
     assert kept.count(dtype) >= 4  # queries, keys, values, output; fp32 sums beside them
 
 
@@ -101,25 +101,25 @@ def test_attention_sinks_take_their_part_of_the_weight() -> None:
     q, k, v = inputs(torch.float32)
     sinks = torch.full((6,), -1e9)
     arguments = {"cu_seq_lens_q": boundaries(), "max_length_q": max(LENGTHS)}
-    without, _ = document_attention(nn.Identity(), q, k, v, None, **arguments)
-    negligible, _ = document_attention(nn.Identity(), q, k, v, None, s_aux=sinks, **arguments)
+    without, _ = packed_attention(nn.Identity(), q, k, v, None, **arguments)
+    negligible, _ = packed_attention(nn.Identity(), q, k, v, None, s_aux=sinks, **arguments)
     torch.testing.assert_close(negligible, without, rtol=1e-5, atol=1e-5)
-    overwhelming, _ = document_attention(nn.Identity(), q, k, v, None, s_aux=-sinks, **arguments)
+    overwhelming, _ = packed_attention(nn.Identity(), q, k, v, None, s_aux=-sinks, **arguments)
     assert overwhelming.abs().max() == 0
 
 
 def test_the_operator_is_right_by_torchs_own_checks() -> None:
     q, k, v = inputs(torch.float32)
-    torch.library.opcheck(torch.ops.trainwright.document_flash_cpu, (q, k, v, boundaries(), 0.25, max(LENGTHS)))
+    torch.library.opcheck(torch.ops.trainwright.packed_flash_cpu, (q, k, v, boundaries(), 0.25, max(LENGTHS)))
     whole = torch.tensor([0, sum(LENGTHS)], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.trainwright.document_flash_cpu, (q, k, v, whole, 0.25, sum(LENGTHS)))
+    torch.library.opcheck(torch.ops.trainwright.packed_flash_cpu, (q, k, v, whole, 0.25, sum(LENGTHS)))
 
 
 def test_dropout_drops_and_keeps_the_scale() -> None:
     q, k, v = inputs(torch.float32)
     v = torch.ones_like(v)
     torch.manual_seed(0)
-    output, _ = document_attention(
+    output, _ = packed_attention(
         nn.Identity(), q, k, v, None, cu_seq_lens_q=boundaries(), max_length_q=max(LENGTHS), dropout=0.5
     )
     assert output.std() > 0.05
@@ -130,6 +130,6 @@ def test_dropout_drops_and_keeps_the_scale() -> None:
 def test_a_scale_of_the_models_own_reaches_the_scores() -> None:
     query, key, value = (x.detach() for x in inputs(torch.float32))
     told = {"cu_seq_lens_q": boundaries(), "max_length_q": max(LENGTHS)}
-    found, _ = document_attention(nn.Module(), query, key, value, None, scaling=0.5, **told)  # type: ignore[arg-type]
+    found, _ = packed_attention(nn.Module(), query, key, value, None, scaling=0.5, **told)  # type: ignore[arg-type]
     expected = plain(query * 2, key, value, None, None).float()  # of heads of 16 numbers the scale is a quarter
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -75,7 +75,7 @@ def test_it_names_the_kernel_the_reasons_and_what_repeats() -> None:
 
 def test_on_a_cpu_and_over_padded_rows() -> None:
     lm = model("llama")
-    assert describe_attention(lm, torch.float32, 512, CPU) == ["torch's flash attention for CPUs, document by document"]
+    assert describe_attention(lm, torch.float32, 512, CPU) == ["torch's flash attention for CPUs, sequence by sequence"]
     gpu = Platform("NVIDIA", (8, 0))
     padded = CausalLM(lm.model, packed=False)
     padded.model.set_attn_implementation("sdpa")

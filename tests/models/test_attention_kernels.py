@@ -25,23 +25,23 @@ CASES = [
     ({}, (9, 0), "varlen"),
     ({}, (8, 0), "varlen"),
     ({}, (7, 5), "scores"),  # no kernel there computes in bf16
-    ({"dtype": "fp16"}, (7, 5), "sdpa_documents"),
-    ({"dtype": "fp32"}, (7, 5), "sdpa_documents"),
-    ({"dtype": "fp32"}, (9, 0), "sdpa_documents"),
+    ({"dtype": "fp16"}, (7, 5), "sdpa_each"),
+    ({"dtype": "fp32"}, (7, 5), "sdpa_each"),
+    ({"dtype": "fp32"}, (9, 0), "sdpa_each"),
     ({"dtype": "fp16"}, (12, 0), "varlen"),
     ({"size": 256, "value_size": 256}, (9, 0), "varlen"),
-    ({"size": 257, "value_size": 257}, (9, 0), "sdpa_documents"),
-    ({"size": 512, "value_size": 512}, (9, 0), "sdpa_documents"),
+    ({"size": 257, "value_size": 257}, (9, 0), "sdpa_each"),
+    ({"size": 512, "value_size": 512}, (9, 0), "sdpa_each"),
     ({"size": 20, "value_size": 20}, (9, 0), "varlen"),  # padded to 24
     ({"size": 192, "value_size": 128}, (9, 0), "varlen"),  # values padded
     ({"size": 64, "value_size": 96}, (9, 0), "varlen"),  # queries and keys padded
-    ({"size": 64, "value_size": 264}, (9, 0), "sdpa_documents"),
+    ({"size": 64, "value_size": 264}, (9, 0), "sdpa_each"),
     ({"size": 192, "value_size": 192}, (8, 6), "varlen"),
-    ({"size": 193, "value_size": 193}, (8, 6), "sdpa_documents"),
-    ({"size": 224, "value_size": 224}, (8, 9), "sdpa_documents"),
+    ({"size": 193, "value_size": 193}, (8, 6), "sdpa_each"),
+    ({"size": 224, "value_size": 224}, (8, 9), "sdpa_each"),
     ({"size": 225, "value_size": 225}, (8, 9), "varlen"),
     ({"size": 224, "value_size": 224}, (8, 0), "varlen"),
-    ({"size": 200, "value_size": 200}, (12, 0), "sdpa_documents"),
+    ({"size": 200, "value_size": 200}, (12, 0), "sdpa_each"),
     ({"window": True}, (9, 0), "varlen"),
     ({"window": True, "dtype": "fp32"}, (9, 0), "flex"),
     ({"window": True, "dtype": "fp32"}, (7, 5), "scores"),
@@ -51,7 +51,7 @@ CASES = [
     ({"softcap": True, "size": 512, "value_size": 512}, (8, 0), "scores"),
     ({"sinks": True, "window": True}, (9, 0), "flex"),
     ({"sinks": True, "dropout": True}, (9, 0), "scores"),
-    ({"dropout": True}, (9, 0), "sdpa_documents"),
+    ({"dropout": True}, (9, 0), "sdpa_each"),
     ({"dropout": True, "window": True}, (9, 0), "scores"),
     ({"deterministic": True}, (9, 0), "varlen"),
 ]
@@ -68,7 +68,7 @@ def test_with_torch_alone(needs: dict[str, object], capability: tuple[int, int],
         ({}, (9, 0), "flash_attn_3"),
         ({}, (8, 9), "varlen"),
         ({}, (10, 0), "varlen"),
-        ({"dtype": "fp32"}, (9, 0), "sdpa_documents"),
+        ({"dtype": "fp32"}, (9, 0), "sdpa_each"),
         ({"softcap": True}, (9, 0), "flash_attn_3"),
         ({"softcap": True}, (8, 0), "flash_attn"),
         ({"softcap": True, "dropout": True}, (8, 0), "scores"),
@@ -100,8 +100,8 @@ def test_the_capability_of_an_amd_gpu_is_not_one_of_nvidia() -> None:
     ("size", "capability", "kernel"),
     [
         (192, (8, 6), "flash_attn"),
-        (256, (8, 6), "sdpa_documents"),
-        (256, (12, 0), "sdpa_documents"),
+        (256, (8, 6), "sdpa_each"),
+        (256, (12, 0), "sdpa_each"),
         (256, (8, 0), "flash_attn"),
     ],
 )
@@ -116,7 +116,7 @@ def test_dropout_in_wide_heads_does_not_fit_into_small_shared_memory(
     [
         ("varlen", (20, 20), (24, 24)),
         ("varlen", (192, 128), (192, 192)),
-        ("sdpa_documents", (20, 36), (24, 40)),
+        ("sdpa_each", (20, 36), (24, 40)),
         ("flex", (8, 24), (16, 32)),
         ("scores", (20, 36), (20, 36)),
     ],
@@ -156,7 +156,7 @@ def test_the_reasons_name_every_faster_kernel() -> None:
     assert words == (
         "torch's flex_attention (FlashAttention-3: needs compute capability 9.0, this GPU has 8.0; "
         "torch's varlen flash attention: has no soft caps; flash-attn 2: is not installed; "
-        "torch's SDPA, document by document: has no soft caps)"
+        "torch's SDPA, sequence by sequence: has no soft caps)"
     )
     old = choose(PLAIN, gpu((7, 5))).words()
     assert "torch's varlen flash attention: needs compute capability 8.0 or higher, this GPU has 7.5" in old
@@ -169,9 +169,9 @@ def test_layers_with_one_kernel_share_a_line() -> None:
     (line,) = in_words(both, gpu())
     assert line.startswith("torch's varlen flash attention (") and "window" not in line
     plain, windowed = in_words([replace(needs, dtype="fp32") for needs in both], gpu())
-    assert plain.startswith("torch's SDPA, document by document (")
+    assert plain.startswith("torch's SDPA, sequence by sequence (")
     assert windowed.startswith("torch's flex_attention (")
-    assert windowed.endswith("), for documents longer than the window")
+    assert windowed.endswith("), for sequences longer than the window")
 
 
 def test_a_kernel_and_its_limits_are_data() -> None:

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import collections
-import json
-import os
-import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.commands import ROOT
+from tests.support.fake_gpu import in_process
 from trainwright.data.stream.batch import collate
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.models.causal_lm import CausalLM
 
 VARLEN, FLEX = "torch_attn::_varlen_attn", "flex_attention"
-OLD = ("old GPU, bf16", "old GPU, fp16", "old GPU, equal documents")
+OLD = ("old GPU, bf16", "old GPU, fp16", "old GPU, equal sequences")
 # What makes the host wait for a GPU.
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found() -> dict[str, Any]:
     """Run all cases in one process, since torch has to be told of the GPU before it is imported."""
-    if shutil.which("g++") is None and not torch.version.cuda:
-        pytest.skip("needs g++ to tell a CPU build of torch of a GPU")
-    command = [sys.executable, "-m", "tests.support.fake_gpu.cases", str(tmp_path_factory.mktemp("shim"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return seen
+    return in_process("tests.support.fake_gpu.cases")
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "heads of 20", "wider values", "narrower values"])

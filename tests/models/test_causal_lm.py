@@ -296,7 +296,7 @@ def test_generation_uses_the_librarys_attention_and_gives_it_back() -> None:
         text = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
         fresh = build("llama").eval().generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
     assert text.tolist() == fresh.tolist()
-    assert lm.training and lm.config._attn_implementation == "trainwright_documents"
+    assert lm.training and lm.config._attn_implementation == "trainwright_packed"
 
 
 def test_generation_has_no_dropout_and_training_goes_on_with_it_in_packs() -> None:
@@ -305,6 +305,6 @@ def test_generation_has_no_dropout_and_training_goes_on_with_it_in_packs() -> No
         lm.train(training)
         with lm.for_generation() as model:
             assert not any(part.training for part in model.modules())
-            assert model.config._attn_implementation != "trainwright_documents"
+            assert model.config._attn_implementation != "trainwright_packed"
         assert all(part.training is training for part in lm.modules())
-        assert lm.config._attn_implementation == "trainwright_documents"
+        assert lm.config._attn_implementation == "trainwright_packed"

@@ -8,7 +8,7 @@ import torch.nn.attention.flex_attention as torch_flex
 
 from trainwright.models.attention import flex
 from trainwright.models.attention.call import Call
-from trainwright.models.attention.documents import Documents, allowed_blocks, first_allowed
+from trainwright.models.attention.sequences import Sequences, allowed_blocks, first_allowed
 
 LENGTHS = ([1, 7, 33, 2, 50], [300, 129, 1, 128, 77], [128, 128, 256])
 
@@ -20,20 +20,20 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "compiled", lambda: torch_flex.flex_attention)
 
 
-def documents(lengths: list[int]) -> Documents:
+def sequences(lengths: list[int]) -> Sequences:
     edges = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
-    return Documents(edges, max(lengths), torch.device("cpu"))
+    return Sequences(edges, max(lengths), torch.device("cpu"))
 
 
 def expected(call: Call, lengths: list[int]) -> torch.Tensor:
-    """All documents at once with a dense mask, in float64."""
+    """All sequences at once with a dense mask, in float64."""
     query, key, value = (x.double() for x in (call.query, call.key, call.value))
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(len(document))
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(len(sequence))
     apart = place[:, None] - place
-    allowed = (document[:, None] == document) & (apart >= 0) & (apart < (call.window or len(place)))
+    allowed = (sequence[:, None] == sequence) & (apart >= 0) & (apart < (call.window or len(place)))
     scores = query @ key.mT * call.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -53,7 +53,7 @@ def test_it_is_attention(lengths: list[int], window: int | None, softcap: float 
     shapes = ((6, 16), (2, 16), (2, 24))
     inputs = [torch.randn(1, n, sum(lengths), w, generator=random).requires_grad_() for n, w in shapes]
     weights = torch.randn(6, generator=random).requires_grad_() if sinks else None
-    packed = documents(lengths)
+    packed = sequences(lengths)
     call = Call(*inputs, packed.boundaries, max(lengths), 0.25, window, 0.0, softcap, weights)
     found, want = flex.attend(call, packed.block_mask(window)), expected(call, lengths)
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
@@ -67,7 +67,7 @@ def test_it_is_attention(lengths: list[int], window: int | None, softcap: float 
 @pytest.mark.parametrize("window", [None, 1, 8, 128, 200, 4096])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_blocks_are_those_that_torch_finds_in_a_dense_mask(lengths: list[int], window: int | None) -> None:
-    mask, total = documents(lengths).block_mask(window), sum(lengths)
+    mask, total = sequences(lengths).block_mask(window), sum(lengths)
     dense = torch_flex.create_block_mask(mask.mask_mod, None, None, total, total, device="cpu")
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(mask, name), getattr(dense, name))
@@ -75,7 +75,7 @@ def test_the_blocks_are_those_that_torch_finds_in_a_dense_mask(lengths: list[int
 
 
 def test_a_mask_is_made_once_for_all_layers() -> None:
-    packed = documents([5, 9])
+    packed = sequences([5, 9])
     assert packed.block_mask(4) is packed.block_mask(4)
     assert packed.block_mask(4) is not packed.block_mask(None)
     assert packed.in_chunks(3) is packed.in_chunks(3)
@@ -83,7 +83,7 @@ def test_a_mask_is_made_once_for_all_layers() -> None:
     assert packed.in_chunks(3).longest == 3
 
 
-def test_a_token_sees_its_document_up_to_itself() -> None:
+def test_a_token_sees_its_sequence_up_to_itself() -> None:
     assert first_allowed([0, 3, 5], None).tolist() == [0, 0, 0, 3, 3]
     assert first_allowed([0, 3, 5], 2).tolist() == [0, 0, 1, 3, 3]
     partly, fully = allowed_blocks(first_allowed([0, 400], None))

@@ -44,6 +44,31 @@ def exported_model_is_the_trained_one(cases: list[list[str]], directory: str) ->
     leave()
 
 
+class _LateCopy:
+    """A copy to the host that is done once something waits for it, as one to pinned memory may be."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target, self._source = target, target.clone()
+        target.fill_(torch.nan)
+
+    def synchronize(self) -> None:
+        self._target.copy_(self._source)
+
+
+def offloaded_gradients_are_awaited(strategy: str) -> None:
+    """The norm is that of the gradients, also if their copies to the host are done late."""
+    world = join("cpu")
+    _, task, spread = built(world, [f"parallel.strategy={strategy}", "parallel.offload_optimizer=true"])
+    micro = task.stream.global_batch(0).for_rank(world.rank, world.size)[0]
+    spread.backward(task.loss(spread.module, micro, world.device).total, last=True)
+    norm = spread.gradient_norm()
+    optimizer = spread.module.optimizer
+    copies = [_LateCopy(master.grad) for master in optimizer.single_partition_of_fp32_groups]
+    optimizer._pending_offload_events.update(enumerate(copies))
+    assert spread.gradient_norm() == norm > 0
+    leave()
+
+
 def the_head_is_gathered_once(strategy: str) -> None:
     """In a forward pass over targets that take many chunks, and once more in the backward pass where it is freed."""
     with _counted() as sizes:

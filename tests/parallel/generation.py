@@ -46,7 +46,7 @@ def step(task: Task, strategy: Strategy) -> float:
     for position, micro in enumerate(share, 1):
         torch.manual_seed(micro.index)
         strategy.backward(task.loss(strategy.module, micro, world.device).total / 100, last=position == len(share))
-    norm = strategy.gradient_norm()
+    norm = float(strategy.gradient_norm())
     strategy.step(1e-3, 1.0)
     return norm
 

@@ -17,7 +17,8 @@ from trainwright.errors import RequestError
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import World, join, leave
-from trainwright.recipe.schema import OptimizerSection, ParallelSection
+from trainwright.recipe.schema import OptimizerSection
+from trainwright.recipe.sections.parallel import ParallelSection
 
 STEPS, WIDTH, RATE = 5, 6, 1e-2
 LIMIT = 2.0  # of the norm of gradients
@@ -132,7 +133,7 @@ def advance(strategy: Strategy, steps: range) -> list[float]:
             index = number * world.size + world.rank
             loss = strategy.module(tokens[index % len(tokens)], step) * float(index < len(tokens))
             strategy.backward(loss, last=number == passes - 1)
-        norms.append(strategy.gradient_norm())
+        norms.append(float(strategy.gradient_norm()))
         strategy.step(RATE, min(1.0, LIMIT / norms[-1]))
     return norms
 

@@ -17,7 +17,8 @@ from trainwright.engine.optimizer import optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import Setup
 from trainwright.parallel.world import World, join, leave
-from trainwright.recipe.schema import OptimizerSection, ParallelSection
+from trainwright.recipe.schema import OptimizerSection
+from trainwright.recipe.sections.parallel import ParallelSection
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 STEPS = 10
@@ -70,7 +71,7 @@ def trained(strategy: Replicated, steps: range, limit: float = 0.5) -> list[floa
         share = batch[rank::size]
         for position, (tokens, wanted) in enumerate(share, 1):
             strategy.backward(strategy.module(tokens, wanted) / weight, last=position == len(share))
-        norm = strategy.gradient_norm()
+        norm = float(strategy.gradient_norm())
         norms.append(norm)
         strategy.step(rate(step), min(1.0, limit / norm))
     return norms

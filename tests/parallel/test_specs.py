@@ -15,7 +15,7 @@ import pytest
 import trainwright
 from trainwright.parallel.strategy import Strategy
 from trainwright.planning.memory.strategies import StrategyMemory, memory_model
-from trainwright.recipe.schema import ParallelSection
+from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import all_specs, spec_of
 from trainwright.registries import STRATEGIES
 

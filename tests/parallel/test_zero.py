@@ -192,3 +192,8 @@ def test_ranks_hold_their_share_and_no_more(runs: Runs, tmp_path: Path) -> None:
         assert int((tmp_path / f"zero3-{rank}").read_text()) / whole == pytest.approx(0.5, abs=0.03)
         # Whole parameters, and half of the masters and of Adam's two moments.
         assert int((tmp_path / f"zero1-{rank}").read_text()) / whole == pytest.approx((1 + 3 / 2) / 3, abs=0.03)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_offloaded_gradients_are_read_when_they_have_arrived(runs: Runs, strategy: str) -> None:
+    runs.function("tests.parallel.entries:offloaded_gradients_are_awaited", strategy)

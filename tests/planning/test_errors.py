@@ -18,8 +18,8 @@ from trainwright.machine.machine import Machine
 from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FILE, Errors, Interval, classes_of, errors_of, interval_of
+from trainwright.planning.output.table import summary, table, words
 from trainwright.planning.plan import Plan, make_plan
-from trainwright.planning.table import summary, table, words
 from trainwright.planning.workload import AdapterShape, Choice, Workload
 
 SMALL = Workload(find_model("meta-llama/Llama-3.2-1B").architecture(), row_tokens=2048, global_batch_rows=16)

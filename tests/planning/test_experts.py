@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.architectures.catalog import find_model
+from trainwright.planning.memory.peak import memory_of
 from trainwright.planning.operations import BatchShape, Device, Pass, PassSettings, block_kinds, block_pass
-from trainwright.planning.operations.tape import Kernel
+from trainwright.planning.operations.launches import Kernel
 from trainwright.planning.stack import Experts, Stack
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Group, rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice, Workload
@@ -99,6 +101,27 @@ def test_experts_that_are_modules_run_one_by_one_where_a_model_computes_every_ex
     assert [flops(together.forward), flops(together.backward)] == [flops(alone.forward), flops(alone.backward)]
 
 
+def test_a_kept_auxiliary_loss_keeps_what_every_block_has_recomputed_before_its_router() -> None:
+    architecture = find_model("mistralai/Mixtral-8x7B-v0.1").architecture()
+    setting = PassSettings(architecture, BATCH, Device("cuda"), WIDTH, stack=Stack(keeps_routes=True))
+    kind = block_kinds(architecture)[0]
+    hidden, keys = (TOKENS * width * WIDTH for width in (architecture.hidden, architecture.key_value_width))
+    # Each norm: its input in fp32, one number a row, its result before and after the weight. Query, key, value, output
+    # and sums of attention; logits and probabilities of the router.
+    norm = 4 * hidden + 4 * TOKENS
+    attention = 2 * hidden + 2 * keys + 4 * TOKENS * architecture.heads
+    kept = block_pass(setting, kind, "full").left
+    assert kept == pytest.approx(2 * norm + attention, rel=0.002)
+    assert block_pass(setting, kind, "none").left == 0
+    assert block_pass(replace(setting, stack=Stack()), kind, "full").left == 0
+    workload = Workload(architecture, row_tokens=TOKENS, global_batch_rows=8, evaluates=False)
+    choice = Choice("fsdp", 8, 1, 1, "bf16", "full")
+    with_it, without = (memory_of(workload, choice, H100, Stack(keeps_routes=keeps)).phases for keeps in (True, False))
+    # Of all blocks behind the second one, in whose backward pass the first is gathered.
+    assert with_it["backward"] - without["backward"] == (architecture.layers - 2) * kept
+    assert with_it["forward"] == without["forward"]
+
+
 @pytest.mark.parametrize(("model", "waits"), [("Qwen/Qwen3-30B-A3B", True), ("Qwen/Qwen3-8B", False)])
 def test_zero3_gathers_the_matrices_of_experts_that_are_modules_one_by_one(model: str, waits: bool) -> None:
     workload = Workload(find_model(model).architecture(), row_tokens=1024, global_batch_rows=64, evaluates=False)
@@ -109,3 +132,59 @@ def test_zero3_gathers_the_matrices_of_experts_that_are_modules_one_by_one(model
     )
     assert (alone > together) is waits
     assert waits or alone == together
+
+
+def test_ranks_that_divide_experts_compute_as_much_with_fewer_and_fuller_ones() -> None:
+    whole, divided = of("grouped"), block(Stack(expert_parallel=8))
+    assert [flops(whole.forward), flops(whole.backward)] == [flops(divided.forward), flops(divided.backward)]
+    for before, after in zip(products(whole.forward), products(divided.forward), strict=True):
+        assert (after.m, after.times) == (8 * before.m, before.times // 8)
+    assert whole.gradients - divided.gradients == QWEN.experts * sum(MATRICES.values()) * 7 // 8
+    # Received rows are sorted by expert, and sorted back.
+    assert moved(divided.forward) - moved(whole.forward) == 2 * (2 * ROWS + 8 * SELECTED)
+
+
+def test_divided_experts_are_not_gathered_and_their_rows_are_exchanged() -> None:
+    workload = Workload(QWEN, row_tokens=4096, global_batch_rows=8, evaluates=False)
+    choice = Choice("fsdp", 8, 1, 1, "bf16", "full")
+    memory = {p: memory_of(workload, choice, H100, Stack(expert_parallel=p)).parts for p in (1, 2, 8)}
+    expert = QWEN.experts * sum(MATRICES.values())
+    for name in ("parameters", "optimizer state"):
+        assert memory[1][name] == memory[2][name] == memory[8][name]
+    assert memory[1]["gathered parameters"] - memory[8]["gathered parameters"] >= expert * WIDTH * 7 // 8
+    rates = rates_of(H100)
+    group = Group(1, 8)
+    rows = 4096 * QWEN.experts_per_token * QWEN.hidden * WIDTH
+    # There and back in the forward pass, when it is repeated, and in the backward pass, of every block.
+    exchanges = 6 * QWEN.layers * rates.all_to_all(rows, group)
+    waited = step_time(workload, choice, H100, rates, Stack(expert_parallel=8)).parts["communication"]
+    assert exchanges < waited < 1.2 * exchanges
+    # A program that sends a row once to each rank sends to 8 (1 - (7/8)^8) = 5.25 ranks instead of eight experts.
+    once = step_time(workload, choice, H100, rates, Stack(expert_parallel=8, experts="fused")).parts["communication"]
+    fewer = 6 * QWEN.layers * rates.all_to_all(rows * (1 - (7 / 8) ** 8), group)
+    assert waited - once == pytest.approx(exchanges - fewer)
+
+
+def test_rows_cross_the_network_only_for_experts_of_other_nodes() -> None:
+    rates = rates_of(parse_machine("2x8xH100@8x400Gb"))
+    size = 1e10
+    inside, across = rates.all_to_all(size, Group(1, 8)), rates.all_to_all(size, Group(2, 8))
+    assert inside == pytest.approx(size * 7 / 8 / (0.8 * 450e9), rel=0.02)
+    assert across == pytest.approx(size / 2 / (0.75 * 50e9), rel=0.02)
+
+
+def test_fused_kernels_of_experts_move_each_row_once_to_sort_and_once_to_sum() -> None:
+    grouped, fused = of("grouped"), of("fused")
+    assert [flops(grouped.forward), flops(grouped.backward)] == [flops(fused.forward), flops(fused.backward)]
+    assert moved(fused.forward) < moved(grouped.forward)
+    rows = [kernel for kernel in fused.forward if kernel.operation == "dispatch" and kernel.read >= ROWS]
+    assert [kernel.kind for kernel in rows] == ["copy", "reduction"]
+    assert fused.kept < grouped.kept
+
+
+def test_many_small_products_are_slower_than_one_where_that_was_published() -> None:
+    blackwell, hopper = (rates_of(parse_machine(card)).setting(1).curves for card in ("1xB200", "1xH100"))
+    large = 8192, 8192, 8192
+    ratio = blackwell["product/bf16/forward"].seconds(*large) / blackwell["product/bf16/grouped"].seconds(*large)
+    assert ratio == pytest.approx(0.55, rel=0.05)
+    assert "product/bf16/grouped" not in hopper

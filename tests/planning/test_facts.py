@@ -58,7 +58,7 @@ def test_packs_of_a_model_that_mixes_documents_are_refused(tmp_path: Path) -> No
 def test_packs_hold_several_examples(tmp_path: Path) -> None:
     workload, _, _ = facts_of(recipe(tmp_path, data={"pack_length": 256}))
     assert (workload.row_tokens, workload.global_batch_rows) == (240, 4.0)
-    assert (workload.document, workload.longest) == (80, 80)
+    assert (workload.mean_length, workload.longest) == (80, 80)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -150,9 +150,9 @@ def full(tmp_path: Path, **more: Any) -> Facts:
 
 def test_full_rows_hold_documents_as_long_as_asked(tmp_path: Path) -> None:
     facts = full(tmp_path, train={"max_tokens": 64 * 1024 * 10, "global_batch_size": 64})
-    assert (facts.workload.row_tokens, facts.workload.longest, facts.workload.document) == (1024, 256, 256)
+    assert (facts.workload.row_tokens, facts.workload.longest, facts.workload.mean_length) == (1024, 256, 256)
     assert facts.workload.steps == 10
-    assert facts.assumptions == ("every row is full, documents of 256 tokens each",)
+    assert facts.assumptions == ("every row is full, sequences of 256 tokens each",)
 
 
 def test_examples_that_a_model_has_no_positions_for_are_refused(tmp_path: Path) -> None:

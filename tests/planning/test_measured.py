@@ -10,18 +10,18 @@ from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, TimedSample
 from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
-from trainwright.machine.measured.quick import Shapes, covers, documents_of_block, for_block
+from trainwright.machine.measured.quick import Shapes, covers, for_block, sequences_of_block
 from trainwright.machine.processor import Processor
 from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST
+from trainwright.planning.output.table import summary, table, words
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis, basis_of, shapes_of
 from trainwright.planning.step_time.corrections import model_of, way_of
 from trainwright.planning.step_time.measured_blocks import block_seconds
 from trainwright.planning.step_time.rates import rates_of
-from trainwright.planning.table import summary, table, words
 from trainwright.planning.workload import Workload
 
 SMALL = "HuggingFaceTB/SmolLM2-135M"
@@ -156,6 +156,16 @@ def test_kernels_in_a_step_take_what_a_measured_block_takes() -> None:
     assert spoilt.in_step["fp32"].products == pytest.approx(2.5 * plain.in_step["fp32"].products)
 
 
+def test_a_calibration_is_scaled_to_a_block_of_the_model() -> None:
+    cluster, sizes = of_cores(2, *AMX), (576.0, 1536.0, 9.0, 3.0, 64.0, 2.0, 128.0)
+    calibrated = replace(measurement(), settings=(rates_of(cluster, None, measurement()).setting(2, 1),))
+    assert rates_of(cluster, calibrated).setting(2, 1) == calibrated.settings[0]
+    expected = block_seconds(sizes, "fp32", calibrated.settings[0])
+    scaled = rates_of(cluster, calibrated, _with_block(measurement(), 1.4 * expected)).setting(2, 1)
+    assert block_seconds(sizes, "fp32", scaled) == pytest.approx(1.4 * expected)
+    assert scaled.curves == calibrated.settings[0].curves
+
+
 def test_the_block_of_a_plan_is_the_nearest_that_was_measured() -> None:
     both = _with_block(_with_block(measurement(), 1.0), 2.0, hidden=4096.0)
     for hidden, seconds in ((576, 1.0), (3000, 2.0)):
@@ -174,7 +184,7 @@ def test_a_large_block_is_measured_at_a_fraction_of_its_widths() -> None:
     hidden, inner, heads, shared, size = found.block
     assert hidden * (3 * inner + 2 * (heads + shared) * size) <= 4_000_000 and heads % shared == 0
     assert inner / hidden == pytest.approx(3.5, rel=0.1) and size == 128
-    assert documents_of_block(found) == (2, 128)
+    assert sequences_of_block(found) == (2, 128)
     assert Shapes(((14336, 4096),), 100, (4096, 14336, 32, 8, 128)).bounded("cuda").block is None
 
 

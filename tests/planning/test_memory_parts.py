@@ -99,6 +99,37 @@ def test_activations_in_the_hosts_memory_are_not_on_the_device(recompute: Recomp
     assert saved == pytest.approx(moved.host["activations"], rel=0.1)
 
 
+def rounded(size: int) -> int:
+    """The smallest power of two that is not smaller."""
+    power = 1
+    while power < size:
+        power *= 2
+    return power
+
+
+def test_pinned_memory_is_rounded_up_to_powers_of_two() -> None:
+    choice = Choice("fsdp", PROCESSES, 1, 1, "bf16", offload_parameters=True)
+    workload = Workload(ARCHITECTURE, row_tokens=64, global_batch_rows=4)
+    host = memory_of(workload, choice, parse_machine("4xA100-80GB")).host
+    matrices = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
+    block = [*matrices, (576, 1), (576, 1)]
+    shards = [4 * rows * columns // PROCESSES for rows, columns in [(49152, 576), (576, 1), *(30 * block)]]
+    # Of every parameter and its gradient; the optimizer's states are not copied to the device.
+    assert host["rounding of pinned memory"] == 2 * sum(rounded(size) - size for size in shards)
+    assert host["parameters"] == sum(shards)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_in_pinned_memory_are_rounded_up(recompute: Recompute) -> None:
+    choice = Choice("single", 1, 7, 1, "bf16", activation_checkpointing=recompute, activation_offload=True)
+    host = memory_of(Workload(ARCHITECTURE, row_tokens=1024, global_batch_rows=7), choice, parse_machine("1xH100")).host
+    output = 2 * 7 * 1024 * 576
+    if recompute == "full":
+        assert host["rounding of pinned memory"] == 30 * (rounded(output) - output)
+    else:
+        assert 0.1 < host["rounding of pinned memory"] / host["activations"] < 1
+
+
 @pytest.mark.parametrize("on", ["1xA100-80GB", "1xRTX4090"])
 def test_an_optimizer_step_of_a_gpu_has_the_gradients(on: str) -> None:
     choice = Choice("single", 1, 1, 2, "bf16", activation_checkpointing="full")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from trainwright.data.tokens.lengths import Lengths
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.peak import memory_of, micro_batch
+from trainwright.planning.step_time.batch import typical_batch
 from trainwright.planning.workload import Choice, Workload
 
 MODEL = find_model("SmolLM2-135M").architecture()
@@ -43,3 +48,23 @@ def test_lengths_of_a_global_batch_are_given_longest_first() -> None:
     assert len(found) == 8 and list(found) == sorted(found, reverse=True) and found[0] == 400
     assert Lengths((64, 64), 300, 1.0).longest_first(8) == ()
     assert 8 * 10 <= lengths.most_tokens(8) <= 8 * 400
+
+
+def test_sequences_of_a_pack_have_the_lengths_of_the_data() -> None:
+    lengths = Lengths((10,) * 6 + (20, 20, 50, 400), 300, 1.0)
+    assert Lengths((64, 64), 300, 1.0).spread() == ()
+    assert lengths.spread() == lengths.quantiles
+    packs = Workload(
+        MODEL, 1024, 1, document_tokens=lengths.mean, longest_document=400, batch_tokens=1024, lengths=lengths.spread()
+    )
+    batch = typical_batch(packs, Choice("single", 1, 1, 1, "no"))
+    assert batch.tokens == sum(length * count for length, count in batch.sequences) == 1024
+    assert batch.longest > 350
+    equal = typical_batch(replace(packs, lengths=()), Choice("single", 1, 1, 1, "no"))
+    assert {length for length, _ in equal.sequences} == {55, 1024 % 55} and batch.pairs > 3 * equal.pairs
+
+
+def test_the_mean_of_each_part_of_the_lengths_is_kept() -> None:
+    lengths = Lengths(tuple(range(1, 1025)), 4000, 1.0).spread()
+    assert len(lengths) == 64 and list(lengths) == sorted(lengths)
+    assert sum(lengths) / 64 == pytest.approx(512.5, abs=0.5)

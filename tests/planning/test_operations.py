@@ -29,6 +29,7 @@ from trainwright.planning.operations import (
     head_pass,
 )
 from trainwright.planning.operations.ends import chunk_rows
+from trainwright.planning.operations.tape import Parameter
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -119,13 +120,13 @@ ABOUT = {
     "glm4_moe": 0.01,
     "qwen3_next": 0.1,
 }
-# Scalars, the documents' boundaries; the few numbers that a router makes of every token.
+# Scalars, the sequences' boundaries; the few numbers that a router makes of every token.
 SMALL, ROUTED = 160, 4096
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``lengths``: of the documents of a pack, or of padded rows."""
+    """``lengths``: of the sequences of a pack, or of padded rows."""
 
     lengths: tuple[int, ...]
     packed: bool
@@ -295,6 +296,16 @@ def test_gradients_come_once_for_every_trained_weight() -> None:
     assert sorted(outside) == ["embedding", "final_norm", "head"]
 
 
+@pytest.mark.parametrize("targets", [1_000, 8_192, 65_536, 500_000])
+def test_chunks_of_logits_on_a_gpu_are_as_large_as_the_hidden_states(targets: int) -> None:
+    head = Parameter("head", 128_256, 4_096, 2, True)
+    rows, chunks = chunk_rows(head, 2, targets, grows=True)
+    assert rows * chunks >= targets
+    assert rows * head.n * 2 <= max(128 * 2**20, targets * head.k * 2)
+    assert chunks <= max(-(-head.n // head.k) + 1, targets // 500)
+    assert chunks <= chunk_rows(head, 2, targets, grows=False)[1]
+
+
 def test_the_loss_never_holds_the_logits_of_more_than_two_chunks() -> None:
     a = from_config({"model_type": "llama", **SIZES, "vocab_size": 100_000})
     assert a is not None
@@ -302,6 +313,6 @@ def test_the_loss_never_holds_the_logits_of_more_than_two_chunks() -> None:
         head_pass(PassSettings(a, BatchShape(1, n, ((n, 1),), n, True, False), Device("cpu"), 4)).forward_peak
         for n in (2_000, 20_000)
     )
-    rows, chunks = chunk_rows(100_000, 4, 20_000)
+    rows, chunks = chunk_rows(Parameter("head", 100_000, 64, 4, True), 4, 20_000, grows=False)
     assert chunks > 50 and rows * 100_000 * 4 <= 128 * 2**20
     assert many - few < 4 * 18_000 * 64 * 8

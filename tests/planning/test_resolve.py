@@ -142,7 +142,7 @@ def test_a_plan_names_the_attention_kernel_and_why_no_faster_one() -> None:
     old = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Tesla T4", 16 * GIB, (7, 5)),) * 2)
     (line,) = lines(old, {"mixed_precision": "fp16"}, pack_length=1024)
     assert "torch's varlen flash attention: needs compute capability 8.0 or higher, this GPU has 7.5" in line
-    assert lines(machine(), {}, pack_length=1024) == ("torch's flash attention for CPUs, document by document",)
+    assert lines(machine(), {}, pack_length=1024) == ("torch's flash attention for CPUs, sequence by sequence",)
     assert lines(machine(), {}, pack_length=None) == ("torch's SDPA, over padded rows",)
 
 
@@ -152,6 +152,39 @@ def test_a_precision_that_the_gpu_does_not_have_is_refused() -> None:
         MachineError, match=r"train\.mixed_precision: T4 does not compute in bf16; set it to auto, fp16 or no"
     ):
         resolve(recipe({"mixed_precision": "bf16"}), old)
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        (machine(), "there is no GPU, and a CPU does not compute in TF32; set it to false"),
+        (
+            Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("Tesla T4", 16 * GIB, (7, 5)),)),
+            "T4 does not compute in TF32, which needs compute capability 8.0 or higher; set it to false",
+        ),
+    ],
+)
+def test_tf32_is_refused_where_nothing_computes_in_it(here: Machine, said: str) -> None:
+    with pytest.raises(MachineError) as raised:
+        resolve(recipe({"tf32": True}), here)
+    assert str(raised.value) == f"train.tf32: {said}"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "strategy"),
+    [("train", "activation_offload", "single"), ("parallel", "offload_parameters", "fsdp")],
+)
+def test_nothing_is_offloaded_to_the_same_memory(section: str, key: str, strategy: str) -> None:
+    spark = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("NVIDIA GB10", 64 * GIB, (12, 1), unified=True),))
+    sections: dict[str, dict[str, Any]] = {"train": {}, "parallel": {"strategy": strategy}}
+    sections[section][key] = True
+    with pytest.raises(MachineError, match=rf"{section}\.{key}: NVIDIA GB10 computes in the host's memory"):
+        resolve(recipe(**sections), spark)
+
+
+def test_tf32_that_is_no_faster_is_remarked() -> None:
+    cards = Machine("here", "Some CPU", 8, 64 * GIB, (Gpu("NVIDIA GeForce RTX 3090", 24 * GIB, (8, 6)),))
+    assert any("TF32 no faster than in fp32" in line for line in resolve(recipe({"tf32": True}), cards).reasons)
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -12,7 +12,7 @@ from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.peak import Memory, memory_of
 from trainwright.planning.operations import BatchShape, Device, PassSettings, block_kinds, block_pass, embedding_pass
 from trainwright.planning.stack import OWN, Stack
-from trainwright.planning.step_time.rates import rates_of
+from trainwright.planning.step_time.rates import Group, rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import AdapterShape, Choice, Workload
 
@@ -146,3 +146,37 @@ def test_what_a_forward_pass_returned_stays_until_the_next_one_has_returned(loss
     more = {name: after.phases[name] - before.phases[name] for name in before.phases}
     assert more.pop("forward") == tokens * ARCHITECTURE.vocabulary * width + cached
     assert not any(more.values())
+
+
+@pytest.mark.parametrize("sequences", [((512, 1),), ((512, 4),), ((512, 3), (256, 2))])
+def test_attention_in_single_operations_computes_and_keeps_all_scores(sequences: tuple[tuple[int, int], ...]) -> None:
+    a = find_model("meta-llama/Llama-2-7b-hf").architecture()
+    tokens = sum(length * count for length, count in sequences)
+    batch = BatchShape(1, tokens, sequences, tokens, True, False)
+    single, flash = (
+        block_pass(PassSettings(a, batch, Device("cuda"), 2, stack=stack), block_kinds(a)[0], "none")
+        for stack in (Stack(attention="math"), OWN)
+    )
+    scores = a.heads * sum(count * length**2 for length, count in sequences)
+    # Probabilities in fp32 and in bf16, instead of one sum for each query.
+    assert single.kept - flash.kept == scores * (4 + 2) - a.heads * tokens * 4
+    kernels = [kernel for kernel in single.forward if kernel.operation == "attention"]
+    assert not any(kernel.kind == "attention" for kernel in [*single.forward, *single.backward])
+    assert sum(kernel.flops for kernel in kernels) == 2 * 2 * scores * a.head_dim
+    assert sum(kernel.kind == "product" for kernel in kernels) == 2 * len(sequences)
+
+
+def test_ranks_that_divide_a_row_attend_to_all_of_it_and_exchange_positions_for_heads() -> None:
+    alone = replace(WORKLOAD, row_tokens=16384, global_batch_rows=8)
+    choice, rates = Choice("fsdp", 8, 1, 1, "bf16", "full"), rates_of(H100)
+    whole, part = (step_time(alone, choice, H100, rates, Stack(sequence_parallel=ranks)) for ranks in (1, 8))
+    curve = rates.setting(8).curves["attention/bf16/forward"]
+    more = part.parts["attention"] / whole.parts["attention"]
+    assert more == pytest.approx(curve.seconds(8 * 16384) / curve.seconds(16384), rel=0.01)
+    for name in ("matrix products", "memory-bound operations", "loss and head"):
+        assert part.parts[name] == whole.parts[name]
+    # Queries and outputs, keys and values, in three passes over each block.
+    size = 16384 * 2 * 2 * (ARCHITECTURE.query_width + ARCHITECTURE.key_value_width)
+    exchanges = 3 * ARCHITECTURE.layers * rates.all_to_all(size, Group(1, 8))
+    assert part.parts["communication"] - whole.parts["communication"] == pytest.approx(exchanges, rel=0.3)
+    assert memory_of(alone, choice, H100, Stack(sequence_parallel=8)) == memory_of(alone, choice, H100)

@@ -104,6 +104,20 @@ def test_operations_of_experts_are_those_that_a_token_goes_to() -> None:
     assert model_operations(work) == 6 * 32 * (2 * block + 256 * 64) + 12 * 2 * 64 * (32 * 33 // 2)
 
 
+def test_processes_share_the_updates_of_matrices() -> None:
+    """A process has an eighth of the products, and communicates instead."""
+    rates = rates_of(H100)
+    muon, adamw = workload(optimizer="muon"), workload()
+    for strategy in ("fsdp", "ddp"):
+        added = []
+        for processes in (2, 8):
+            made = choice(strategy, processes)
+            with_muon, without = (step_time(one, made, H100, rates).parts for one in (muon, adamw))
+            added.append({part: with_muon[part] - without[part] for part in with_muon})
+        assert added[1]["optimizer"] == pytest.approx(added[0]["optimizer"] / 4, rel=0.05), strategy
+        assert 0 < added[1]["communication"] < added[1]["optimizer"]
+
+
 def test_parts_add_up_and_rates_follow() -> None:
     time = timed()
     assert time.seconds == pytest.approx(sum(time.parts.values()))
@@ -182,6 +196,24 @@ def test_offloading_costs_time() -> None:
         without, with_it = timed(choice(strategy)), timed(choice(strategy, **offload))
         assert with_it.parts["offload"] > 0 == without.parts["offload"]
         assert with_it.seconds > without.seconds
+
+
+def test_activations_are_copied_while_others_are_computed() -> None:
+    """Only those of one block are waited for."""
+    made = choice(activation_offload=True, activation_checkpointing="full")
+    few, many = (timed(made, workload(replace(LARGE, layers=layers))).parts["offload"] for layers in (16, 32))
+    assert few == pytest.approx(many, rel=0.01) and few > 0
+
+
+def test_tf32_multiplies_at_the_rate_of_the_datasheet() -> None:
+    fp32, tf32 = (timed(choice(mixed_precision="no"), workload(tf32=tf32)) for tf32 in (False, True))
+    rates = H100.card.rates
+    assert fp32.parts["matrix products"] / tf32.parts["matrix products"] == pytest.approx(
+        rates["tf32"] / rates["fp32"], rel=0.1
+    )
+    assert tf32.peak == 8 * rates["tf32"] and fp32.peak == 8 * rates["fp32"]
+    without, with_it = (timed(choice(), workload(tf32=tf32)) for tf32 in (False, True))
+    assert with_it.seconds == pytest.approx(without.seconds, rel=0.01)  # products are in bf16
 
 
 def test_a_frozen_model_is_faster_to_train() -> None:

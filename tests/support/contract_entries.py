@@ -14,7 +14,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.schema import ParallelSection
+from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.tasks.registry import task_module
 
 

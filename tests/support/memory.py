@@ -73,7 +73,7 @@ def abandon(where: str) -> None:
     from trainwright.parallel.replicated.replicated import Replicated
     from trainwright.parallel.strategy import Setup
     from trainwright.parallel.world import join, leave
-    from trainwright.recipe.schema import ParallelSection
+    from trainwright.recipe.sections.parallel import ParallelSection
 
     torch.manual_seed(0)
     world = join("cpu")

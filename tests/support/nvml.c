@@ -1,6 +1,7 @@
 /* What NVIDIA's management library says of a GPU with every fault that it reports: a stand-in for libnvidia-ml.so.1,
  * with the functions and structures of nvml.h, where there is no GPU. Functions that are missing here are ones that an
- * older driver lacks. */
+ * older driver lacks. Compiled with WORN, its faults are those of a GPU at the end of its life, and with DENIED the user
+ * has no right to ask for them. */
 #include <stdio.h>
 #include <string.h>
 
@@ -8,7 +9,17 @@ typedef unsigned int uint;
 typedef unsigned long long ull;
 typedef struct { uint version; ull total, reserved, free, used; } memory_v2;
 typedef struct { uint pid; ull bytes; uint gpu_instance, compute_instance; } process_info;
-enum { OK = 0, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
+enum { OK = 0, NOT_SUPPORTED = 3, NO_PERMISSION = 4, INSUFFICIENT_SIZE = 7 };
+#ifdef DENIED
+#define COUNTED NO_PERMISSION
+#else
+#define COUNTED OK
+#endif
+#ifdef WORN
+enum { WEAR = 1, REASONS = 0x80 | 0x20 };
+#else
+enum { WEAR = 0, REASONS = 0x40 | 0x1 };
+#endif
 
 static int device;
 
@@ -31,22 +42,27 @@ int nvmlDeviceGetTemperature(void *handle, uint sensor, uint *found) { *found = 
 int nvmlDeviceGetPowerUsage(void *handle, uint *milliwatts) { *milliwatts = 350000; return OK; }
 int nvmlDeviceGetClockInfo(void *handle, uint kind, uint *found) { *found = 300; return OK; }
 int nvmlDeviceGetMaxClockInfo(void *handle, uint kind, uint *found) { *found = 1980; return OK; }
-int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, ull *reasons) { *reasons = 0x40 | 0x1; return OK; }
-int nvmlDeviceGetTotalEccErrors(void *handle, uint kind, uint counter, ull *found) { *found = kind == 1 ? 2 : 0; return OK; }
-int nvmlDeviceGetRemappedRows(void *handle, uint *corrected, uint *uncorrected, uint *pending, uint *failed) {
-    *corrected = 0, *uncorrected = 1, *pending = 1, *failed = 0;
-    return OK;
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, ull *reasons) { *reasons = REASONS; return COUNTED; }
+int nvmlDeviceGetTotalEccErrors(void *handle, uint kind, uint counter, ull *found) {
+    *found = kind == 1 && (!WEAR || counter == 1) ? 2 : 0;
+    return COUNTED;
 }
-int nvmlDeviceGetRetiredPagesPendingStatus(void *handle, uint *pending) { return NOT_SUPPORTED; }
+int nvmlDeviceGetRemappedRows(void *handle, uint *corrected, uint *uncorrected, uint *pending, uint *failed) {
+    *corrected = 0, *uncorrected = 1, *pending = !WEAR, *failed = WEAR;
+    return COUNTED;
+}
+int nvmlDeviceGetRetiredPagesPendingStatus(void *handle, uint *pending) { *pending = WEAR; return WEAR ? OK : NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkState(void *handle, uint link, uint *active) {
     *active = link != 3;
     return link < 4 ? OK : NOT_SUPPORTED;
 }
 int nvmlDeviceGetNvLinkErrorCounter(void *handle, uint link, uint counter, ull *found) {
     *found = link == 1 && counter == 0 ? 17 : 0;
-    return OK;
+    return COUNTED;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, uint *count, process_info *found) {
+    if (COUNTED != OK)
+        return COUNTED;
     if (*count < 1) {
         *count = 1;
         return INSUFFICIENT_SIZE;

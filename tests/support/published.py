@@ -27,7 +27,7 @@ from trainwright.planning.workload import ALL_LINEAR, AdapterShape, Choice, Quan
 # Of what comes and goes in a step, that torch's allocator reserves beyond what is live.
 _HELD = 0.15
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "paged": 0}
-_ATTENTION: dict[str, Attention] = {"flash1": 1, "flash3": 3, "aotriton": "early"}
+_ATTENTION: dict[str, Attention] = {"flash1": 1, "flash3": 3, "aotriton": "early", "math": "math"}
 # Programs on transformers, whose models give logits in fp32, and on PEFT since it keeps adapters in fp32 (0.11, 2024),
 # under autocast.
 _ON_PEFT = {"fms-hf-tuning", "ms-swift", "PEFT", "LLaMA-Factory", "Axolotl", "TRL", "Accelerate", "FastChat"}
@@ -87,7 +87,7 @@ def compare(figure: dict[str, Any]) -> Compared:
         figure,
         each,
         told / 2**30,
-        each / speed if speed and figure.get("attention") != "math" else None,
+        each / speed if speed else None,
         told / 2**30 / held if held and _is_need(figure) else None,
         _verdict(memory.total, cluster.usable_bytes, errors_of(workload, choice, cluster).memory),
         classes_of(workload, choice, cluster),
@@ -106,8 +106,6 @@ def _counted(memory: Memory, kind: str | None) -> float:
 def _is_need(figure: dict[str, Any]) -> bool:
     """Whether what was measured is what a run needs. What an allocator has reserved after rows of many lengths is not:
     it keeps blocks of every size that came by, and gives them back before it fails."""
-    if figure.get("attention") == "math":  # all scores in memory, which nothing here has
-        return False
     even = bool(figure["packed"]) and not figure.get("varied")
     return figure["measured"]["memory_kind"] == "allocated" or even
 
@@ -122,7 +120,7 @@ def _workload(figure: dict[str, Any], devices: int) -> Workload:
     accumulation = figure.get("gradient_accumulation_steps") or 1
     return Workload(
         architecture=_architecture(figure),
-        row_tokens=figure["sequence_length"],
+        row_tokens=figure["sequence_length"] // (figure.get("sequence_parallel") or 1),
         global_batch_rows=figure["micro_batch_size"] * accumulation * devices,
         packed=figure["packed"],
         document_tokens=figure.get("mean_length"),
@@ -168,7 +166,12 @@ def _stack(figure: dict[str, Any]) -> Stack:
         cuts_scales=figure["stack"] == "torchtune",
         caches_keys=bool(figure.get("caches_keys")),
         keeps_outputs=bool(figure.get("keeps_outputs")),
+        keeps_routes=bool(figure.get("keeps_routes")),
+        fetches_ahead=False,
+        grows_chunks=False,
         experts=figure.get("experts", "grouped"),
+        expert_parallel=figure.get("expert_parallel") or 1,
+        sequence_parallel=figure.get("sequence_parallel") or 1,
         holds_inputs=figure["stack"] in _ON_PEFT and figure.get("fsdp", 1) == 1,
     )
 

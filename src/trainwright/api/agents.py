@@ -43,7 +43,7 @@ def measure_agent(
         return None
     if unread := [name for name, value in of_texts.items() if value]:
         raise RequestError(f"{unread[0]}: has no effect, because {model} acts in an environment and reads no texts")
-    from trainwright.api.workers import in_processes, process_count, work_directory
+    from trainwright.api.processes.workers import in_processes, process_count, work_directory
     from trainwright.machine.detect import detect
 
     machine = detect()

@@ -12,8 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.api.processes.separate import run_in_process
 from trainwright.api.recipe import Recipe, source_of
-from trainwright.api.separate_process import run_in_process
 from trainwright.errors import RequestError, Stopped
 from trainwright.paths import user_path
 from trainwright.text import plural, say

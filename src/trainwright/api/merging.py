@@ -7,7 +7,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
-from trainwright.api.separate_process import run_in_process
+from trainwright.api.processes.separate import run_in_process
 from trainwright.errors import RequestError
 from trainwright.models.merged import Merged
 from trainwright.paths import user_path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
 from trainwright.api.merging import check_finished, dtype_of
-from trainwright.api.separate_process import run_in_process
+from trainwright.api.processes.separate import run_in_process
 from trainwright.errors import MachineError, RequestError
 from trainwright.paths import user_path
 from trainwright.text import plural

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainwright.recipe import schema
     from trainwright.recipe.sections.data import DataSection
     from trainwright.recipe.sections.model import ModelSection
+    from trainwright.recipe.sections.parallel import ParallelSection
     from trainwright.recipe.yaml_text import Tree
 
 
@@ -51,7 +52,7 @@ class Recipe:
         data: DataSection
         optimizer: schema.OptimizerSection
         train: schema.TrainSection
-        parallel: schema.ParallelSection
+        parallel: ParallelSection
         checkpoint: schema.CheckpointSection
         evaluate: schema.EvaluateSection
         logging: schema.LoggingSection

@@ -9,10 +9,10 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.api.joining import join, launcher
+from trainwright.api.processes.joining import join, launcher
+from trainwright.api.processes.separate import run_in_process
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.run import Run
-from trainwright.api.separate_process import run_in_process
 from trainwright.errors import Interrupted, RequestError, Stopped
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity, doing
+from trainwright.api.processes.separate import run_in_process
 from trainwright.api.recipe import Recipe, source_of
-from trainwright.api.separate_process import run_in_process
 from trainwright.doctor.comparison import Comparison
 from trainwright.errors import RequestError
 

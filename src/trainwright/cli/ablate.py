@@ -29,9 +29,9 @@ def ablate(
     If stopped, the same command continues: finished runs are kept, and an unfinished one is resumed. Ends like the
     first run that does not finish.
     """
-    from trainwright import api
+    import trainwright as tw
 
-    found = api.ablate(recipe, *(overrides or []), over=_values(over or []), out=out, progress=True)
+    found = tw.ablate(recipe, *(overrides or []), over=_values(over or []), out=out, progress=True)
     say(f"{found}\n\n{found.directory}/")
 
 

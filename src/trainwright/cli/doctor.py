@@ -11,7 +11,7 @@ from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, RequestError
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.diagnosis.explain import Diagnosis, Finding
+    from trainwright.diagnosis.explain import Diagnosis, LogError
     from trainwright.diagnosis.run_logs import LogText
 
 
@@ -134,7 +134,7 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
     return lines
 
 
-def _explanation(diagnosis: Diagnosis, cause: Finding, log: LogText) -> list[str]:
+def _explanation(diagnosis: Diagnosis, cause: LogError, log: LogText) -> list[str]:
     heading = "only a consequence is in this log" if diagnosis.is_only_follow_up else "cause"
     return [
         f"{heading}: {cause.error.title} [{cause.error.name}] ({_place(log, cause.line.number, cause.ranks)})",
@@ -145,7 +145,7 @@ def _explanation(diagnosis: Diagnosis, cause: Finding, log: LogText) -> list[str
     ]
 
 
-def _short(finding: Finding, log: LogText) -> str:
+def _short(finding: LogError, log: LogText) -> str:
     return f"  {finding.error.title} [{finding.error.name}] ({_place(log, finding.line.number, finding.ranks)})"
 
 
@@ -182,7 +182,7 @@ def _values(diagnosis: Diagnosis, log: LogText) -> dict[str, Any]:
     }
 
 
-def _finding(finding: Finding, log: LogText) -> dict[str, Any]:
+def _finding(finding: LogError, log: LogText) -> dict[str, Any]:
     return {
         "name": finding.error.name,
         "title": finding.error.title,

@@ -60,13 +60,13 @@ def plan(
 
     Ends with 0: something fits, 2: wrong request, 3: nothing fits.
     """
-    from trainwright import api
+    import trainwright as tw
     from trainwright.api.planning import ONE
 
     files = [a for a in arguments or [] if "=" not in a]
     if len(files) > 1:
         raise RequestError(ONE)
-    made = api.plan(
+    made = tw.plan(
         files[0] if files else None,
         *(a for a in arguments or [] if "=" in a),
         model=model,

@@ -33,7 +33,7 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     Ends with 2 and the reasons if something is wrong.
     """
-    from trainwright.api import Recipe
+    from trainwright.api.recipe import Recipe
 
     say(f"{recipe}: ok: {Recipe.load(recipe, *(overrides or [])).check()}")
 

@@ -29,12 +29,12 @@ def unlearn_study(
     Every part is an ordinary run or evaluation in its own directory; finished parts are not repeated. Ends with 0:
     done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
-    from trainwright import api
+    import trainwright as tw
 
     files = [argument for argument in arguments if "=" not in argument]
     if len(files) != 1:
         raise RequestError("expected one study file; pass overrides as key=value")
-    _show(api.unlearn_study(files[0], *(word for word in arguments if "=" in word), progress=True))
+    _show(tw.unlearn_study(files[0], *(word for word in arguments if "=" in word), progress=True))
 
 
 def _show(results: Results) -> None:

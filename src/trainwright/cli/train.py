@@ -10,6 +10,7 @@ import typer
 
 from trainwright.activity import Activity
 from trainwright.cli.names_in_help import NamesInHelp
+from trainwright.errors import RequestError
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -63,6 +64,18 @@ def train(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Start even if the plan does not fit.")] = False,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MACHINE",
+            help="Run the code on simulated GPUs instead, such as 8xH100 or 128x8xH100: shows peak memory, collectives "
+            "and host waits beside the plan, and operations that mix devices or dtypes. Computes and writes nothing.",
+        ),
+    ] = None,
+    most_waits: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="With --simulate: fail if the host waits for the GPU more often a step."),
+    ] = None,
 ) -> None:
     """Train a recipe.
 
@@ -72,6 +85,18 @@ def train(
     from trainwright.launch.request import split_words
 
     recipe, overrides = split_words(arguments or [])
+    if simulate is not None or most_waits is not None:
+        elsewhere: dict[str, object] = {
+            "--resume": resume,
+            "--nodes": nodes,
+            "--node-rank": node_rank,
+            "--rendezvous": rendezvous,
+        }
+        elsewhere |= {"--rendezvous-timeout": rendezvous_timeout, "--accelerate-config": accelerate_config}
+        given = [name for name, value in elsewhere.items() if value is not None] + ["--dry-run"] * dry_run
+        overrides = [*overrides, *([f"parallel.num_processes={num_processes}"] if num_processes else [])]
+        _simulate(recipe, overrides, simulate, most_waits, given, force)
+        return
     asked = TrainingRequest(
         recipe,
         overrides,
@@ -99,10 +124,33 @@ def _show(resolved: Resolved) -> None:
     from trainwright.recipe.loading import dump_recipe
 
     say(dump_recipe(resolved.recipe), end="")
-    from trainwright.planning.table import summary
+    from trainwright.planning.output.table import summary
 
     for reason in (*resolved.reasons, summary(resolved.plan)):
         say(f"# {reason}", wrap=False)
+
+
+def _simulate(
+    recipe: Path | None,
+    overrides: list[str],
+    machine: str | None,
+    most_waits: int | None,
+    given: list[str],
+    force: bool,
+) -> None:
+    """Simulate the recipe; ``given`` are options that a simulation has no use for."""
+    import trainwright as tw
+
+    if machine is None:
+        raise RequestError("--most-waits: counts waits of a simulated run; pass --simulate MACHINE")
+    if given:
+        raise RequestError(f"--simulate: {machine} describes all nodes of a new run; remove {', '.join(given)}")
+    if recipe is None:
+        raise RequestError("no recipe; pass one, for instance: trainwright train recipes/sft/tiny.yaml")
+    found = tw.simulate(recipe, *overrides, on=machine, force=force, progress=True)
+    for line in found.lines():
+        say(line, wrap=False)
+    found.refuse(most_waits)
 
 
 def _bare_resume(args: list[str], i: int) -> str:

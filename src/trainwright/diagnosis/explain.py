@@ -61,7 +61,7 @@ _WIDTH = 400
 
 
 @dataclass
-class Finding:
+class LogError:
     """A known error in a log: its first line, and the ranks that report it."""
 
     error: KnownError
@@ -88,12 +88,12 @@ class Diagnosis:
         signs: what may be worth a look, and what only looks like an error.
     """
 
-    cause: Finding | None
+    cause: LogError | None
     details: list[str]
     unknown: Raised | None
     is_unknown_first: bool
-    followed: list[Finding]
-    signs: list[Finding]
+    followed: list[LogError]
+    signs: list[LogError]
 
     @property
     def is_only_follow_up(self) -> bool:
@@ -136,9 +136,9 @@ def shortened(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."
 
 
-def _findings(lines: Sequence[Line]) -> tuple[list[Finding], set[int]]:
+def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int]]:
     """Return the known errors in the order of their first lines, and the numbers of all lines that have one."""
-    found: dict[str, Finding] = {}
+    found: dict[str, LogError] = {}
     explained: set[int] = set()
     for line in lines:
         lower = line.text.lower()
@@ -150,7 +150,7 @@ def _findings(lines: Sequence[Line]) -> tuple[list[Finding], set[int]]:
         explained.add(line.number)
         finding = found.get(error.name)
         if finding is None:
-            finding = found[error.name] = Finding(error, line)
+            finding = found[error.name] = LogError(error, line)
         else:
             finding.count += 1
         if line.rank is not None and line.rank not in finding.ranks:
@@ -164,7 +164,7 @@ def _first_unknown(log: Log, explained: set[int]) -> Raised | None:
     return next((raised for raised in log.raised if raised.chain not in known), None)
 
 
-def _comes_before(unknown: Raised, errors: Sequence[Finding]) -> bool:
+def _comes_before(unknown: Raised, errors: Sequence[LogError]) -> bool:
     """Return whether the unknown exception is the cause: no known cause, and no known error of a process before it."""
     if not errors or errors[0].error.role is Role.FOLLOW_UP:
         return True

@@ -31,7 +31,7 @@ _RANKS = (
 _REPORTED_RANK = re.compile(r"\s+rank\s+: (\d+) \(local_rank")
 _OTHER_FAILURES, _FIRST_FAILURE = "Failures:", "Root Cause (first observed failure):"
 _NOTICE = re.compile(
-    r"\bWARN(?:ING)?\b|\b\w*Warning: |\bwarnings\.warn\(|\bINFO\b|\bDEBUG\b|(?:^|[\]:] ?)\W{0,2}[WI]\d{3,4} \d\d:|"
+    r"(?<!=)\b(?:WARN(?:ING)?|INFO|DEBUG)\b|\b\w*Warning: |\bwarnings\.warn\(|(?:^|[\]:] ?)\W{0,2}[WI]\d{3,4} \d\d:|"
     r"\[[WI]\d{0,4} [\w. ]*\d*[:.]|\[W \w+\.\w+"
 )
 _NCCL = re.compile(r"\bNCCL WARN\b|\S+:\d+:\d+ \[\d+\] \S+:\d+ WARN\b")  # its level for errors

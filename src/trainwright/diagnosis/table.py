@@ -40,4 +40,4 @@ def known_error(line: str, *, is_notice: bool = False) -> KnownError | None:
 def is_lost_connection(message: str) -> bool:
     """Return whether the message of an exception only says that another rank cannot be reached any more."""
     error = known_error(" ".join(message.split()))
-    return error is not None and error.name in ("rank-lost", "rendezvous", "nccl-timeout")
+    return error is not None and error.name in ("rank-lost", "rendezvous", "gloo-connect", "nccl-timeout")

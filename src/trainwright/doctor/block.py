@@ -6,26 +6,27 @@ alone takes longer than the whole quick measurement.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from trainwright.doctor.calibrate_cases import DTYPES, Case, Run
-from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH
+from trainwright.doctor.calibrate_cases import DTYPES, Case, Run, unequal_lengths
+from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
 
 
 class Sizes(NamedTuple):
-    """Sizes of a block, and of the documents that it runs on; the sizes of samples of the curves ``block/``."""
+    """Sizes of a block, and of the sequences that it runs on; the sizes of samples of the curves ``block/``."""
 
     hidden: int
     intermediate: int
     heads: int
     key_value_heads: int
     head_dim: int
-    documents: int
+    sequences: int
     length: int
 
 
@@ -42,7 +43,7 @@ def _pass(sizes: Sizes, dtype: torch.dtype, direction: str) -> Run:
     shapes += [(sizes.intermediate, sizes.hidden)] * 2 + [(sizes.hidden, sizes.intermediate)]
     matrices = [torch.full(shape, 0.01, dtype=dtype).requires_grad_() for shape in shapes]
     norms = [torch.ones(sizes.hidden, dtype=dtype).requires_grad_() for _ in range(2)]
-    tokens = sizes.documents * sizes.length
+    tokens = sum(unequal_lengths(sizes.sequences, sizes.length))
     hidden = torch.ones(1, tokens, sizes.hidden, dtype=dtype).requires_grad_()
     angles = torch.arange(float(tokens))[:, None].expand(tokens, sizes.head_dim)
     rotation = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -85,17 +86,41 @@ def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Return attention within each document, as models/attention computes it on a CPU."""
-    dtype, groups = query.dtype, sizes.heads // sizes.key_value_heads
-    work = torch.float32 if sizes.length < BF16_FROM_LENGTH else dtype
+    groups = sizes.heads // sizes.key_value_heads
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
-    documents = zip(*(x.to(work).split(sizes.length, dim=2) for x in (query, key, value)), strict=True)
-    found = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in documents]
-    return torch.cat(found, dim=2).to(dtype)
+    return packed_attention(query, key, value, unequal_lengths(sizes.sequences, sizes.length))
 
 
-def backward(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+def packed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]
+) -> torch.Tensor:
+    """Return causal attention [1, H, T, D] within sequences of ``lengths``, as models/attention does on a CPU."""
+    found: torch.Tensor = _PackedAttention.apply(query, key, value, lengths)
+    return found
+
+
+class _PackedAttention(torch.autograd.Function):
+    """The functions of the custom operators of models/attention: calling those imports torch's compiler."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        query, key, value, lengths = args
+        boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        ctx.rest = boundaries, query.shape[-1] ** -0.5, max(lengths)
+        output, logsumexp = flash_forward(query, key, value, *ctx.rest)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *flash_backward(*grads, *ctx.saved_tensors, *ctx.rest), None
+
+
+def backward(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run ``torch.autograd.grad`` without its import of torch's compiler."""
     engine = torch.autograd.Variable._execution_engine
     gradients = (torch.ones_like(output),)
-    engine.run_backward((output,), gradients, True, False, tuple(inputs), False, accumulate_grad=False)
+    found: tuple[torch.Tensor, ...] = engine.run_backward(
+        (output,), gradients, True, False, tuple(inputs), False, accumulate_grad=False
+    )
+    return found

@@ -6,6 +6,7 @@ autograd. Names and sizes are those of ``machine.measured.calibration.ProcessRat
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,13 +61,13 @@ _HELD_OUT_PRODUCTS: dict[str, tuple[_Shape, ...]] = {
 # Elements of the tensors that a kernel reads.
 _TRAFFIC = {"cpu": (2**14, 2**17, 2**20, 2**22, 2**23, 2**24), "cuda": (2**16, 2**20, 2**23, 2**25, 2**27)}
 _HELD_OUT_TRAFFIC = {"cpu": (2**19, 3 * 2**21), "cuda": (2**22, 2**26)}
-# Lengths of documents; on a CPU below and above the length from which its bf16 kernel is used.
+# Lengths of sequences; on a CPU below and above the length from which its bf16 kernel is used.
 _ATTENTION = {"cpu": (32, 64, 128, 256, 511, 512, 1024, 2048), "cuda": (128, 512, 2048, 8192, 16384)}
 _HELD_OUT_ATTENTION = {"cpu": (192, 768), "cuda": (1024, 4096)}
 _ATTENTION_SHAPE = {"cpu": (512, 8, 64), "cuda": (16384, 32, 128)}  # tokens, heads, head size
 _OPTIMIZER = {"cpu": (2**18, 2**21, 2**24), "cuda": (2**20, 2**24, 2**28)}
 _HELD_OUT_OPTIMIZER = {"cpu": (2**23,), "cuda": (2**26,)}
-_DATA = ((1, 64), (8, 1024), (2, 2048), (32, 4096))  # documents, tokens
+_DATA = ((1, 64), (8, 1024), (2, 2048), (32, 4096))  # sequences, tokens
 _HELD_OUT_DATA = ((4, 1024), (16, 2048))
 _LOSS = {"cpu": (2**18, 2**22), "cuda": (2**24, 2**27)}  # logits
 _HELD_OUT_LOSS = {"cpu": (2**20,), "cuda": (2**26,)}
@@ -127,16 +128,16 @@ def traffic_of(precision: str, kind: str, elements: int, device: torch.device, h
 
 
 def attention_cases(device: torch.device) -> Iterator[Case]:
-    """Yield causal attention within documents, as in packed training."""
+    """Yield causal attention within sequences, as in packed training."""
     for length, held_out in _both(_ATTENTION[device.type], _HELD_OUT_ATTENTION[device.type]):
         for precision in ("fp32", "bf16"):
             yield from attention_of(precision, length, device, held_out)
 
 
 def attention_of(precision: str, length: int, device: torch.device, held_out: bool = False) -> Iterator[Case]:
-    """Yield both directions of attention over documents of one length."""
+    """Yield both directions of attention over sequences of about one length."""
     _, heads, channels = _ATTENTION_SHAPE[device.type]
-    amount = _attention_tokens(length, device) * heads * channels
+    amount = sum(_attention_lengths(length, device)) * heads * channels
     for direction in ("forward", "backward"):
         build = partial(_attention, precision, direction, length, device)
         yield Case(f"attention/{precision}/{direction}", (length,), held_out, build, amount)
@@ -149,8 +150,8 @@ def other_cases(device: torch.device) -> Iterator[Case]:
     for logits, held_out in _both(_LOSS[device.type], _HELD_OUT_LOSS[device.type]):
         for precision in ("fp32", "bf16"):
             yield loss_of(precision, logits, device, held_out)
-    for (documents, tokens), held_out in _both(_DATA, _HELD_OUT_DATA):
-        yield Case("data", (documents, tokens), held_out, partial(_data, documents, tokens, device))
+    for (sequences, tokens), held_out in _both(_DATA, _HELD_OUT_DATA):
+        yield Case("data", (sequences, tokens), held_out, partial(_data, sequences, tokens, device))
     if device.type == "cuda":
         for elements, held_out in _both(_OPTIMIZER["cpu"], _HELD_OUT_OPTIMIZER["cpu"]):
             yield Case("host_optimizer", (elements,), held_out, partial(_optimizer, elements, torch.device("cpu")))
@@ -207,12 +208,12 @@ def _product(precision: str, layout: str, shape: _Shape, device: torch.device) -
 
 
 def _in_tf32(run: Run) -> None:
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
     try:
         run()
     finally:
-        matmul.allow_tf32 = before
+        torch.set_float32_matmul_precision(before)
 
 
 # Number of kernels that are timed together, and of elements that they read and write per element.
@@ -230,22 +231,23 @@ def _traffic(precision: str, kind: str, elements: int, device: torch.device) -> 
     return runs[kind]
 
 
-def _attention_tokens(length: int, device: torch.device) -> int:
-    return max(_ATTENTION_SHAPE[device.type][0], length) // length * length
+def _attention_lengths(length: int, device: torch.device) -> tuple[int, ...]:
+    return unequal_lengths(max(1, _ATTENTION_SHAPE[device.type][0] // length), length)
 
 
 def _attention(precision: str, direction: str, length: int, device: torch.device) -> Run:
-    from trainwright.models.attention.packs import document_attention
+    from trainwright.models.attention.packs import packed_attention
 
     _, heads, channels = _ATTENTION_SHAPE[device.type]
-    tokens = _attention_tokens(length, device)
+    lengths = _attention_lengths(length, device)
+    tokens = sum(lengths)
     query, key, value = (_random((1, heads, tokens, channels), precision, device).requires_grad_() for _ in range(3))
-    boundaries = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
+    boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     module = torch.nn.Module()
 
     def forward() -> torch.Tensor:
-        return document_attention(
-            module, query, key, value, None, cu_seq_lens_q=boundaries, max_length_q=length, scaling=channels**-0.5
+        return packed_attention(
+            module, query, key, value, None, cu_seq_lens_q=boundaries, max_length_q=max(lengths), scaling=channels**-0.5
         )[0]
 
     if direction == "forward":
@@ -253,6 +255,12 @@ def _attention(precision: str, direction: str, length: int, device: torch.device
     output = forward()
     grad = torch.randn_like(output)
     return lambda: torch.autograd.grad(output, (query, key, value), grad, retain_graph=True)
+
+
+def unequal_lengths(sequences: int, length: int) -> tuple[int, ...]:
+    """Return lengths within 10 % of ``length``, as equal sequences would be computed as one batch."""
+    spread = range(1 - sequences, sequences, 2)
+    return tuple(length + round(0.1 * length * place / max(1, sequences - 1)) for place in spread)
 
 
 def _optimizer(elements: int, device: torch.device) -> Run:
@@ -280,19 +288,19 @@ def _loss(precision: str, logits: int, device: torch.device) -> Run:
     return lambda: linear_cross_entropy(Head(hidden, weight, None), targets)
 
 
-def _data(documents: int, tokens: int, device: torch.device) -> Run:
-    make = pack([[0] * (tokens // documents)] * documents)
+def _data(sequences: int, tokens: int, device: torch.device) -> Run:
+    make = pack([[0] * (tokens // sequences)] * sequences)
     return lambda: make().to(device)
 
 
-def pack(documents: Sequence[list[int]]) -> Callable[[], Batch]:
-    """Return a function that makes a flat micro-batch of these documents, in which every token is a target."""
+def pack(sequences: Sequence[list[int]]) -> Callable[[], Batch]:
+    """Return a function that makes a flat micro-batch of these sequences, in which every token is a target."""
     from trainwright.data.stream.batch import collate
     from trainwright.data.stream.stream import MicroBatch
     from trainwright.data.tokens.dataset import TokenDataset
 
-    tokens = sum(map(len, documents))
-    rows = [(document, [True] * len(document)) for document in documents]
+    tokens = sum(map(len, sequences))
+    rows = [(sequence, [True] * len(sequence)) for sequence in sequences]
     dataset = TokenDataset.from_examples(rows, "calibration")
     micro = MicroBatch(0, (tuple(range(len(rows))),), tokens, tokens, float(tokens))
     return lambda: collate(dataset, micro, packed=True, pad_token_id=0)

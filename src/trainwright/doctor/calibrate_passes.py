@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainwright.doctor.calibrate_cases import unequal_lengths
 from trainwright.doctor.calibrate_fits import Numbers, non_negative
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
@@ -47,12 +48,12 @@ _HELD = 0.15
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A llama of ``layers`` blocks on a pack of ``documents`` documents of about ``length`` tokens each."""
+    """A llama of ``layers`` blocks on a pack of ``sequences`` sequences of about ``length`` tokens each."""
 
     width: int
     heads: int
     layers: int
-    documents: int
+    sequences: int
     length: int
     held_out: bool = False
 
@@ -77,34 +78,33 @@ class SmallModel:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The documents' lengths: within 10 % of ``length``, as equal ones would be computed as a batch."""
-        spread = range(1 - self.documents, self.documents, 2)
-        return tuple(self.length + round(0.1 * self.length * place / max(1, self.documents - 1)) for place in spread)
+        """The sequences' lengths."""
+        return unequal_lengths(self.sequences, self.length)
 
     @property
     def batch(self) -> BatchShape:
-        """The micro-batch of its documents."""
+        """The micro-batch of its sequences."""
         tokens = sum(self.lengths)
-        documents = tuple((length, 1) for length in self.lengths)
-        return BatchShape(1, tokens, documents, tokens - self.documents, True, False)
+        sequences = tuple((length, 1) for length in self.lengths)
+        return BatchShape(1, tokens, sequences, tokens - self.sequences, True, False)
 
 
-# Few and many tokens, narrow and wide matrices, short and long documents.
+# Few and many tokens, narrow and wide matrices, short and long sequences.
 _MODELS = (
-    SmallModel(192, 3, 4, documents=1, length=96),
-    SmallModel(192, 3, 3, documents=6, length=160),
-    SmallModel(384, 6, 2, documents=1, length=900),
-    SmallModel(512, 8, 2, documents=5, length=60),
-    SmallModel(640, 10, 1, documents=2, length=256),
-    SmallModel(896, 14, 1, documents=3, length=100),
-    SmallModel(512, 8, 2, documents=4, length=128, held_out=True),
-    SmallModel(256, 4, 3, documents=2, length=256, held_out=True),
+    SmallModel(192, 3, 4, sequences=1, length=96),
+    SmallModel(192, 3, 3, sequences=6, length=160),
+    SmallModel(384, 6, 2, sequences=1, length=900),
+    SmallModel(512, 8, 2, sequences=5, length=60),
+    SmallModel(640, 10, 1, sequences=2, length=256),
+    SmallModel(896, 14, 1, sequences=3, length=100),
+    SmallModel(512, 8, 2, sequences=4, length=128, held_out=True),
+    SmallModel(256, 4, 3, sequences=2, length=256, held_out=True),
 )
 _SHARDED = (
-    SmallModel(192, 3, 4, documents=4, length=128),
-    SmallModel(768, 12, 1, documents=2, length=128),
-    SmallModel(768, 12, 2, documents=3, length=128),
-    SmallModel(512, 8, 3, documents=2, length=128, held_out=True),
+    SmallModel(192, 3, 4, sequences=4, length=128),
+    SmallModel(768, 12, 1, sequences=2, length=128),
+    SmallModel(768, 12, 2, sequences=3, length=128),
+    SmallModel(512, 8, 3, sequences=2, length=128, held_out=True),
 )
 
 
@@ -223,7 +223,8 @@ def _sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
     from trainwright.engine.optimizer import optimizer_factory
     from trainwright.parallel.fsdp.fully_sharded import FullySharded
     from trainwright.parallel.strategy import Setup
-    from trainwright.recipe.schema import OptimizerSection, ParallelSection
+    from trainwright.recipe.schema import OptimizerSection
+    from trainwright.recipe.sections.parallel import ParallelSection
 
     module, batch = _made(model, torch.float32)
     make, parallel = optimizer_factory(OptimizerSection()), ParallelSection(strategy="fsdp")

@@ -79,7 +79,7 @@ def _others(setting: ProcessRates) -> Iterator[str]:
             amount = max(sample.sizes[0] for sample in curve.samples)
             yield f"  {text:<46}{amount / curve.seconds(amount) / unit:>10,.1f}{'':>20}  {_errors([curve])}"
     batch = setting.curves["data"]
-    yield f"  {'a batch of 8 documents and 1,024 tokens, us':<46}{batch.seconds(8, 1024) * 1e6:>10,.0f}{'':>20}  " + (
+    yield f"  {'a batch of 8 sequences and 1,024 tokens, us':<46}{batch.seconds(8, 1024) * 1e6:>10,.0f}{'':>20}  " + (
         _errors([batch])
     )
     yield f"  {'a small kernel, us':<46}{setting.launch * 1e6:>10.1f}"

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trainwright.doctor.block import Sizes, backward, blocks_of
+from trainwright.doctor.block import Sizes, backward, blocks_of, packed_attention
 from trainwright.doctor.calibrate_cases import (
     DTYPES,
     PRECISIONS,
@@ -35,12 +35,12 @@ from trainwright.doctor.calibrate_cases import (
     optimizer_of,
     products_of,
     traffic_of,
+    unequal_lengths,
 )
 from trainwright.doctor.calibrate_fits import curve_of
 from trainwright.doctor.undisturbed import Stopwatch, Timed, least
-from trainwright.launch.process import die_with_parent
+from trainwright.launch.process import die_with_parent, keep_freed_memory
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
-from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH
 from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
 
 _PATIENCE = 10.0  # seconds that a process waits for another
@@ -58,11 +58,11 @@ _LONG_TO_BUILD = 0.003  # seconds from which inputs are kept for the next round
 _LEAST_CASES = 12  # products of one matrix in two precisions, measured regardless of the time
 _MESSAGES = (2**14, 2**22)  # bytes that are reduced over processes
 _SUMS = 5
-_LAUNCHES = 100
+_LAUNCHES, _CHAINS = 20, 5  # kernels in a chain of which the host launches each; chains, of which the fastest counts
 _CACHE, _LEAST_CACHE = 2**27, 2**24  # bytes, more than the caches of a processor and of a core
 
 
-class Side(NamedTuple):
+class Setting(NamedTuple):
     """A number of processes at once, and their threads."""
 
     processes: int
@@ -71,16 +71,17 @@ class Side(NamedTuple):
 
 def main() -> None:
     """Measure what standard input requests, and write it as the JSON of a calibration."""
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
+    keep_freed_memory()  # as in training
     torch.manual_seed(0)
-    imported = time.monotonic() - asked["begun"]
-    end = time.monotonic() + max(_LEAST_SECONDS, asked["seconds"] - _AFTERWARDS - imported)
-    found = _on_gpu(asked, end) if asked["device"] == "cuda" else _on_cores(asked, end)
-    settings = tuple(_setting(one, asked["before"]) for one in found["settings"])
-    parts = {"imports": imported, "measuring": time.monotonic() - asked["begun"] - imported}
+    imported = time.monotonic() - request["begun"]
+    end = time.monotonic() + max(_LEAST_SECONDS, request["seconds"] - _AFTERWARDS - imported)
+    found = _on_gpu(request, end) if request["device"] == "cuda" else _on_cores(request, end)
+    settings = tuple(_setting(one, request["before"]) for one in found["settings"])
+    parts = {"imports": imported, "measuring": time.monotonic() - request["begun"] - imported}
     measured = datetime.now().astimezone().isoformat(timespec="seconds")
     disturbance = max(found["spoilt"], 0.0)
-    made = Calibration(asked["machine"], measured, asked["versions"], settings, parts, disturbance)
+    made = Calibration(request["machine"], measured, request["versions"], settings, parts, disturbance)
     json.dump(as_json(made), sys.stdout)
 
 
@@ -96,35 +97,41 @@ def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> P
     return ProcessRates(*place, curves, launch=found["launch"])
 
 
-def sides_of(cores: int) -> tuple[Side, ...]:
+def settings_of(cores: int) -> tuple[Setting, ...]:
     """Return the settings to measure on ``cores`` cores, the most important first in case time runs out.
 
-    They are one process with one, two and all threads; as many processes as cores; and two processes that share the
+    They are one process with one, all and two threads; as many processes as cores; and two processes that share the
     cores.
     """
-    some = (Side(1, 1), Side(cores, 1), Side(1, cores), Side(min(2, cores), max(1, cores // 2)), Side(1, min(2, cores)))
+    some = (
+        Setting(1, 1),
+        Setting(1, cores),
+        Setting(cores, 1),
+        Setting(min(2, cores), max(1, cores // 2)),
+        Setting(1, min(2, cores)),
+    )
     return tuple(dict.fromkeys(some))
 
 
-def _cases(asked: Mapping[str, Any], device: torch.device) -> list[Case]:
+def _cases(request: Mapping[str, Any], device: torch.device) -> list[Case]:
     """Return the cases of every setting, the most important first in case time runs out.
 
     They are the model's own products, and one or two sizes of the other operations of a step.
     """
     kind = device.type
     cases: list[Case] = []
-    for wide, narrow in asked["widths"]:
+    for wide, narrow in request["widths"]:
         for precision in PRECISIONS[kind]:
             tokens = _OPERATIONS[kind] / (2 * wide * narrow)
             tokens = 2 ** int(math.log2(min(_MOST[kind], max(_FEWEST[kind], tokens))))
             for few in (tokens, max(_FEWEST[kind], tokens // 4)):
                 cases += products_of((few, wide, narrow), precision, device)
-        if asked["block"] and (wide, narrow) == tuple(asked["widths"][0]):
-            cases += [case for name in ("fp32", "bf16") for case in blocks_of(Sizes(*asked["block"]), name)]
+        if request["block"] and (wide, narrow) == tuple(request["widths"][0]):
+            cases += [case for name in ("fp32", "bf16") for case in blocks_of(Sizes(*request["block"]), name)]
     small, large = _ELEMENTS[kind]
     for precision in ("fp32", "bf16"):
         cases += [traffic_of(precision, kind_, small, device) for kind_ in ("copy", "elementwise", "reduction")]
-        cases += _attention_cases(precision, asked["length"], device)
+        cases += _attention_cases(precision, request["length"], device)
         cases.append(loss_of(precision, _LOGITS[kind], device))
     cases += [traffic_of("fp32", "copy", large, device), optimizer_of(_UPDATED[kind], device)]
     unique = {(case.curve, case.sizes): case for case in cases}
@@ -135,18 +142,22 @@ def _attention_cases(precision: str, length: int, device: torch.device) -> list[
     """Return both directions by torch's own operators: those of training require importing torch's compiler."""
     tokens, heads, channels = _ATTENTION[device.type]
     count = max(1, tokens // length)
-    amount = count * length * heads * channels
+    lengths = unequal_lengths(count, length)
+    amount = sum(lengths) * heads * channels
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if device.type == "cpu":
+            return packed_attention(query, key, value, lengths)
+        query, key, value = (x.unflatten(2, (count, -1))[0].transpose(0, 1) for x in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     def build(direction: str) -> Run:
+        shape = 1, sum(lengths), heads, channels  # the order in memory in which projections return it
         dtype = DTYPES[precision]
-        some = [torch.randn(count, heads, length, channels, device=device).to(dtype) for _ in range(3)]
-        # As in models/attention: on a CPU short documents are computed in fp32.
-        work = torch.float32 if device.type == "cpu" and length < BF16_FROM_LENGTH else dtype
-        query, key, value = (x.to(work) for x in some)
+        inputs = tuple(torch.randn(shape, device=device).to(dtype).transpose(1, 2) for _ in range(3))
         if direction == "forward":
-            return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True).to(dtype)
-        inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
-        output = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            return lambda: attention(*inputs)
+        output = attention(*(x.requires_grad_() for x in inputs))
         return lambda: backward(output, inputs)
 
     return [
@@ -155,9 +166,9 @@ def _attention_cases(precision: str, length: int, device: torch.device) -> list[
     ]
 
 
-def _on_gpu(asked: Mapping[str, Any], end: float) -> dict[str, Any]:
+def _on_gpu(request: Mapping[str, Any], end: float) -> dict[str, Any]:
     device = torch.device("cuda", 0)
-    cases = _cases(asked, device)
+    cases = _cases(request, device)
     times: list[list[float]] = [[] for _ in cases]
     for number in range(_MOST_ROUNDS):
         for case, found in zip(cases, times, strict=True):
@@ -170,8 +181,8 @@ def _on_gpu(asked: Mapping[str, Any], end: float) -> dict[str, Any]:
             except RuntimeError:  # a precision that this GPU does not support
                 continue
     rows = [_row(case, min(found)) for case, found in zip(cases, times, strict=True) if found]
-    side = {"processes": 1, "threads": None, "launch": _launch_seconds(device), "samples": rows}
-    return {"settings": [side], "spoilt": 0.0}
+    setting = {"processes": 1, "threads": None, "launch": _launch_seconds(device), "samples": rows}
+    return {"settings": [setting], "spoilt": 0.0}
 
 
 def _gpu_seconds(run: Run) -> float:
@@ -184,23 +195,23 @@ def _gpu_seconds(run: Run) -> float:
     return begin.elapsed_time(end) / 1e3 / _CALLS
 
 
-def _on_cores(asked: Mapping[str, Any], end: float) -> dict[str, Any]:
+def _on_cores(request: Mapping[str, Any], end: float) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
-    sides = sides_of(asked["cores"])
+    settings = settings_of(request["cores"])
     # The last process at a barrier continues at once; the others are woken.
-    barriers = {side: context.Barrier(side.processes) for side in sides}
+    barriers = {setting: context.Barrier(setting.processes) for setting in settings}
     late = context.Value("b", 0, lock=False)
     pipes = []
     with tempfile.TemporaryDirectory(prefix="trainwright-measure-") as directory:
-        for rank in range(max(side.processes for side in sides)):
+        for rank in range(max(setting.processes for setting in settings)):
             ours, theirs = context.Pipe(duplex=False)
-            member = _Member(rank, asked, sides, barriers, late, end, Path(directory))
+            member = _Member(rank, request, settings, barriers, late, end, Path(directory))
             process = context.Process(target=member.run, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
-        told = [pipe.recv() for pipe in pipes]  # EOFError if one has failed; its message is on standard error
-    return _together(asked, sides, told)
+        results = [pipe.recv() for pipe in pipes]  # EOFError if one has failed; its message is on standard error
+    return _together(request, settings, results)
 
 
 class _Member:
@@ -209,14 +220,14 @@ class _Member:
     def __init__(
         self,
         rank: int,
-        asked: Mapping[str, Any],
-        sides: Sequence[Side],
-        barriers: Mapping[Side, Any],
+        request: Mapping[str, Any],
+        settings: Sequence[Setting],
+        barriers: Mapping[Setting, Any],
         late: Any,
         end: float,
         directory: Path,
     ) -> None:
-        self.rank, self.asked, self.sides, self.end, self.directory = rank, asked, sides, end, directory
+        self.rank, self.request, self.settings, self.end, self.directory = rank, request, settings, end, directory
         self.barriers, self.late, self.parent = barriers, late, os.getpid()
         self.clock = Stopwatch()
         self.kept: dict[int, Run] = {}
@@ -224,20 +235,20 @@ class _Member:
     def run(self, pipe: Any) -> None:
         """Measure everything, and send the times through ``pipe``."""
         die_with_parent(self.parent)  # which is killed if a measurement takes too long
-        cases = _cases(self.asked, torch.device("cpu"))
+        cases = _cases(self.request, torch.device("cpu"))
         # Takes the place of other tensors in the caches. Made here: threads do not survive a fork.
-        share = 1 if self.rank == 0 else self.asked["cores"]  # only rank 0 computes alone
+        share = 1 if self.rank == 0 else self.request["cores"]  # only rank 0 computes alone
         self.other = torch.ones(max(_CACHE // share, _LEAST_CACHE) // 4)
-        mine = [side for side in self.sides if self.rank < side.processes]
-        times: dict[Side, list[list[Timed]]] = {side: [[] for _ in cases] for side in mine}
-        launches: dict[Side, list[float]] = {side: [] for side in mine}
+        mine = [setting for setting in self.settings if self.rank < setting.processes]
+        times: dict[Setting, list[list[Timed]]] = {setting: [[] for _ in cases] for setting in mine}
+        launches: dict[Setting, list[float]] = {setting: [] for setting in mine}
         warm: set[tuple[int, int]] = set()
         for number in range(_MOST_ROUNDS):
-            for side in mine:
-                least_cases = _LEAST_CASES if number == 0 and side == self.sides[0] else 0
-                if self._meet(side, optional=not least_cases):
-                    self._round(side, cases, times[side], warm, least_cases)
-                    launches[side].append(_launch_seconds(torch.device("cpu")))
+            for setting in mine:
+                least_cases = _LEAST_CASES if number == 0 and setting == self.settings[0] else 0
+                if self._meet(setting, optional=not least_cases):
+                    self._round(setting, cases, times[setting], warm, least_cases)
+                    launches[setting].append(_launch_seconds(torch.device("cpu")))
             if self.late.value:
                 break
         sums = self._sums()
@@ -254,12 +265,12 @@ class _Member:
                 barrier.abort()
         return bool(self.late.value)
 
-    def _meet(self, side: Side, optional: bool) -> bool:
+    def _meet(self, setting: Setting, optional: bool) -> bool:
         """Wait for the other processes of a setting; return False if time is up."""
         if optional and self._is_late():
             return False
         try:
-            self.barriers[side].wait(_PATIENCE)
+            self.barriers[setting].wait(_PATIENCE)
         except threading.BrokenBarrierError:
             if not self.late.value:
                 raise
@@ -267,28 +278,38 @@ class _Member:
         return True
 
     def _round(
-        self, side: Side, cases: Sequence[Case], times: list[list[Timed]], warm: set[tuple[int, int]], fewest: int
+        self,
+        setting: Setting,
+        cases: Sequence[Case],
+        times: list[list[Timed]],
+        warm: set[tuple[int, int]],
+        fewest: int,
     ) -> None:
         """Run all cases once; if time is up, only the first ``fewest``."""
-        torch.set_num_threads(side.threads)
+        torch.set_num_threads(setting.threads)
         for index, case in enumerate(cases):
             if index >= fewest and self._is_late():
                 return
-            if case.cold and side.processes * side.threads < self.asked["cores"]:
-                continue  # a step uses all cores
-            if side.processes == 1 and len(times[index]) == 1 and not times[index][0].is_spoilt and not fewest:
-                times[index].append(times[index][0])  # the second round only repeats disturbed cases
+            if case.cold and setting != Setting(1, self.request["cores"]):
+                continue  # the factors of a step are much the same for all ways to use all cores
+            if (
+                setting.processes == 1
+                and len(times[index]) == 1
+                and not (case.cold or times[index][0].is_spoilt or fewest)
+            ):
+                times[index].append(times[index][0])  # the second round only repeats disturbed cases, and blocks
                 continue
             begun = time.monotonic()
             run = self.kept.get(index) or case.build()
             if time.monotonic() - begun > _LONG_TO_BUILD:
                 self.kept[index] = run
-            if (index, side.threads) not in warm:
+            if (index, setting.threads) not in warm:
                 run()  # kernels are created on first use
-                warm.add((index, side.threads))
+                warm.add((index, setting.threads))
                 self.clock.start()
             until = time.monotonic() + _SLOT
-            found = [self._time(case, run)]
+            # Of a block, which is one sample in the place of many, at least two times.
+            found = [self._time(case, run) for _ in range(2 if case.cold else 1)]
             while len(found) < _CALLS and time.monotonic() < until:
                 found.append(self._time(case, run))
             times[index].append(least(found))
@@ -298,67 +319,72 @@ class _Member:
             self.other.mul_(1.0)
         return self.clock.time(run)
 
-    def _sums(self) -> dict[Side, dict[int, float]]:
+    def _sums(self) -> dict[Setting, dict[int, float]]:
         """Return the seconds of all-reducing tensors over the processes of each setting with several."""
-        several = [side for side in self.sides if side.processes > 1]
+        several = [setting for setting in self.settings if setting.processes > 1]
         if not several:
             return {}
-        most = max(side.processes for side in several)
+        most = max(setting.processes for setting in several)
         store = dist.FileStore(str(self.directory / "store"), most)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=most)
-        found: dict[Side, dict[int, float]] = {}
-        for side in several:
-            group = dist.new_group(list(range(side.processes)))
-            if self.rank >= side.processes:
+        found: dict[Setting, dict[int, float]] = {}
+        for setting in several:
+            group = dist.new_group(list(range(setting.processes)))
+            if self.rank >= setting.processes:
                 continue
-            torch.set_num_threads(side.threads)
-            found[side] = {}
+            torch.set_num_threads(setting.threads)
+            found[setting] = {}
             for size in _MESSAGES:
                 tensor = torch.zeros(size // 4)
                 took = [self.clock.time(lambda: dist.all_reduce(tensor, group=group)) for _ in range(_SUMS)]  # noqa: B023
-                found[side][size] = min(one.seconds for one in took[1:])
+                found[setting][size] = min(one.seconds for one in took[1:])
         return found
 
 
 def _launch_seconds(device: torch.device) -> float:
     """Return the host seconds for launching one small kernel, forward or backward."""
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
-    begun = time.perf_counter()
-    y = x
-    for _ in range(_LAUNCHES):
-        y = y * scale
-    backward(y, (x,))
-    return (time.perf_counter() - begun) / (2 * _LAUNCHES)
+    times = []
+    for _ in range(_CHAINS):
+        begun = time.perf_counter()
+        y = x
+        for _ in range(_LAUNCHES):
+            y = y * scale
+        backward(y, (x,))
+        times.append((time.perf_counter() - begun) / (2 * _LAUNCHES))
+    return min(times)
 
 
-def _together(asked: Mapping[str, Any], sides: Sequence[Side], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _together(
+    request: Mapping[str, Any], settings: Sequence[Setting], results: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Combine the results of all processes for each setting: the mean over them of each one's minimum.
 
     Cases that time ran out for are omitted.
     """
-    cases, settings = _cases(asked, torch.device("cpu")), []
+    cases, rates = _cases(request, torch.device("cpu")), []
     best: list[Timed] = []
-    for side in sides:
-        members = told[: side.processes]
-        if not all(member["launch"][side] and all(member["times"][side][:_LEAST_CASES]) for member in members):
+    for setting in settings:
+        members = results[: setting.processes]
+        if not all(member["launch"][setting] and all(member["times"][setting][:_LEAST_CASES]) for member in members):
             continue
         rows = []
         for index, case in enumerate(cases):
-            if not all(member["times"][side][index] for member in members):
+            if not all(member["times"][setting][index] for member in members):
                 continue
-            found = [least(member["times"][side][index]) for member in members]
+            found = [least(member["times"][setting][index]) for member in members]
             best += found
             row = _row(case, statistics.mean(one.seconds for one in found))
             rows.append({**row, "spoilt": any(one.is_spoilt for one in found)})
-        for size in _MESSAGES if side.processes > 1 else ():
-            seconds = statistics.mean(member["sums"][side][size] for member in members)
+        for size in _MESSAGES if setting.processes > 1 else ():
+            seconds = statistics.mean(member["sums"][setting][size] for member in members)
             rows.append({"curve": "collective/all_reduce", "sizes": [size], "seconds": seconds})
-        launch = statistics.mean(min(member["launch"][side]) for member in members)
+        launch = statistics.mean(min(member["launch"][setting]) for member in members)
         kept = _without_spoilt(rows)
-        settings.append({"processes": side.processes, "threads": side.threads, "launch": launch, "samples": kept})
-    if not settings:
+        rates.append({"processes": setting.processes, "threads": setting.threads, "launch": launch, "samples": kept})
+    if not rates:
         sys.exit("the first matrix products did not finish in time: other programs use the cores")
-    return {"settings": settings, "spoilt": sum(one.is_spoilt for one in best) / len(best)}
+    return {"settings": rates, "spoilt": sum(one.is_spoilt for one in best) / len(best)}
 
 
 def _without_spoilt(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -18,14 +18,15 @@ from trainwright.doctor.comparison import TOLERANCES, Comparison
 from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import console, limit_threads, preload_worker, run_in_child, stop_requested
+from trainwright.launch.process import console, preload_worker, prepare_environment, run_in_child, stop_requested
 from trainwright.machine.cache import cache_root
 from trainwright.machine.machine import Machine
 from trainwright.observe.progress import progress_on
 from trainwright.observe.remaining import Remaining
 from trainwright.recipe.loading import dump_recipe
-from trainwright.recipe.schema import ParallelSection, Recipe
+from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection
+from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.text import count, say, size
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _USABLE = 0.8  # of the memory; the rest is for activations and other programs
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedRun:
     """One of the two runs."""
 
     name: str
@@ -60,14 +61,14 @@ def verify(recipe: Recipe, machine: Machine, steps: int, out: TextIO) -> Compari
         Stopped: a stop was requested.
     """
     reference = reference_of(recipe)
-    limit_threads(machine.cpu_cores, _processes(recipe))
+    prepare_environment(machine.cpu_cores, _processes(recipe))
     directory, kept = Path(tempfile.mkdtemp(prefix="trainwright-verify-")), False
     try:
         with Stopping("stopping after this step") as stopping:
             preload_worker(recipe)
             model = _prepared_model(recipe, machine, directory, stopping, out)
             sides = [
-                Side(_name(each), each.model_copy(update={"model": model}), directory / place)
+                ComparedRun(_name(each), each.model_copy(update={"model": model}), directory / place)
                 for each, place in ((reference, "reference"), (recipe, "chosen"))
             ]
             try:
@@ -169,7 +170,7 @@ def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tu
     raise MachineError(f"{problem}; not even one of its {layers} layers fits, so it cannot be compared")
 
 
-def run_side(side: Side, steps: int, stopping: Stopping, *, is_shown: bool = True) -> None:
+def run_side(side: ComparedRun, steps: int, stopping: Stopping, *, is_shown: bool = True) -> None:
     """Take the first steps of a side in its run directory; only their events are kept.
 
     Raises:
@@ -186,7 +187,7 @@ def run_side(side: Side, steps: int, stopping: Stopping, *, is_shown: bool = Tru
         raise Stopped("stopped; nothing was compared or kept")
 
 
-def _work(side: Side, steps: int, is_shown: bool) -> int:
+def _work(side: ComparedRun, steps: int, is_shown: bool) -> int:
     """Run a side in every worker."""
     from trainwright.launch.run_worker import run_worker
 
@@ -195,7 +196,7 @@ def _work(side: Side, steps: int, is_shown: bool) -> int:
         cache=cache_root(),
         resume=False,
         reasons=(),
-        observers=functools.partial(_observers, side.name, steps) if is_shown else tuple,
+        observers=lambda recipe: _observers(side.name, steps) if is_shown else (),
         stop_requested=stop_requested,
         trial_steps=steps,
     )
@@ -228,7 +229,7 @@ class _Shown:
             self._progress.close()
 
 
-def _compare(sides: Sequence[Side], tolerance: float, out: TextIO) -> Comparison:
+def _compare(sides: Sequence[ComparedRun], tolerance: float, out: TextIO) -> Comparison:
     one, other = sides
     compared = Comparison.of_runs((one.name, other.name), (one.run, other.run), tolerance)
     say(file=out)

@@ -47,9 +47,9 @@ class EventLog:
                 f"{self._path} is gone: the run's directory was deleted or moved, or its file system is no longer "
                 "mounted; restore it, or --resume the run at its new path"
             )
-        record: Record = {"event": event.kind_of_event, "time": time.time(), **event.record()}
+        record = _record(event)
         try:
-            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            self._file.write(_line(record))
             self._file.flush()
         except OSError as error:
             # A full disk must not end a run that can still train; the observers report it on the console.
@@ -71,6 +71,20 @@ class EventLog:
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
+
+
+def append_event(path: Path, event: Event) -> None:
+    """Add an event to the log of a run from another process than its rank 0. Raises OSError."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(_record(event)))
+
+
+def _record(event: Event) -> Record:
+    return {"event": event.kind_of_event, "time": time.time(), **event.record()}
+
+
+def _line(record: Record) -> str:
+    return json.dumps(_plain(record), allow_nan=False) + "\n"
 
 
 def _is_gone(path: Path) -> bool:

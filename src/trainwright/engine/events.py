@@ -51,6 +51,7 @@ class Start(Event):
     world_size: int
     strategy: str
     mixed_precision: str
+    tf32: bool
     device: str
     micro_batch_size: int
     gradient_accumulation_steps: int
@@ -150,6 +151,31 @@ class Fault(Event):
     detail: str
     action: str
     step: int | None = field(default=None, metadata=_LEFT_OUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart(Event):
+    """The launcher restarts the run from its newest checkpoint after the failure ``detail``.
+
+    Attributes:
+        cause: `process`, `connection`, `hang` or `error`.
+        number: counts the restarts of this launch of the command, from 1.
+        allowed: ``faults.restarts``.
+        after_step: the last step before the failure; None: before the first one.
+    """
+
+    kind_of_event = "restart"
+
+    cause: str
+    detail: str
+    number: int
+    allowed: str
+    after_step: int | None = field(default=None, metadata=_LEFT_OUT)
+
+    def line(self) -> str:
+        """Return the event for the console."""
+        at = "before the first step" if self.after_step is None else f"after step {self.after_step}"
+        return f"restart {self.number} from the newest checkpoint (faults.restarts: {self.allowed}) {at}: {self.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)

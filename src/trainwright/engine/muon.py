@@ -8,18 +8,19 @@ so that one learning rate works for both (Liu et al., arXiv 2502.16982, section 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from trainwright.parallel.matrices.exchange import MatrixExchange
+from trainwright.parallel.matrices.owners import ITERATIONS
 from trainwright.recipe.schema import OptimizerSection
 
-# Coefficients and number of iterations of the quintic Newton-Schulz iteration.
+# Coefficients of the quintic Newton-Schulz iteration.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-_ITERATIONS = 5
 _LIKE_ADAMW = 0.2
 _EMBEDDINGS = ("wte", "wpe", "lm_head", "head", "positions", "score")
 
@@ -28,8 +29,7 @@ class Muon(Optimizer):
     """Use Muon for the matrices of blocks, and AdamW for embeddings, the head and vectors.
 
     Attributes:
-        gather: returns the full tensor and the first row of this process's part, given a parameter and that part; set
-            when parameters are sharded by rows.
+        exchange: divides the updates of matrices over the ranks; set by strategies of several.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
@@ -42,7 +42,7 @@ class Muon(Optimizer):
             {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, "muon": False},
         ]
         super().__init__([group for group in groups if group["params"]], {"lr": section.learning_rate})
-        self.gather: Callable[[nn.Parameter, torch.Tensor], tuple[torch.Tensor, int]] | None = None
+        self.exchange: MatrixExchange | None = None
         self._momentum = section.momentum
         self._adamw: AdamW | None = None
         if plain := [group for group in self.param_groups if not group["muon"]]:
@@ -61,26 +61,35 @@ class Muon(Optimizer):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
 
-    def _updates(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def _updates(self, group: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        parameters = [parameter for parameter in group if parameter.grad is not None]
         for parameter in parameters:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            state = self.state[parameter]
+            grad, state = parameter.grad, self.state[parameter]
+            assert grad is not None
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(grad)
-            momentum: torch.Tensor = state["momentum_buffer"].lerp_(grad, 1 - self._momentum)
-            ahead = grad.lerp(momentum, self._momentum)
-            whole, row = (ahead, 0) if self.gather is None else self.gather(parameter, ahead)
-            scale = _LIKE_ADAMW * math.sqrt(max(whole.shape))
-            update = orthogonalized(whole)[row : row + len(parameter)]
-            yield parameter, update.to(parameter.device) * scale
+            state["momentum_buffer"].lerp_(grad, 1 - self._momentum)
+        if self.exchange is None:
+            for parameter in parameters:
+                yield parameter, _update(self._ahead(parameter))
+            return
+        dtype = _working_dtype(self.exchange.device)
+        for parameter, update in self.exchange(parameters, self._ahead, _update, dtype):
+            yield parameter, update.to(parameter.device)
+
+    def _ahead(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the gradient moved on by the momentum (Nesterov)."""
+        grad, momentum = parameter.grad, self.state[parameter]["momentum_buffer"]
+        assert grad is not None
+        return grad.lerp(momentum, self._momentum)
 
 
 def is_matrix(name: str, parameter: torch.Tensor) -> bool:
     """Return whether a parameter is a weight matrix of a block, and not an embedding or the head."""
     parts = name.split(".")
-    return parameter.dim() == 2 and not any("embed" in part or part in _EMBEDDINGS for part in parts)
+    if parameter.dim() != 2 or parts[-1].endswith("bias"):  # experts have a bias each
+        return False
+    return not any("embed" in part or part in _EMBEDDINGS for part in parts)
 
 
 def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
@@ -88,11 +97,19 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
     In bf16 on a GPU, as its authors do; in fp32 on a CPU.
     """
-    work = matrix.bfloat16() if matrix.is_cuda else matrix.float()
+    work = matrix.to(_working_dtype(matrix.device))
     tall = work.shape[0] > work.shape[1]
     work = work.t() if tall else work
     work = work / work.norm().clamp(min=1e-7)
-    for _ in range(_ITERATIONS):
+    for _ in range(ITERATIONS):
         square = work @ work.t()
         work = _A * work + (_B * square + _C * square @ square) @ work
     return work.t() if tall else work
+
+
+def _working_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _update(matrix: torch.Tensor) -> torch.Tensor:
+    return orthogonalized(matrix) * (_LIKE_ADAMW * math.sqrt(max(matrix.shape)))

@@ -6,10 +6,12 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
+from trainwright import heartbeat
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.forward_only import ForwardOnly
@@ -18,26 +20,47 @@ from trainwright.engine.policies.base import RankReport, StepGradients, StepPoli
 from trainwright.engine.policies.halving import Halving
 from trainwright.errors import TrainingError
 
+_REPORT = len(RankReport._fields)
 
-@dataclass(frozen=True)
+
+class NonFinite(TrainingError):
+    """The loss or the norm of the gradient is not finite; raised on every rank."""
+
+
+class ShareSums(NamedTuple):
+    """What the passes over a rank's share give beside gradients: float64 on the device, where they may not be done yet.
+
+    ``losses``: summed loss of each micro-batch. ``norm``: of the full gradient over all ranks, a scalar.
+    ``statistics``: the task's, of the share.
+    """
+
+    losses: torch.Tensor
+    norm: torch.Tensor
+    statistics: torch.Tensor
+
+
+@dataclass
 class StepPasses:
     """Compute the gradients of global batches.
 
     Args:
         policies: decide whether a batch is repeated.
-        requests: returns for a step whether this rank was asked to stop, and whether a checkpoint is due after it.
+        requests: returns for a step whether this rank was asked to stop, whether a checkpoint is due after it, and
+            how far its part of the one in the background is.
     """
 
     training: Training
     halving: Halving
     policies: Sequence[StepPolicy]
-    requests: Callable[[int], tuple[bool, bool]]
+    requests: Callable[[int], tuple[bool, bool, float]]
+    _sums: int = field(default=0, init=False)  # number of the task's statistics; 0 before the first step
 
     def gradients(self, step: int, batch: GlobalBatch) -> StepGradients:
         """Return the gradients of a global batch, repeated while a policy asks for it.
 
         Raises:
-            TrainingError: the loss or the norm is not finite, or memory ran out and nothing can be halved.
+            NonFinite: the loss or the norm is not finite.
+            TrainingError: memory ran out and nothing can be halved.
         """
         while True:
             found = self._compute(step, batch)
@@ -56,20 +79,30 @@ class StepPasses:
         shortage = done if isinstance(done, MemoryShortage) else None
         if shortage is not None:
             self.halving.after_shortage(step, batch, shortage)
-        losses, norm, statistics = ([0.0], 0.0, []) if isinstance(done, MemoryShortage) else done
-        memory, (stop, save) = peak_memory(world.device), self.requests(step)
-        own = RankReport(sum(losses), float(stop), memory, float(shortage is not None), float(save))
-        reports = [RankReport(*rank) for rank in world.gather_floats(list(own))]
-        loss = sum(rank.loss for rank in reports) / batch.weight
-        return StepGradients(batch, loss, norm, reports, losses, statistics, shortage)
+            done = ShareSums(*(torch.zeros(n, dtype=torch.float64, device=world.device) for n in (1, 1, self._sums)))
+        assert isinstance(done, ShareSums)
+        (stop, save, written), loss = (
+            self.requests(step),
+            functools.reduce(torch.add, done.losses.unbind()),
+        )  # in their order
+        host = torch.tensor([stop, peak_memory(world.device), shortage is not None, save, written], dtype=torch.float64)
+        row = torch.cat([torch.stack([loss]), world.on_device(host), done.statistics[: self._sums]])
+        # Everything is read at once: the host waits for the device once a step.
+        read = torch.cat([world.gather_rows(row).view(-1), done.norm.view(1), done.losses]).tolist()
+        rows = [read[i : i + len(row)] for i in range(0, world.size * len(row), len(row))]
+        norm, *losses = read[world.size * len(row) :]
+        reports = [RankReport(*row[:_REPORT]) for row in rows]
+        found = StepGradients(batch, sum(rank.loss for rank in reports) / batch.weight, norm, reports, losses)
+        if any(rank.out_of_memory for rank in reports):
+            return replace(found, shortage=shortage)
+        statistics = [row[_REPORT:] for row in rows]
+        if len(done.statistics) != self._sums:  # the first step, which tells how many the task has
+            statistics = world.gather_rows(done.statistics).tolist()
+            self._sums = len(done.statistics)
+        return replace(found, statistics=[sum(column) for column in zip(*statistics, strict=True)])
 
-    def forward_backward(self, step: int, batch: GlobalBatch) -> tuple[list[float], float, list[float]]:
-        """Add the gradients of this rank's share of a global batch to the model.
-
-        Returns:
-            The summed loss of each of the rank's micro-batches, the norm of the full gradient over all ranks, and the
-            task's statistics of the share.
-        """
+    def forward_backward(self, step: int, batch: GlobalBatch) -> ShareSums:
+        """Add the gradients of this rank's share of a global batch to the model; the host waits for nothing."""
         task, strategy, progress = self.training.task, self.training.strategy, self.training.progress
         world, seed = strategy.world, self.training.recipe.train.seed
         micro_batches = batch.for_rank(world.rank, world.size)
@@ -78,18 +111,22 @@ class StepPasses:
         for position, micro in enumerate(micro_batches, 1):
             # Seeded by micro-batch, not by rank: dropout is the same on any number of processes.
             _seed_dropout(world.device, seed, step, micro.index)
+            heartbeat.phase("forward", step, position)
             part = task.loss(strategy.module, micro, world.device)
             assert part.weight == micro.weight or not micro.weight, (
                 f"the loss counts {part.weight} target weight, the stream {micro.weight}"
             )
             # A zero-weight pass contributes no gradient; it runs so that collectives match.
             total = part.total if micro.weight else part.total * 0.0
+            heartbeat.phase("backward", step, position)
             strategy.backward(total * (progress.loss_scale / batch.weight), last=position == len(micro_batches))
             totals.append(total.detach())
             if part.statistics is not None:
                 statistics.append(part.statistics * float(micro.weight > 0))
+        heartbeat.phase("gradient norm", step)
         norm = strategy.gradient_norm() / progress.loss_scale
-        return torch.stack(totals).tolist(), norm, torch.stack(statistics).sum(0).tolist() if statistics else []
+        sums = torch.stack(statistics).sum(0) if statistics else torch.empty(0, device=world.device)
+        return ShareSums(torch.stack(totals).double(), norm, sums.double())
 
     def _refuse(self, step: int, found: StepGradients) -> None:
         """Raise before a non-finite loss or gradient reaches the weights, naming the examples."""
@@ -108,7 +145,7 @@ class StepPasses:
         strategy.discard_gradients()
         rank = next((rank for rank, of_rank in enumerate(by_rank) if of_rank), world.rank)
         self.training.events.emit(Fault(kind="non_finite", rank=rank, detail=detail, action="stop", step=step))
-        raise TrainingError(f"training stopped: {detail}")
+        raise NonFinite(f"training stopped: {detail}")
 
 
 def _seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from trainwright import heartbeat
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
 from trainwright.engine.checkpoints.export import export
@@ -17,22 +18,20 @@ from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Step
 from trainwright.engine.measured import RunMeasurements
 from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
-from trainwright.engine.passes import StepPasses
+from trainwright.engine.passes import NonFinite, StepPasses
 from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.engine.policies.builtin import GradientNoise, LossScale, LossSpikes
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
 from trainwright.parallel.world import StopRequested
 
-# The number of steps, or examples, among which the largest is searched.
-_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
-
 
 class _StepResult(NamedTuple):
-    """The decisions that all ranks share after a step: whether to stop, and whether a checkpoint is due."""
+    """What all ranks know after a step: whether to stop, to save, and how far they are with the last checkpoint."""
 
     stop: bool
     save: bool
+    written: Sequence[float]
 
 
 @dataclass
@@ -90,12 +89,18 @@ class Trainer:
         try:
             self._train()
             self.events.announce(f"writing the model to {final}", self.progress.step)
+            heartbeat.phase("export", self.progress.step)
             export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
+        except NonFinite:
+            self._checkpointing.close()  # what it wrote is still good
+            raise
         except StopRequested:
             if self.progress.step:
                 self._checkpointing.save(required=True)
+            self._checkpointing.close()
             self._finish("stopped", begun, self.checkpoints.path(self.progress.step) if self.progress.step else None)
             return False
+        self._checkpointing.close()
         self._finish("finished", begun, final)
         return True
 
@@ -107,6 +112,7 @@ class Trainer:
         self.events.announce("compiling" if self.training.recipe.train.compile is True else "the first step")
         while self.progress.step < self.max_steps:
             result = self._step()
+            self._checkpointing.advance(result.written)
             last = self.progress.step == self.max_steps
             every = self.training.recipe.evaluate.every
             if last or (every is not None and self.progress.step % every == 0):
@@ -115,13 +121,13 @@ class Trainer:
                 raise StopRequested
             improved = self._evaluate()
             if last or improved or result.save:
-                self._checkpointing.save(required=False)
+                self._checkpointing.save(required=False, wait=last)
                 if not last and self._should_change_plan():
                     raise StopRequested
 
     def _should_change_plan(self) -> bool:
         """Return whether the run, which has just been saved, continues with another plan; the same on every rank."""
-        if self.change_requested is None or self._checkpointing.step != self.progress.step:
+        if self.change_requested is None or self._checkpointing.begun != self.progress.step:
             return False
         return bool(self.world.broadcast(self.world.is_main and self.change_requested()))
 
@@ -137,26 +143,26 @@ class Trainer:
         self._halving.enabled = False
         self.strategy.module.train()
         steps = steps if largest else min(steps, self.max_steps)
-        first = self._largest_step() if largest else 0
+        first = self.task.stream.largest_step() if largest else 0
         for done in range(steps):
             self.progress.step = first if largest else done
             if self._step().stop and done < steps - 1:
                 return False
         return True
 
-    def _largest_step(self) -> int:
-        looked_at = min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.training.recipe.train.global_batch_size)
-        return self.task.stream.largest_step(max(1, looked_at))
-
     def _step(self) -> _StepResult:
         """Take one optimizer step; return the decisions that follow from it on every rank."""
         begun, step = time.perf_counter(), self.progress.step + 1
+        heartbeat.phase("data", step)
         batch = self.task.stream.global_batch(step - 1)
         for policy in self._policies:
             policy.before(step, batch, functools.partial(self._passes.gradients, step))
         found = self._passes.gradients(step, batch)
+        heartbeat.phase("metrics", step)
         metrics = self._metrics(step, found)
         learning_rate = self.schedule(step)
+        self._checkpointing.before_update()
+        heartbeat.phase("optimizer", step)
         self.updating()
         skipped = [policy.skips(step, found) for policy in self._policies]  # every policy is called, as each may count
         if any(skipped):
@@ -167,16 +173,18 @@ class Trainer:
             if shortage is not None:  # a partial update must not be used
                 raise self._halving.error(step, found.batch, shortage)
             self.task.after_step(metrics)
+        heartbeat.phase("step policies and observers", step)
         self._record(step, found, learning_rate, metrics, time.perf_counter() - begun)
         for policy in self._policies:
             policy.after(step)
-        return _StepResult(stop=any(rank.stop for rank in found.reports), save=bool(found.reports[0].save))
+        reports = found.reports
+        return _StepResult(any(rank.stop for rank in reports), bool(reports[0].save), [r.written for r in reports])
 
-    def _requests(self, step: int) -> tuple[bool, bool]:
-        return self.stop_requested(), self._checkpointing.is_due(step)
+    def _requests(self, step: int) -> tuple[bool, bool, float]:
+        return self.stop_requested(), self._checkpointing.is_due(step), self._checkpointing.report
 
     def _metrics(self, step: int, found: StepGradients) -> dict[str, float]:
-        metrics = self.task.metrics(self.world.sum(found.statistics)) if found.statistics else {}
+        metrics = self.task.metrics(found.statistics) if found.statistics else {}
         metrics.pop("loss", None)
         for policy in self._policies:
             metrics.update(policy.metrics(step, found))
@@ -223,6 +231,7 @@ class Trainer:
         step, progress, improved = self.progress.step, self.progress, False
         if progress.pending == EVALUATION and self.task.validation is not None:
             self.events.announce("evaluating", step)
+            heartbeat.phase("evaluation", step)
             begun = time.monotonic()
             metrics = evaluate(
                 self.task, self.strategy, functools.partial(self._halving.evaluation, step), self._warn_low_memory
@@ -233,6 +242,7 @@ class Trainer:
                 progress.best_loss, progress.best_step = metrics["loss"], step
         if progress.pending is not None:
             progress.pending = GENERATION
+            heartbeat.phase("generation", step)
             if self.task.prompts:
                 self.events.announce("generating samples", step)
             for prompt, text in generate(self.task, self.strategy, self._warn_low_memory):

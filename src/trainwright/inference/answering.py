@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trainwright.inference.batching import Done, by_length, over_ranks
 from trainwright.inference.generation import Answer, answer_batch, new_token_limit
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import Stop
-from trainwright.machine.detect import detect
+from trainwright.parallel.available_memory import free_bytes
 from trainwright.parallel.world import World
 
 if TYPE_CHECKING:
@@ -62,13 +60,17 @@ def answer_all(
 def batches_of(
     model: PreTrainedModel, lengths: Sequence[int], world: World, rows: int | None = None
 ) -> list[list[int]]:
-    """Return the indices of the prompts in batches; ``lengths`` are of prompts with their longest answers."""
+    """Return the indices of the prompts in batches, the same on every rank. Every rank must call.
+
+    Args:
+        lengths: of the prompts with their longest answers.
+    """
     config = model.config.get_text_config()
     element = next(model.parameters()).element_size()
     fixed = 12 * int(config.vocab_size)  # logits as computed, in fp32, and sorted
     # Keys and values are copied to grow; express the cost of a row in tokens of them.
     token = 2 * cache_bytes(config, element)
-    free = _free_bytes(world) * _USABLE
+    free = min(free for (free,) in world.gather_floats([float(free_bytes(world))])) * _USABLE
     tokens = max(1, int(free / (token + fixed / max(lengths, default=1))))
     return by_length(lengths, tokens=tokens, rows=rows or _ROWS[world.device.type])
 
@@ -79,9 +81,3 @@ def cache_bytes(config: Any, element_bytes: int) -> int:
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * int(config.num_hidden_layers) * groups * width * element_bytes
-
-
-def _free_bytes(world: World) -> float:
-    if world.device.type == "cuda":
-        return float(torch.cuda.mem_get_info(world.device)[0])
-    return detect().usable_bytes / world.local_size

@@ -36,8 +36,8 @@ from trainwright.launch.limits import check_limits
 from trainwright.launch.process import (
     die_with_parent,
     enter_process,
-    limit_threads,
     lossy_text,
+    prepare_environment,
     threads_allowed,
 )
 from trainwright.launch.request import RunRequest, check_request, for_started, request_of, resolve_request
@@ -113,7 +113,7 @@ def run_joined(
         die_with_parent(parent)
     check_limits(environment.local_size, environment.size)
     own_threads = "OMP_NUM_THREADS" in os.environ
-    limit_threads(detect().cpu_cores, environment.local_size)
+    prepare_environment(detect().cpu_cores, environment.local_size)
     # Imports torch from here on.
     from trainwright.launch.group.first_failure import FailureReport
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import multiprocessing
 import os
 import signal
 import sys
 import uuid
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,19 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError, error_of
+from trainwright.engine.events import Event, Fault, Restart
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainingError, TrainwrightError, error_of
 from trainwright.launch.ending import oom_killer, stop
+from trainwright.launch.ending.agent_log import quiet_agent
 from trainwright.launch.ending.failure import (
+    Cause,
     Ended,
     Failure,
     RankErrorHandler,
     Slot,
     ended_from_outside,
     error_file,
+    error_record,
     error_records,
     first_failure,
     new_slot,
@@ -48,8 +52,11 @@ from trainwright.launch.ending.stop import START_METHOD, Stopping
 from trainwright.launch.ending.stop_watcher import StopWatcher
 from trainwright.launch.group.nodes import Nodes, NodesLost
 from trainwright.launch.group.rendezvous import LOOPBACK, host_store
+from trainwright.launch.hangs.judge import Conflict
+from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, Watched
 from trainwright.launch.process import enter_process, forking, threads_allowed
 from trainwright.launch.relaunch import Relaunch
+from trainwright.text import say
 
 _MONITOR_SECONDS = 0.05
 _SHUTDOWN_SECONDS = 10
@@ -65,26 +72,38 @@ def launch(
     stopping: Stopping,
     nodes: Nodes | None = None,
     relaunch: Relaunch | None = None,
+    watched: Watched | None = None,
 ) -> int:
     """Run `entry` in `processes` workers; return EXIT_FINISHED or EXIT_STOPPED.
 
     `entry` returns EXIT_FINISHED or EXIT_STOPPED, or raises; where processes are spawned instead of forked (not Linux)
     it must be picklable. `logs` receives rank-<r>.log, launcher.log, and rank-<r>.error.json for a worker that raised.
     The caller enters `stopping`. With `nodes`, each node runs the same number of workers. `relaunch` decides what to do
-    when memory ran out; without it the launch ends.
+    after a failure; without it the launch ends. Several nodes relaunch only when memory ran out. `watched` is the run
+    that the workers train, to notice a hang.
 
     Raises:
         TrainwrightError: the first failure, of the class of its exit code.
     """
     for number in itertools.count():
-        ended = launch_once(entry, processes=processes, logs=logs, stopping=stopping, nodes=nodes, number=number)
+        ended = launch_once(
+            entry, processes=processes, logs=logs, stopping=stopping, nodes=nodes, number=number, watched=watched
+        )
         if isinstance(ended, int):
             return ended
         fault = _decide(ended, stopping, nodes, relaunch)
-        if fault is None or relaunch is None:
+        restart: Event | str = ""
+        if fault is not None:
+            restart = Fault(**fault)
+        elif relaunch is not None and nodes is None and not stopping.flag.value:
+            restart = relaunch.restarts.decide(ended)
+        if isinstance(restart, str):
             _show_cursor()
-            raise error_of(ended.exit_code, ended.message)
-        entry = relaunch.resumed(fault)
+            raise error_of(ended.exit_code, ended.message + restart)
+        if isinstance(restart, Restart):
+            say(restart.line(), file=sys.stderr)
+        assert relaunch is not None, "it has decided"
+        entry = relaunch.resumed(restart)
     raise AssertionError("launches are counted without end")
 
 
@@ -96,6 +115,7 @@ def launch_once(
     stopping: Stopping,
     nodes: Nodes | None = None,
     number: int = 0,
+    watched: Watched | None = None,
 ) -> int | Failure:
     """Launch once, like `launch`, but return any failure. `number` counts the launches of a run."""
     logs.mkdir(parents=True, exist_ok=True)
@@ -104,13 +124,16 @@ def launch_once(
     for rank in ranks:
         error_file(logs, rank).unlink(missing_ok=True)
     rendezvous = _OneNode(processes) if nodes is None else _SeveralNodes(processes, nodes, number)
-    rendezvous.watcher = StopWatcher(stopping, functools.partial(rendezvous.alive, first))
+    alive = functools.partial(rendezvous.alive, first)
+    rendezvous.watcher = StopWatcher(stopping, alive)
+    rendezvous.hangs = None if watched is None else HangWatcher(watched, alive)
     stopping.flags.fresh.value = stopping.flags.closing.value = 0
     slots = {rank: new_slot() for rank in ranks}
     killed_for_memory = oom_killer.kills()
     codes: dict[int, int | None] = {}
+    hang: dict[int, dict[str, Any]] = {}
     try:
-        with _quiet_agent(logs / _agent_log(nodes)), _agent_environment(loopback=nodes is None):
+        with quiet_agent(logs / _agent_log(nodes)), _agent_environment(loopback=nodes is None):
             stopping.kill = functools.partial(_kill_workers, nodes)
             arguments = (entry, logs, os.getpid(), stopping.flags, slots)
             with forking():
@@ -120,16 +143,29 @@ def launch_once(
             codes = {rank: int(code or 0) for rank, code in result.return_values.items()}
             others = nodes.finish(codes) if nodes else []
             return _joint_code([int(code or 0) for code in codes.values()] + others)
+    except RunHangs as hanging:
+        codes = rendezvous.exit_codes(first)
+        cause = Cause.HANG if watched is not None and watched.on_hang == "restart" else None
+        hang = {hanging.verdict.ranks[0]: {**error_record(TrainingError(str(hanging))), "cause": cause}}
     except NodesLost:
         codes = codes or rendezvous.exit_codes(first)
     except SignalException as ending:
         return EXIT_STOPPED if stopping.killed else Failure(str(ending), EXIT_TRAINING)
+    finally:
+        conflict = None if rendezvous.hangs is None else rendezvous.hangs.close()
     out_of_memory = oom_killer.kills() > killed_for_memory
-    records = error_records(logs, ranks) | slot_records(slots)
+    records = error_records(logs, ranks) | slot_records(slots) | hang
     if nodes is None:
-        return first_failure(logs, processes, codes, out_of_memory, records=records)
+        return _explained(first_failure(logs, processes, codes, out_of_memory, records=records), conflict)
     failure = nodes.fail(logs, codes, records, out_of_memory)
-    return EXIT_STOPPED if stopping.killed else failure
+    return EXIT_STOPPED if stopping.killed else _explained(failure, conflict)
+
+
+def _explained(failure: Failure, conflict: Conflict | None) -> Failure:
+    """Return the failure with the different collectives that ranks have entered, which break their connections."""
+    if conflict is None or conflict.detail in failure.message:
+        return failure
+    return replace(failure, message=f"{conflict.detail}\n{failure.message}")
 
 
 def _decide(
@@ -184,6 +220,7 @@ class _OneNode(RendezvousHandler):
         self._run_id = uuid.uuid4().hex
         self._store: Store | None = None
         self.watcher: StopWatcher | None = None
+        self.hangs: HangWatcher | None = None
         self._workers: list[multiprocessing.process.BaseProcess] = []
 
     def get_backend(self) -> str:
@@ -201,6 +238,8 @@ class _OneNode(RendezvousHandler):
         # The agent calls this repeatedly while its workers run: poll them here.
         if self.watcher is not None:
             self.watcher.check()
+        if self.hangs is not None:
+            self.hangs.check()
         return 0
 
     def get_run_id(self) -> str:
@@ -349,39 +388,6 @@ def _agent_environment(loopback: bool) -> Any:
         signal.signal(signal.SIGQUIT, quit_handler)
         for name in added:
             os.environ.pop(name, None)
-
-
-@contextmanager
-def _quiet_agent(log: Path) -> Any:
-    """Write the agent's own failure reports to a file: the console gets ours, once."""
-    handler = _QuietFile(log, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-            logger.propagate = True
-        handler.close()
-
-
-class _QuietFile(logging.FileHandler):
-    """A log file that ignores write errors: its disk may be full, or its directory deleted."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # raised when opening it
-            super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
-
-    def close(self) -> None:
-        with suppress(OSError):
-            super().close()
 
 
 def _show_cursor() -> None:

@@ -100,7 +100,7 @@ def _work(run: Path) -> int:
         cache=cache_root(),
         resume=False,
         reasons=(),
-        observers=lambda: (),
+        observers=lambda recipe: (),
         stop_requested=stop_requested,
         trial_steps=_STEPS,
         largest=True,

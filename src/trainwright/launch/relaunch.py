@@ -1,7 +1,8 @@
-"""Relaunch a run from its newest checkpoint: with half the micro-batch if memory ran out, or with another plan.
+"""Relaunch a run from its newest checkpoint: as it is after a machine's fault, with half the micro-batch if memory ran
+out, or with another plan.
 
-The first is for cases that a worker cannot handle itself: the ranks of a sharded model wait for each other in every
-pass, and a process that the kernel kills cannot react. The second is for a plan that proved wrong.
+The second is for cases that a worker cannot handle itself: the ranks of a sharded model wait for each other in every
+pass, and a process that the kernel kills cannot react. The third is for a plan that proved wrong.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainwright.engine.events import Event
 from trainwright.engine.policies.halving import halved, reason, rows_of, with_rows
 from trainwright.launch import run_directory
 from trainwright.launch.ending.failure import MemoryFailure
+from trainwright.launch.ending.restarts import Restarts
 from trainwright.observe.plan_watch import REPLAN
 from trainwright.observe.reader import read_events
 from trainwright.recipe.loading import load_recipe
@@ -29,11 +32,13 @@ class Relaunch:
     """Decide whether to relaunch a run, and what its workers execute.
 
     Args:
-        resumed: what every worker executes then, given the fault to report.
+        resumed: what every worker executes then, given the event to report.
+        restarts: ``faults.restarts`` of the recipe.
     """
 
-    def __init__(self, run: Path, resumed: Callable[[dict[str, Any]], Callable[[], int]]) -> None:
+    def __init__(self, run: Path, resumed: Callable[[Event], Callable[[], int]], restarts: str) -> None:
         self.resumed = resumed
+        self.restarts = Restarts(run, restarts)
         self._run = run
         self._begun = time.time()
 

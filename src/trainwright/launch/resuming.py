@@ -25,6 +25,7 @@ _FREE = (
     ("parallel",),
     ("checkpoint",),
     ("evaluate",),
+    ("faults",),
     ("logging",),
     ("train", "micro_batch_size"),
     ("train", "gradient_accumulation_steps"),

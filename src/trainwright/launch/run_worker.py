@@ -9,28 +9,32 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from trainwright import heartbeat
 from trainwright.activity import Activity, doing
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.event_log import EventLog
-from trainwright.engine.events import Fault, Notice, Observer, Start
+from trainwright.engine.events import Event, Fault, Notice, Observer, Start
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.group.contract import agree, check_layout, usable_device
+from trainwright.launch.hangs.stacks import write_stacks_on_signal
 from trainwright.launch.limits import open_files_in_words
 from trainwright.launch.process import console, keep_freed_memory, set_fresh, stop_requested, threads_allowed
 from trainwright.launch.relaunch import is_replan_requested
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
+from trainwright.machine.machine import Machine
+from trainwright.machine.numa import bind
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.attention.described import describe_attention
 from trainwright.models.attention.packs import platform_of
@@ -38,17 +42,20 @@ from trainwright.models.causal_lm import CausalLM, compile_blocks
 from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.plan_watch import PlanWatch, Watched
+from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import RankInfo, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.fields import seconds_of
 from trainwright.recipe.strategy_spec import check_library
 from trainwright.registries import OBSERVERS, STEP_POLICIES
 from trainwright.tasks.registry import task_module
 from trainwright.text import say
 
+_NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -75,20 +82,26 @@ def train(
     run: Path,
     resume: bool,
     rank_info: RankInfo | None = None,
-    fault: Mapping[str, Any] | None = None,
+    reported: Event | None = None,
     may_change: bool = False,
+    watched: bool = False,
 ) -> int:
     """Train this process's share of the run, with the recipe's observers, until it ends or a stop is requested.
 
-    See ``run_worker``.
+    ``watched``: whether the launcher reads heartbeats, and removes them. For the other arguments see ``run_worker``.
     """
+    rank_info = rank_info or RankInfo.from_variables()
+    if watched:
+        heartbeat.begin(heartbeat.heartbeat_directory(run), rank_info.rank)
+        write_stacks_on_signal(run / "logs", rank_info.rank)
+        report_collectives()
     return run_worker(
         run,
         cache=cache_root(),
         resume=resume,
         reasons=run_directory.reasons(run),
         predicted=run_directory.predicted(run),
-        fault=fault,
+        reported=reported,
         observers=functools.partial(_observers, run),
         stop_requested=stop_requested,
         rank_info=rank_info,
@@ -96,11 +109,11 @@ def train(
     )
 
 
-def _observers(run: Path) -> list[Observer]:
+def _observers(run: Path, recipe: Recipe) -> list[Observer]:
     from trainwright.observe.console import ConsoleObserver
     from trainwright.observe.registry import observers_named
 
-    section, stream = load_recipe(run / run_directory.RECIPE).logging, console()
+    section, stream = recipe.logging, console()
     observers = observers_named(section.observers, run, lambda line: say(line, file=stream or sys.stderr))
     if section.tensorboard:
         observers.append(OBSERVERS.get("tensorboard")(run))
@@ -115,25 +128,27 @@ def run_worker(
     cache: Path,
     resume: bool,
     reasons: Sequence[str],
-    observers: Callable[[], Sequence[Observer]],
+    observers: Callable[[Recipe], Sequence[Observer]],
     stop_requested: Callable[[], bool],
     predicted: Mapping[str, float] | None = None,
-    fault: Mapping[str, Any] | None = None,
+    reported: Event | None = None,
     trial_steps: int | None = None,
     largest: bool = False,
     rank_info: RankInfo | None = None,
     may_change: bool = False,
+    watch: Callable[[Task, Strategy], None] = lambda task, strategy: None,
 ) -> int:
     """Train this process's share of the run in directory ``run``, whose recipe is resolved.
 
     Args:
-        observers: called on rank 0 only; returns the observers of the events.
+        observers: called with the recipe, on rank 0 only; returns the observers of the events.
         predicted: the plan's predictions for the run.
-        fault: why the run was relaunched, recorded as an event.
+        reported: why the run was relaunched, recorded as it is.
         trial_steps: take only this many steps, and keep only their events.
         largest: repeat the step with the largest micro-batch.
         rank_info: rank information of this process; None: read it from the environment.
         may_change: whether the launcher can relaunch the run with another plan, if train.replan asks for it.
+        watch: called with the task and its strategy before they are used.
 
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
@@ -145,63 +160,73 @@ def run_worker(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
     if recipe.train.deterministic:
         _use_deterministic_kernels()
+    _set_precision_of_fp32_products(recipe.train.tf32)
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
     check_library(recipe.parallel.strategy)
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
+    rank_info, machine = rank_info or RankInfo.from_variables(), detect()
+    _bind(machine, rank_info)
     # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
-    rank_info = rank_info or RankInfo.from_variables()
     with Activity(console(), "mapping the data and building the model"):
+        heartbeat.phase("loading")
         task = task_module(recipe).build(recipe, cache)
         if task.weights is not None:
             doing("loading the weights")
             task.weights.load(rank_info.rank)
         sizes = count_parameters(task.module)  # before they are sharded
         doing("waiting for the other processes")
-        world = join(usable_device(detect(), rank_info, recipe.parallel.device), rank_info)
+        heartbeat.phase("joining")
+        world = join(usable_device(machine, rank_info, recipe.parallel.device), rank_info, _timeout(recipe))
         world = replace(world, stop_requested=stop_requested)
-    try:
-        with Activity(console(), f"setting up {recipe.parallel.strategy}"):
-            agree(recipe, task, world, run_directory.planned_device(run))
-            strategy, layout = _strategy(recipe, task, world)
-        events = EventLog(run / "events.jsonl", observers()) if world.is_main else EventLog(None)
-        may_change = may_change and recipe.train.replan == "auto"
-        if trial_steps is None and world.is_main:
-            watched = Watched.of(run, run_directory.plan_of(run), may_change)
-            if watched is not None:
-                events.follow(PlanWatch(watched, events.emit))
-        checkpoints = Checkpoints(
-            run / "checkpoints",
-            keep_last=recipe.checkpoint.keep_last,
-            keep_best=recipe.checkpoint.keep_best is True,
+    with Activity(console(), f"setting up {recipe.parallel.strategy}"):
+        heartbeat.phase("setup")
+        agree(recipe, task, world, run_directory.planned_device(run))
+        strategy, layout = _strategy(recipe, task, world)
+        watch(task, strategy)
+    events = EventLog(run / "events.jsonl", observers(recipe)) if world.is_main else EventLog(None)
+    may_change = may_change and recipe.train.replan == "auto"
+    if trial_steps is None and world.is_main:
+        watched = Watched.of(run, run_directory.plan_of(run), may_change)
+        if watched is not None:
+            events.follow(PlanWatch(watched, events.emit))
+    checkpoints = Checkpoints(
+        run / "checkpoints",
+        keep_last=recipe.checkpoint.keep_last,
+        keep_best=recipe.checkpoint.keep_best is True,
+    )
+    keep_recipe = functools.partial(_keep_recipe, run, world)
+    trainer = Trainer(
+        Training(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
+        schedule=Schedule(recipe.optimizer, len(task.stream)),
+        checkpoints=checkpoints,
+        stop_requested=stop_requested,
+        updating=lambda: set_fresh(False),
+        change_requested=functools.partial(is_replan_requested, run) if may_change else None,
+        policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
+    )
+    task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
+    checkpoint = _latest(checkpoints, world, events) if resume else None
+    if checkpoint is not None:
+        events.announce(f"loading {checkpoint.path}")
+        heartbeat.phase("loading")
+        trainer.resume(checkpoint)
+    events.emit(_start(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout))
+    if reported is not None:
+        events.emit(reported)
+    with open_files_in_words():
+        finished = (
+            trainer.run(run / "final") if trial_steps is None else trainer.run_steps(trial_steps, largest=largest)
         )
-        keep_recipe = functools.partial(_keep_recipe, run, world)
-        trainer = Trainer(
-            Training(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
-            schedule=Schedule(recipe.optimizer, len(task.stream)),
-            checkpoints=checkpoints,
-            stop_requested=stop_requested,
-            updating=lambda: set_fresh(False),
-            change_requested=functools.partial(is_replan_requested, run) if may_change else None,
-            policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
-        )
-        task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
-        checkpoint = _latest(checkpoints, world, events) if resume else None
-        if checkpoint is not None:
-            events.announce(f"loading {checkpoint.path}")
-            trainer.resume(checkpoint)
-        events.emit(_start(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout))
-        if fault is not None:
-            events.emit(Fault(**fault))
-        with open_files_in_words():
-            finished = (
-                trainer.run(run / "final") if trial_steps is None else trainer.run_steps(trial_steps, largest=largest)
-            )
-        events.close()
-        return EXIT_FINISHED if finished else EXIT_STOPPED
-    finally:
-        leave()
+    events.close()
+    heartbeat.finish()
+    leave()  # not after a failure: it would wait for the other ranks before the error is reported
+    return EXIT_FINISHED if finished else EXIT_STOPPED
+
+
+def _timeout(recipe: Recipe) -> timedelta:
+    return timedelta(seconds=seconds_of(recipe.parallel.timeout))
 
 
 def _use_deterministic_kernels() -> None:
@@ -210,6 +235,23 @@ def _use_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
     # Filling new memory shows errors in programs, and takes time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _bind(machine: Machine, rank_info: RankInfo) -> None:
+    """Bind this process to the NUMA node of its GPU, if it has one; its log says so."""
+    gpu = machine.gpus[rank_info.gpu] if machine.is_here and rank_info.gpu < len(machine.gpus) else None
+    if gpu is not None and (done := bind(gpu.address)) is not None:
+        say(f"rank {rank_info.rank}: {done}", file=sys.stderr)
+
+
+def _set_precision_of_fp32_products(tf32: bool) -> None:
+    """Compute fp32 products in TF32, or not, whatever the environment presets (NVIDIA's containers allow it).
+
+    Through the setting that torch's older and newer functions both read; its newer one breaks the older ones.
+    """
+    if tf32 and os.environ.get(_NO_TF32) == "0":
+        raise MachineError(f"train.tf32: {_NO_TF32} is 0, which turns TF32 off; unset it, or set train.tf32 to false")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
 def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, ModelLayout]:
@@ -270,6 +312,7 @@ def _start(
         world_size=world.size,
         strategy=trainer.strategy.name,
         mixed_precision=recipe.train.mixed_precision,
+        tf32=recipe.train.tf32,
         device=_device_name(world),
         micro_batch_size=first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
         gradient_accumulation_steps=len(first.for_rank(0, world.size)),

@@ -151,11 +151,11 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan
     from trainwright.launch import run_directory
     from trainwright.launch.ending.stop import Stopping
     from trainwright.launch.limits import check_limits
-    from trainwright.launch.process import limit_threads
+    from trainwright.launch.process import prepare_environment
 
     os.environ.update(plan.variables)
     check_limits(plan.processes, plan.processes)
-    limit_threads(plan.cores, plan.processes)
+    prepare_environment(plan.cores, plan.processes)
     with Stopping("stopping: the script is interrupted; ctrl-C again kills it") as stopping:
         # Imports torch, so it comes after the thread limit and before the workers are forked.
         from trainwright.launch.accelerate.script import Script, run_script

@@ -20,7 +20,7 @@ from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingErro
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
 from trainwright.launch.limits import check_limits
-from trainwright.launch.process import ignore_closed_output, limit_threads, preload_worker, run_in_child
+from trainwright.launch.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def start(
     here = processes // (rendezvous.nodes if rendezvous else 1)
     ignore_closed_output()
     check_limits(here, processes)
-    limit_threads(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
+    prepare_environment(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
     if (warning := job_script_warning()) is not None:
         say(f"warning: {warning}", file=sys.stderr)
     if rendezvous is None:
@@ -107,7 +107,7 @@ class _Launch:
         with ExitStack() as held:
             run = self._prepare(held)
             if is_first:
-                from trainwright.planning.table import summary
+                from trainwright.planning.output.table import summary
 
                 say(summary(self.resolved.plan))
             try:
@@ -170,15 +170,22 @@ class _Launch:
 
     def _run_workers(self, run: Path) -> int:
         """Run the workers to their end; relaunch with another plan if the plan was wrong and the recipe asks for it."""
+        from trainwright.launch.hangs.watcher import Watched
         from trainwright.launch.local import launch
         from trainwright.launch.relaunch import Relaunch, take_replan
         from trainwright.launch.run_worker import train
 
-        work = functools.partial(train, run, may_change=self.nodes is None)
+        work = functools.partial(train, run, may_change=self.nodes is None, watched=True)
         again = functools.partial(work, True)
-        relaunch = Relaunch(run, lambda fault: functools.partial(again, fault=fault))
+        recipe = self.resolved.recipe
+        relaunch = Relaunch(run, lambda event: functools.partial(again, reported=event), recipe.faults.restarts)
         launched = functools.partial(
-            launch, logs=run / "logs", stopping=self.stopping, nodes=self.nodes, relaunch=relaunch
+            launch,
+            logs=run / "logs",
+            stopping=self.stopping,
+            nodes=self.nodes,
+            relaunch=relaunch,
+            watched=Watched(run, recipe.faults.on_hang, recipe.train.compile is True),
         )
         code = launched(functools.partial(work, self.request.run is not None), processes=self.processes)
         while code == EXIT_STOPPED and not self.stopping.requested and (changed := take_replan(run)) is not None:

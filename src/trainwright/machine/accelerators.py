@@ -30,6 +30,7 @@ TRAINING_RUNS_ON = "training runs on NVIDIA GPUs and on CPUs"
 _NVIDIA, _AMD, _INTEL = "0x10de", "0x1002", "0x8086"
 _OTHERS = {"0x1da3": "Gaudi (Intel)", "0x1ae0": "TPU (Google)"}
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"
+_AMD_CARDS = ("0x0380", "0x0302", _ACCELERATOR)  # with an output for a display they may be a processor's
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ def _nvidia_gpus(root: Path) -> int:
     return max(
         _entries(root / "proc/driver/nvidia/gpus", r".+"),
         _entries(root / "dev", r"nvidia\d+"),
+        _entries(root / "dev", r"nvhost-gpu|nvgpu"),  # Jetson's, which older drivers do not show to NVML
         sum(vendor == _NVIDIA and kind.startswith(_DISPLAY) for _, vendor, kind in _pci(root)),
     )
 
@@ -206,10 +208,11 @@ def _other(root: Path) -> Iterator[str]:
 def _amd_gpus(root: Path) -> int:
     """Return the number of AMD GPUs with their own memory.
 
-    A processor's integrated graphics share a node with its cores (amdkfd's topology).
+    A processor's integrated graphics share a node with its cores (amdkfd's topology). Without the driver's device, in a
+    container to which it was not given, cards without a display are on the bus.
     """
     if not (root / "dev/kfd").exists():
-        return 0
+        return sum(vendor == _AMD and kind.startswith(_AMD_CARDS) for _, vendor, kind in _pci(root))
     nodes = list((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
     if not nodes:
         return 1

@@ -36,7 +36,8 @@ class Cluster:
     between the devices of a node. ``network``: a device's share of the network between nodes, None for a single node.
     ``host_memory_bytes`` and ``cpu_cores``: of one node. ``device_free_bytes``: free memory of the fullest device; None
     for a described machine, where all is assumed to be free. ``assumptions``: values that were neither given nor
-    measured. ``is_here``: it was detected, so its software is the installed one.
+    measured. ``is_here``: it was detected, so its software is the installed one. ``unified``: devices compute in the
+    host's memory.
     """
 
     __pydantic_config__ = STRICT
@@ -54,6 +55,7 @@ class Cluster:
     disk_free_bytes: int | None = None
     assumptions: tuple[str, ...] = ()
     is_here: bool = False
+    unified: bool = False
 
     @property
     def devices(self) -> int:
@@ -145,6 +147,7 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
         device_free_bytes=_least_free(machine),
         host_free_bytes=machine.memory_free_bytes,
         disk_free_bytes=machine.disk_free_bytes,
+        unified=any(gpu.unified for gpu in gpus),
         assumptions=tuple(assumptions),
     )
 

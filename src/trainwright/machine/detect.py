@@ -95,7 +95,8 @@ def _gpu(handles: list[Any], index: int) -> Gpu:
     import pynvml
 
     handle = handles[index]
-    total, free = _gpu_memory(handle)
+    memory = _gpu_memory(handle)
+    total, free = memory or (machine_bytes := _memory_bytes(), _memory_free_bytes(machine_bytes))
     link, host_link = detect_links(handles, index)
     return Gpu(
         name=pynvml.nvmlDeviceGetName(handle),
@@ -104,11 +105,26 @@ def _gpu(handles: list[Any], index: int) -> Gpu:
         free_bytes=free,
         link=link,
         host_link=host_link,
+        address=_address(handle),
+        unified=memory is None,
     )
 
 
-def _gpu_memory(handle: Any) -> tuple[int, int]:
-    """Return the bytes available to programs, and those that are free."""
+def _address(handle: Any) -> str | None:
+    """Return the PCI address as sysfs has it: NVML's has a longer domain."""
+    import pynvml
+
+    try:
+        bus = pynvml.nvmlDeviceGetPciInfo(handle).busId
+    except pynvml.NVMLError:  # a slice or a virtual GPU
+        return None
+    text = bus.decode() if isinstance(bus, bytes) else str(bus)
+    domain, _, rest = text.partition(":")
+    return f"{domain[-4:]}:{rest}".lower()
+
+
+def _gpu_memory(handle: Any) -> tuple[int, int] | None:
+    """Return the bytes available to programs, and those that are free; None for a GPU without memory of its own."""
     import pynvml
 
     try:
@@ -116,8 +132,12 @@ def _gpu_memory(handle: Any) -> tuple[int, int]:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         return memory.total - memory.reserved, memory.free
     except pynvml.NVMLError:
+        pass
+    try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return memory.total, memory.free
+    except pynvml.NVMLError_NotSupported:  # it computes in the machine's memory, as on DGX Spark and Jetson
+        return None
+    return memory.total, memory.free
 
 
 def _visible_gpu(handles: list[Any], name: str) -> Any | None:

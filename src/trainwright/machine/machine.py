@@ -14,7 +14,8 @@ class Gpu:
     """One NVIDIA GPU as its driver describes it.
 
     ``memory_bytes``: memory for programs, without the driver's own; ``free_bytes``: free memory now. ``link``: to the
-    other GPUs of this machine. ``host_link``: to the machine's memory.
+    other GPUs of this machine. ``host_link``: to the machine's memory. ``address``: on the PCI bus, as in sysfs.
+    ``unified``: its memory is the machine's.
     """
 
     name: str
@@ -23,6 +24,8 @@ class Gpu:
     free_bytes: int | None = None
     link: Link | None = None
     host_link: Link | None = None
+    address: str | None = None
+    unified: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models.attention import packs, plain
-from trainwright.models.attention.documents import Documents
-from trainwright.models.attention.packs import DOCUMENTS, UnpackableError, register
+from trainwright.models.attention.packs import PACKED, UnpackableError, register
+from trainwright.models.attention.sequences import Sequences
 from trainwright.models.losses.linear_cross_entropy import (
     Head,
     linear_cross_entropy,
@@ -55,7 +55,7 @@ class CausalLM(nn.Module):
         self.packed = packed
         if packed:
             register()
-            model.set_attn_implementation(DOCUMENTS)
+            model.set_attn_implementation(PACKED)
         self._head = _head_settings(model)
         self._z_loss = z_loss
 
@@ -106,12 +106,12 @@ class CausalLM(nn.Module):
         """Return the last hidden states [B, L, H] after the final norm."""
         extra: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.boundaries is not None:
-            documents = Documents(batch.boundaries, batch.longest, batch.input_ids.device)
+            sequences = Sequences(batch.boundaries, batch.longest, batch.input_ids.device)
             # All are passed to every attention layer, most under the names of transformers.
             extra = {
-                "documents": documents,
-                "cu_seq_lens_q": documents.boundaries,
-                "cu_seq_lens_k": documents.boundaries,
+                "sequences": sequences,
+                "cu_seq_lens_q": sequences.boundaries,
+                "cu_seq_lens_k": sequences.boundaries,
                 "max_length_q": batch.longest,
                 "max_length_k": batch.longest,
             }
@@ -265,9 +265,9 @@ def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile each block in place. The first passes are slow; packs of any length then use the same code."""
     # What depends on the lengths of sequences differs for every batch, so it runs uncompiled between compiled parts.
-    plain.each_document = torch.compiler.disable(plain.each_document)
-    Documents.in_chunks = torch.compiler.disable(Documents.in_chunks)  # type: ignore[method-assign]
-    Documents.block_mask = torch.compiler.disable(Documents.block_mask)  # type: ignore[method-assign]
+    plain.each_sequence = torch.compiler.disable(plain.each_sequence)
+    Sequences.in_chunks = torch.compiler.disable(Sequences.in_chunks)  # type: ignore[method-assign]
+    Sequences.block_mask = torch.compiler.disable(Sequences.block_mask)  # type: ignore[method-assign]
     packs.kernel_name = torch.compiler.assume_constant_result(packs.kernel_name)
     for block in blocks:
         block.compile(dynamic=True)

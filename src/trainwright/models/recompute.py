@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainwright.errors import RequestError
+from trainwright.models.offload import with_activations_on_host
 
 # Operations whose results `selective` keeps: they take most of a block's time. The name of the attention operation
 # depends on the kernel.
@@ -30,15 +30,12 @@ _PLAIN = {
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
-    "trainwright::document_flash_cpu",
+    "trainwright::packed_flash_cpu",
     "flash_attn::_flash_attn_varlen_forward",
     "flash_attn_3::_flash_attn_forward",
     "flex_attention",
 }
 _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}  # mixtures of experts
-
-# Smaller tensors stay on the device: starting a copy costs more than their memory saves.
-_LEAST_BYTES = 2**16
 
 
 def save_activation_memory(blocks: Sequence[nn.Module], recompute: str | int, *, offload: bool = False) -> None:
@@ -69,7 +66,7 @@ def save_activation_memory(blocks: Sequence[nn.Module], recompute: str | int, *,
         if recompute != "none" and number % every == 0:
             forward = _selective_recompute(block) if recompute == "selective" else _recompute
         if offload:
-            forward = functools.partial(_offload, forward)
+            forward = functools.partial(with_activations_on_host, forward)
         if forward is not _plain:
             block.forward = types.MethodType(forward, block)
 
@@ -129,50 +126,3 @@ def _drops(operation: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
             default = kwargs.get("dropout_p", argument.default_value)
             return bool(args[index] if index < len(args) else default)
     return False
-
-
-# The compiler does not support saved-tensor hooks; the forward pass of the block is still compiled.
-@torch.compiler.disable(recursive=False)
-def _offload(forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor | _OnHost:
-        if tensor.device.type == "cpu" or tensor.untyped_storage().data_ptr() in weights:
-            return tensor
-        if tensor.nbytes < _LEAST_BYTES or not _is_dense(tensor):
-            return tensor
-        return _OnHost(tensor)
-
-    def unpack(packed: torch.Tensor | _OnHost) -> torch.Tensor:
-        return packed.on_device() if isinstance(packed, _OnHost) else packed
-
-    with saved_tensors_hooks(pack, unpack):
-        return forward(block, *args, **kwargs)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a copy has the same strides, which compiled code relies on."""
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-class _OnHost:
-    """A GPU tensor in pinned memory, copied on a separate stream."""
-
-    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._device = tensor.device
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        computing = torch.cuda.current_stream(tensor.device)
-        if tensor.device not in self._streams:
-            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
-        copying = self._streams[tensor.device]
-        copying.wait_stream(computing)
-        with torch.cuda.stream(copying):
-            self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(copying)  # keeps its memory until the copy is done
-        self._copied = copying.record_event()
-
-    def on_device(self) -> torch.Tensor:
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
-        return self._host.to(self._device, non_blocking=True)

@@ -55,7 +55,7 @@ _HEADS = {
 }
 _DISTANCE = "its attention uses the distance between tokens in the row (ALiBi)"
 _WHOLE_ROW = "its attention does not know where sequences begin"
-_STATE = "the state of its recurrent layers continues from one document into the next"
+_STATE = "the state of its recurrent layers continues from one sequence into the next"
 _OWN_ATTENTION = {
     **dict.fromkeys(("bloom", "mpt"), _DISTANCE),
     **dict.fromkeys(("falcon", "nemotron", "openai-gpt", "stablelm"), _WHOLE_ROW),

@@ -11,7 +11,7 @@ from typing import Any
 from trainwright import __version__, text
 from trainwright.models.adapters.base_model import BASE, BaseModel
 from trainwright.models.usage import asking, loading
-from trainwright.observe.reader import EventRecord, read_events
+from trainwright.observe.reader import EventRecord, precision_of, read_events
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe
@@ -75,7 +75,7 @@ def _introduction(recipe: Recipe, start: EventRecord, is_adapter: bool, base: Ba
     return (
         f"{what} made from {of} by {recipe.task}: {steps:,} steps of {recipe.train.global_batch_size} examples on "
         f"{devices} x {start.get('device', 'one device')} ({start.get('strategy')}, "
-        f"{str(start.get('mixed_precision')).replace('no', 'fp32')}); {text.count(start.get('parameters', 0))} "
+        f"{precision_of(start)}); {text.count(start.get('parameters', 0))} "
         f"parameters, {text.count(start.get('trainable_parameters', 0))} of them trained."
     )
 

@@ -10,7 +10,7 @@ from trainwright.activity import Ticker
 from trainwright.data.tokens.lengths import repeated
 from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.progress import progress_on
-from trainwright.observe.reader import EarlierEvents, EventRecord, read_earlier, resumed_step
+from trainwright.observe.reader import EarlierEvents, EventRecord, precision_of, read_earlier, resumed_step
 from trainwright.observe.remaining import Remaining
 
 _LINE_SECONDS = 5.0
@@ -182,7 +182,7 @@ def _banner(event: EventRecord) -> list[tuple[str, str]]:
         rows.append(("model", str(event["weights"])))
     rows.append(("parameters", _parameters(event)))
     rows.append(("processes", _processes(event)))
-    rows.append(("precision", str(event["mixed_precision"]).replace("no", "fp32")))
+    rows.append(("precision", precision_of(event)))
     rows += [("attention" if i == 0 else "", line) for i, line in enumerate(event.get("attention", []))]
     rows.append(("batch", _batch(event)))
     rows += [("data" if i == 0 else "", line) for i, line in enumerate(event.get("data", []))]

@@ -71,6 +71,12 @@ def _history(events: Iterable[EventRecord]) -> list[EventRecord]:
     return history
 
 
+def precision_of(start: EventRecord) -> str:
+    """Return the precision of a `start` event in words."""
+    computed = str(start.get("mixed_precision")).replace("no", "fp32")
+    return f"{computed}, fp32 products in TF32" if start.get("tf32") else computed
+
+
 def resumed_step(start: EventRecord) -> int | None:
     """Return the step a `start` event resumes from, a number or in a checkpoint's path; None for a fresh run."""
     value = start.get("resumed_from")

@@ -20,7 +20,7 @@ def memory_shortage(world: World, wanted: int, available: int | None) -> str | N
         available: bytes that this rank may use; None: most of the free memory.
     """
     available_by_rank = [
-        each for (each,) in world.gather_floats([_USABLE * _free(world) if available is None else available])
+        each for (each,) in world.gather_floats([_USABLE * free_bytes(world) if available is None else available])
     ]
     least = min(available_by_rank)
     if wanted <= least:
@@ -29,7 +29,7 @@ def memory_shortage(world: World, wanted: int, available: int | None) -> str | N
     return f"the full weights need {_size(wanted)}, but rank {rank} has only {_size(least)} available"
 
 
-def _free(world: World) -> int:
+def free_bytes(world: World) -> int:
     """Return the free bytes on this rank's device, or its share of a host's memory."""
     if world.device.type == "cuda":
         kept = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-# Elements squared at a time on a CPU for a norm, so that conversions and squares stay in the cache.
-NORM_ELEMENTS = 2**18
+# Elements that a CPU converts to fp32 at a time, for a norm or a sum of gradients: with their copies they fit a cache.
+CACHED_ELEMENTS = 2**18

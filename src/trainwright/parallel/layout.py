@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from trainwright.recipe.schema import ParallelSection
+from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
 
 # Padding to equal parts may add elements; any other number of copies differs by a third or more.

@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 from trainwright.errors import RequestError
 from trainwright.extensions import load
 from trainwright.parallel.layout import ModelLayout
+from trainwright.parallel.matrices.exchange import MatrixExchange
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
-from trainwright.recipe.schema import ParallelSection
+from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.registries import STRATEGIES
 
@@ -38,14 +39,12 @@ OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
 @runtime_checkable
 class NeedsFullMatrices(Protocol):
-    """An optimizer whose update of a parameter depends on the full parameter.
+    """An optimizer whose update of a matrix depends on all of its elements, and takes much computation.
 
-    ``gather``: set by strategies that give it only rows of parameters. Takes a parameter and the local part of a tensor
-    of its shape, and returns the full tensor and the row at which the part starts. Every rank must call it, in the same
-    order.
+    ``exchange``: set by strategies of several ranks.
     """
 
-    gather: Callable[[nn.Parameter, torch.Tensor], tuple[torch.Tensor, int]] | None
+    exchange: MatrixExchange | None
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,12 @@ class Strategy(Protocol):
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
 
-    def gradient_norm(self) -> float:
-        """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank.
+
+        In float64, as a scalar on the device of the run: reading it makes the host wait, so the engine does it with all
+        other numbers of the step.
+        """
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Set ``learning_rate`` on every parameter group, multiply the gradients by ``scale``, update the weights, and

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch's default for gloo; NCCL's is 10 minutes, which a checkpoint on slow storage may exceed.
+# torch's default for gloo; NCCL's is 10 minutes.
 TIMEOUT = timedelta(minutes=30)
+# Of exchanges between hosts, before which one rank may verify a checkpoint or write an export while the others wait. A
+# rank that fails or is lost ends the wait at once.
+HOST_TIMEOUT = timedelta(days=2)
 
 
 class StopRequested(Exception):
@@ -23,7 +26,11 @@ class StopRequested(Exception):
 class World:
     """This process among all processes of the run.
 
-    ``stop_requested``: whether a stop was requested on this rank; None disables interruption.
+    Attributes:
+        stop_requested: whether a stop was requested on this rank; None disables interruption.
+        timeout: of collectives, for the groups of some of the ranks.
+        hosts: the group for objects and barriers, which waits for ``HOST_TIMEOUT``; None: the default group.
+        alone: the other ranks do not exist, because the run is simulated; collectives do as if they were like this one.
     """
 
     rank: int
@@ -32,6 +39,9 @@ class World:
     local_size: int
     device: torch.device
     stop_requested: Callable[[], bool] | None = None
+    timeout: timedelta = TIMEOUT
+    hosts: dist.ProcessGroup | None = None
+    alone: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -42,26 +52,44 @@ class World:
         """Return the element-wise sum over all ranks, in float64 so that counts stay exact."""
         if self.size == 1:
             return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        tensor = self.on_device(_float64(values))
         dist.all_reduce(tensor)
         return tensor.tolist()
+
+    def sum_tensor(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all ranks, in float64 on the device of the run; the host does not wait."""
+        total = self.on_device(value.to(torch.float64, copy=True))
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
 
     def gather_floats(self, values: list[float]) -> list[list[float]]:
         """Return the values of every rank, in rank order, on every rank; all ranks must pass the same number."""
         if self.size == 1:
             return [values]
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyone = tensor.new_empty(self.size * len(values))
-        dist.all_gather_into_tensor(everyone, tensor)
-        rows: list[list[float]] = everyone.view(self.size, -1).tolist()
+        rows: list[list[float]] = self.gather_rows(self.on_device(_float64(values))).tolist()
         return rows
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of every rank [size, n], in rank order, on every rank; the host does not wait."""
+        if self.size == 1:
+            return row[None]
+        everyone = row.new_empty(self.size * len(row))
+        dist.all_gather_into_tensor(everyone, row)
+        return everyone.view(self.size, -1)
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on the device of the run, copied there without waiting for it."""
+        if tensor.device.type == self.device.type:
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def gather(self, value: Any) -> list[Any]:
         """Return a small object of every rank, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.hosts)
         return values
 
     def broadcast(self, value: Any) -> Any:
@@ -69,7 +97,7 @@ class World:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=self.hosts)
         return values[0]
 
     def check_stop(self) -> None:
@@ -84,9 +112,13 @@ class World:
             raise StopRequested
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks; work that was started on devices may still run."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.hosts)
+
+
+def _float64(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -96,6 +128,7 @@ class RankInfo:
     Attributes:
         gpu: index of its GPU among those visible to this process; 0 if each process only sees its own.
         store: the store of a completed rendezvous; None: rendezvous at MASTER_ADDR and MASTER_PORT.
+        alone: the other ranks do not exist, because the run is simulated.
     """
 
     rank: int
@@ -104,6 +137,7 @@ class RankInfo:
     local_size: int
     gpu: int
     store: dist.Store | None = None
+    alone: bool = False
 
     @classmethod
     def from_variables(cls) -> RankInfo:
@@ -128,8 +162,9 @@ def join(device_type: str, rank_info: RankInfo | None = None, timeout: timedelta
     device = torch.device(device_type, rank_info.gpu) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    hosts = None
     if rank_info.size > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = backends(device)
         if rank_info.store is None:
             dist.init_process_group(backend, timeout=timeout)
         else:
@@ -138,17 +173,28 @@ def join(device_type: str, rank_info: RankInfo | None = None, timeout: timedelta
             dist.init_process_group(
                 backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=timeout
             )
-    return World(rank_info.rank, rank_info.size, rank_info.local_rank, rank_info.local_size, device)
+        hosts = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+    ranks = rank_info.rank, rank_info.size, rank_info.local_rank, rank_info.local_size
+    return World(*ranks, device, timeout=timeout, hosts=hosts, alone=rank_info.alone)
+
+
+def backends(device: torch.device) -> str:
+    """Return the backends of a process group on ``device``: tensors in host memory are exchanged there too.
+
+    Without a bound device: NCCL would connect at once, and fail with its own message if two ranks share a GPU.
+    """
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def ensure_process_group(world: World) -> None:
     """Create a process group of one if there is none, for libraries that require one."""
     if not dist.is_initialized():
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        dist.init_process_group(
+            backends(world.device), store=dist.HashStore(), rank=0, world_size=1, timeout=world.timeout
+        )
 
 
 def leave() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one; on success only, as it waits for the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()

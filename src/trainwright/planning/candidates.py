@@ -51,7 +51,8 @@ class Constraints:
 
     ``allows_world``: whether the rest of the recipe, without the keys in ``given_up``, is valid with a number of
     processes. ``bound``: keys that other keys imply, so that setting them to ``auto`` changes nothing. ``precision``:
-    the fastest precision found, if the recipe leaves it open.
+    the fastest precision found, if the recipe leaves it open. ``why_not``: why the recipe is not valid with a number of
+    processes, or an empty text.
     """
 
     fixed: Mapping[str, Any]
@@ -59,6 +60,7 @@ class Constraints:
     bound: frozenset[str] = frozenset()
     given_up: frozenset[str] = frozenset()
     precision: MixedPrecision | None = None
+    why_not: Callable[[int, frozenset[str]], str] = lambda processes, given_up: ""
 
     def allows(self, name: str, value: object) -> bool:
         """Return whether the constraints allow this value."""

@@ -74,7 +74,7 @@ def classes_of(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[st
         "LoRA": workload.adapter is not None and workload.quantisation == "none",
         "dense": workload.adapter is None and not workload.architecture.experts,
         "MoE": bool(workload.architecture.experts),
-        "long context": workload.document >= _LONG,
+        "long context": workload.mean_length >= _LONG,
         "offload": choice.offload_parameters or choice.offload_optimizer or choice.activation_offload,
         "several nodes": choice.num_processes > cluster.devices_per_node,
         "other vendors": cluster.card.vendor != "NVIDIA",

@@ -84,12 +84,14 @@ def facts_of(recipe: Recipe) -> Facts:
             fresh=recipe.model.config is not None,
             most_batch_tokens=lengths.most_tokens(train.global_batch_size),
             optimizer=recipe.optimizer.name,
+            lengths=lengths.spread() if data.pack_length is not None else (),
             batch_documents=() if data.pack_length is not None else lengths.longest_first(train.global_batch_size),
             reference=reference_work(needs, architecture, adapted=adapter is not None),
             trained=trained(needs, architecture, assumptions) if adapter is None else None,
             first_blocks=None if needs.last_block is None else needs.last_block + 1,
             max_length=data.max_length,
             deterministic=train.deterministic,
+            tf32=train.tf32,
             # A model that is initialized at random has no trained weights to adapt.
             takes_adapters=recipe.model.config is None
             and architecture.family != MODEL_TYPE
@@ -116,6 +118,7 @@ def _of_own_model(recipe: Recipe, model: OwnModel) -> Facts:
             texts=False,
             takes_adapters=False,
             deterministic=train.deterministic,
+            tf32=train.tf32,
         ),
         (model.assumption,),
     )
@@ -145,7 +148,7 @@ def check_model(model: ModelSection, pack_length: int | None = None) -> None:
     Only configurations that are available without network access are checked.
 
     Raises:
-        RequestError: states the type of the model, or why packing would mix documents.
+        RequestError: states the type of the model, or why packing would mix sequences.
     """
     if (found := _at_hand(model)) is not None:
         check_trainable(found[0], found[1], FAMILIES)
@@ -157,6 +160,21 @@ def packs(model: str, length: int) -> bool:
     path = user_path(model)
     content = read_json(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
     return not isinstance(content, dict) or unpackable(content, length) is None
+
+
+def configuration_named(name: str) -> Mapping[str, Any]:
+    """Return the configuration of a known model, or of one in a directory or the Hugging Face cache.
+
+    Raises:
+        RequestError: there is none; the message names similar known models.
+    """
+    if (found := _named(name)) is not None:
+        return found[0]
+    near = nearest_models(name)
+    raise RequestError(
+        f"model.name: {name} has no configuration here{f'; did you mean {near}?' if near else ''}; use a directory "
+        "with a config.json, or a model of the catalog"
+    )
 
 
 def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
@@ -206,25 +224,26 @@ def architecture_named(name: str) -> Architecture:
 
 
 def full_rows(recipe: Recipe) -> Facts:
-    """Return the workload of a recipe whose data is not read: full rows with documents of the maximum length."""
+    """Return the workload of a recipe whose data is not read: full rows with sequences of the maximum length."""
     data, train = recipe.data, recipe.train
     assert recipe.model.name is not None
     check_model(recipe.model, data.pack_length)
-    row, document = data.pack_length or data.max_length, data.max_length
-    documents = "one document" if document == row else f"documents of {document} tokens"
-    assumptions = [f"every row is full, {documents} each"]
+    row, sequence = data.pack_length or data.max_length, data.max_length
+    sequences = "one sequence" if sequence == row else f"sequences of {sequence} tokens"
+    assumptions = [f"every row is full, {sequences} each"]
     workload = Workload(
         architecture=_as_planned(architecture_named(recipe.model.name), data, assumptions),
         row_tokens=row,
         global_batch_rows=train.global_batch_size,
         packed=data.pack_length is not None,
-        document_tokens=document,
-        longest_document=document,
-        max_length=document,
+        document_tokens=sequence,
+        longest_document=sequence,
+        max_length=sequence,
         adapter=adapter_of(recipe.model),
         quantisation=quantization_of(recipe.model),
         optimizer=recipe.optimizer.name,
         deterministic=train.deterministic,
+        tf32=train.tf32,
     )
     steps = train.max_steps
     if train.max_tokens is not None:

@@ -13,7 +13,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.machine.compilers import why_not_compiled
 from trainwright.machine.describe import Cluster
 from trainwright.machine.measured.own_runs import Correction
-from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions
+from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions, worlds
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import with_processes
 from trainwright.planning.reasons import attention_of, reasons_of, shortage
@@ -24,7 +24,8 @@ from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.suggestions import Suggestion, suggestions
 from trainwright.planning.workload import MixedPrecision, Workload
 from trainwright.recipe.checks import contradictions, implied_strategy
-from trainwright.recipe.schema import ParallelSection, Recipe
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
 
 # Typical compile time of a block on the measured machines; compiling must save several times that.
@@ -160,7 +161,7 @@ def make_plan(
     evaluator = Evaluator(workload, cluster, rates, available, own or corrections.errors(), corrections=corrections)
     found, precision, rivals = _in_precision(evaluator, constraints)
     if not found.candidates:
-        raise RequestError(_impossible(constraints, workload))
+        raise RequestError(_impossible(constraints, workload, cluster))
     chosen = found.best or found.nearest
     if found.best is not None:
         chosen = _perhaps_compiled(evaluator, constraints, chosen)
@@ -244,10 +245,16 @@ def constraints_of(recipe: Recipe) -> Constraints:
     if train.activation_offload:
         fixed["activation_offload"] = True
     implied = implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
+
+    def why_not(processes: int, given_up: frozenset[str]) -> str:
+        found = contradictions(with_processes(_without(recipe, given_up), processes))
+        return f"{found[0].keys[0]}: {found[0].message}" if found else ""
+
     return Constraints(
         {**fixed, **_layout_constraints(parallel)},
-        lambda processes, given_up: not contradictions(with_processes(_without(recipe, given_up), processes)),
+        lambda processes, given_up: not why_not(processes, given_up),
         frozenset() if implied is None else frozenset(["strategy"]),
+        why_not=why_not,
     )
 
 
@@ -291,7 +298,9 @@ def installed(strategy: str) -> str | None:
     return f"{library.title} is not installed" if library is not None and library.is_missing else None
 
 
-def _impossible(constraints: Constraints, workload: Workload) -> str:
+def _impossible(constraints: Constraints, workload: Workload, cluster: Cluster) -> str:
+    if not worlds(workload, cluster, constraints) and (why := constraints.why_not(1, constraints.given_up)):
+        return why  # whatever is asked of the processes
     given = ", ".join(f"{key} {value}" for key, value in constraints.fixed.items())
     rows = "packs" if workload.packed else "rows"
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -110,7 +111,7 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
 
     Raises:
         RequestError: more processes than GPUs.
-        MachineError: a precision that the devices cannot compute in, or offloading without a GPU.
+        MachineError: a precision that the devices cannot compute in, or offloading or TF32 without a GPU.
     """
     remarks: list[str] = []
     asked = recipe.parallel.device
@@ -123,6 +124,7 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
     _check_offload(recipe, cluster)
     _check_processes(recipe, cluster, remarks, check_gpus)
     _check_precision(recipe, cluster, remarks)
+    _check_tf32(recipe, cluster, remarks)
     return recipe, remarks
 
 
@@ -187,9 +189,31 @@ def _check_precision(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> No
         remarks.append("train.mixed_precision: a CPU computes fp16 through fp32, correct but slower than no (fp32)")
 
 
+def _check_tf32(recipe: Recipe, cluster: Cluster, remarks: list[str]) -> None:
+    if not recipe.train.tf32:
+        return
+    if cluster.device == "cpu":
+        raise MachineError("train.tf32: there is no GPU, and a CPU does not compute in TF32; set it to false")
+    card = cluster.card
+    if "tf32" not in card.rates and card.capability < (8, 0):
+        raise MachineError(
+            f"train.tf32: {card.name} does not compute in TF32, which needs compute capability 8.0 or higher; set it "
+            "to false"
+        )
+    if card.rates.get("tf32", math.inf) <= card.rates.get("fp32", 0.0):
+        remarks.append(f"train.tf32: {card.name} computes in TF32 no faster than in fp32, and less precisely")
+
+
 def _check_offload(recipe: Recipe, cluster: Cluster) -> None:
     if recipe.train.activation_offload and cluster.device == "cpu":
         raise MachineError(
             "train.activation_offload: there is no GPU, so activations are already in the host's memory; set it to "
             "false, or train.activation_checkpointing to full to save memory"
+        )
+    keys = ("train.activation_offload", "parallel.offload_parameters", "parallel.offload_optimizer")
+    asked = [key for key in keys if getattr(getattr(recipe, key.partition(".")[0]), key.partition(".")[2])]
+    if asked and cluster.unified:
+        raise MachineError(
+            f"{asked[0]}: {cluster.card.name} computes in the host's memory, so offloading to it saves none; set it to "
+            "false"
         )

@@ -20,7 +20,7 @@ from trainwright.planning.candidates import (
     worlds,
 )
 from trainwright.planning.errors import Errors, errors_of
-from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.memory.peak import LOADING, Memory, memory_of
 from trainwright.planning.step_time.corrections import Corrections
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import StepTime, least_seconds, step_time
@@ -165,6 +165,10 @@ class Evaluator:
         processes_here = min(choice.num_processes, self.cluster.devices_per_node)
         if self.cluster.device == "cpu":
             needed, host, left_alone = memory.total * -(-choice.num_processes // self.cluster.nodes), 0, LEFT_ALONE
+        elif self.cluster.unified:
+            held, loading = sum(memory.host.values()), memory.host.get(LOADING, 0)
+            each = max(memory.total + held - loading, memory.phases["load"] + held)
+            needed, host, left_alone = each * processes_here, 0, LEFT_ALONE
         else:
             needed, host, left_alone = memory.total, sum(memory.host.values()) * processes_here, 0.0
         free = self.cluster.host_free_bytes or self.cluster.host_memory_bytes

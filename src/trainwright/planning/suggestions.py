@@ -179,7 +179,9 @@ def _of_length(workload: Workload, tokens: int) -> Workload:
     shorter = replace(workload, row_tokens=tokens, global_batch_rows=rows)
     if workload.longest <= tokens:
         return shorter
-    return replace(shorter, longest_document=tokens, document_tokens=min(workload.document, tokens))
+    lengths = tuple(min(length, tokens) for length in workload.lengths)
+    mean = min(workload.mean_length, tokens)
+    return replace(shorter, longest_document=tokens, document_tokens=mean, lengths=lengths)
 
 
 def _more_devices(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:

@@ -75,11 +75,12 @@ class Workload:
     """What is trained, and on how many tokens at a time; independent of machine and strategy.
 
     ``row_tokens``: longest row of a micro-batch, without padding or the unused end of a pack. ``document_tokens``: mean
-    length of its documents, which do not attend to each other; ``longest_document``: the longest. Without packing a row
-    is one document, padded to the longest in its micro-batch. ``global_batch_rows``: rows per optimizer step over all
+    length of its sequences, which do not attend to each other; ``longest_document``: the longest. Without packing a row
+    is one sequence, padded to the longest in its micro-batch. ``global_batch_rows``: rows per optimizer step over all
     devices; a mean if packed. ``batch_tokens``: tokens per optimizer step without padding; a mean, None if unknown.
-    ``batch_documents``: for padded rows, document lengths at equal distances in a sorted global batch, the longest
-    first, each the maximum over all batches; empty if unknown or all equal. ``most_batch_tokens``: for packs,
+    ``batch_documents``: for padded rows, sequence lengths at equal distances in a sorted global batch, the longest
+    first, each the maximum over all batches; empty if unknown or all equal. ``lengths``: for packs, mean sequence
+    lengths of equal parts of the sorted data; empty if unknown or all equal. ``most_batch_tokens``: for packs,
     ``batch_tokens`` of the largest batch; None if unknown. ``target_fraction``: share of the tokens that are targets.
     ``windows``: all tokens are targets, as in pretraining, where a token precedes the first target. ``steps``: None if
     unknown. ``fresh``: weights are initialized, not read from files. ``quantisation``: of the frozen base model of
@@ -87,6 +88,7 @@ class Workload:
     ``first_blocks``: number of blocks that run, if the loss is computed from a block's output. ``texts``: the recipe's
     data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
     the model can be trained with an adapter. ``deterministic``: only deterministic kernels are used.
+    ``tf32``: fp32 products are computed in TF32.
     """
 
     architecture: Architecture
@@ -106,6 +108,7 @@ class Workload:
     batch_tokens: float | None = None
     fresh: bool = False
     batch_documents: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
     most_batch_tokens: float | None = None
     reference: ReferenceWork | None = None
     trained: frozenset[tuple[int, str]] | None = None
@@ -114,39 +117,40 @@ class Workload:
     max_length: int | None = None
     takes_adapters: bool = True
     deterministic: bool = False
+    tf32: bool = False
 
     @property
     def tokens(self) -> float:
         """Tokens per optimizer step, without padding."""
         if self.batch_tokens is not None:
             return self.batch_tokens
-        return self.global_batch_rows * (self.row_tokens if self.packed else self.document)
+        return self.global_batch_rows * (self.row_tokens if self.packed else self.mean_length)
 
     @property
-    def document(self) -> float:
-        """Mean length of a document in tokens; a full row if unknown."""
+    def mean_length(self) -> float:
+        """Mean length of a sequence in tokens; a full row if unknown."""
         return self.row_tokens if self.document_tokens is None else self.document_tokens
 
     @property
     def longest(self) -> int:
-        """Length of the longest document in tokens."""
+        """Length of the longest sequence in tokens."""
         return self.row_tokens if self.longest_document is None else self.longest_document
 
     def length_at(self, place: int) -> int | None:
-        """Return the length of the document at an index of a global batch, sorted longest first; None if unknown."""
+        """Return the length of the sequence at an index of a global batch, sorted longest first; None if unknown."""
         known = self.batch_documents
         if not known:
             return None
         return min(self.longest, known[min(len(known) - 1, int(place * len(known) / max(1.0, self.global_batch_rows)))])
 
-    def targets(self, tokens: int, documents: int) -> int:
-        """Return how many of ``tokens`` tokens in ``documents`` documents are targets.
+    def targets(self, tokens: int, sequences: int) -> int:
+        """Return how many of ``tokens`` tokens in ``sequences`` sequences are targets.
 
-        The first token of each document is not a target, except in windows.
+        The first token of each sequence is not a target, except in windows.
         """
         if self.windows:
             return tokens
-        return max(0, min(tokens - documents, round(tokens * self.target_fraction)))
+        return max(0, min(tokens - sequences, round(tokens * self.target_fraction)))
 
 
 @dataclass(frozen=True)

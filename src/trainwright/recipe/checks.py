@@ -13,7 +13,8 @@ from trainwright.recipe.strategy_spec import all_specs
 from trainwright.registries import STRATEGIES, TASKS
 
 if TYPE_CHECKING:
-    from trainwright.recipe.schema import ParallelSection, Recipe
+    from trainwright.recipe.schema import Recipe
+    from trainwright.recipe.sections.parallel import ParallelSection
 
 _ROUNDING = 1e-9
 
@@ -290,7 +291,7 @@ def _processes(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 # Keys of `parallel` that every strategy reads.
-_OF_ALL = ("strategy", "num_processes", "device")
+_OF_ALL = ("strategy", "num_processes", "device", "timeout")
 
 
 def implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:

@@ -24,6 +24,7 @@ from trainwright.recipe.checks import contradictions
 from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.registered import Registered
 from trainwright.recipe.sections.data import DataSection
+from trainwright.recipe.sections.faults import FaultsSection
 from trainwright.recipe.sections.fields import (
     Auto,
     BelowOne,
@@ -38,9 +39,9 @@ from trainwright.recipe.sections.fields import (
     reject_bool,
 )
 from trainwright.recipe.sections.model import ModelSection
-from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
+from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.task_spec import TaskSpec
-from trainwright.registries import METRICS, OBSERVERS, STRATEGIES, TASKS
+from trainwright.registries import METRICS, OBSERVERS, TASKS
 
 
 class OptimizerSection(Section):
@@ -111,6 +112,12 @@ class TrainSection(Section):
         description="Precision of the computation. no: fp32. fp16: with loss scaling. auto: the fastest, as measured "
         "on a CPU, or by the capability of a GPU.",
     )
+    tf32: bool = Field(
+        False,
+        description="Compute fp32 matrix products in TF32, with factors rounded to 10 bits, on GPUs of compute "
+        "capability 8.0 or higher: several times as fast on data center GPUs. All products with mixed_precision: no, "
+        "few otherwise.",
+    )
     activation_checkpointing: Literal["auto", "none", "full", "selective"] | Annotated[int, Field(ge=2)] = Field(
         "auto",
         description="Recompute activations in the backward pass to save memory. full: in every block. n: in every "
@@ -162,57 +169,6 @@ class TrainSection(Section):
         return values
 
 
-def _with_summaries(schema: dict[str, Any]) -> None:
-    summaries = [f"{name}: {spec.summary}." for name, spec in all_specs().items()]
-    schema["description"] = " ".join(["How the model is distributed over processes.", *summaries])
-
-
-class ParallelSection(Section):
-    """Distribution of the run over processes; affects only its speed."""
-
-    strategy: Annotated[str, Registered(STRATEGIES, ("auto",))] = Field("auto", json_schema_extra=_with_summaries)
-    num_processes: Annotated[Count, Field(le=1_000_000)] | Auto = Field(
-        "auto", description="Number of worker processes. auto: one per GPU; on CPUs, the fastest number."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto",
-        description="Device to train on. cuda: GPUs; an error if none is usable. cpu: the CPU, even if there are "
-        "GPUs. auto: GPUs if there are any (an error if they are not usable), otherwise the CPU.",
-    )
-    replicate_size: Count = Field(
-        1,
-        description="fsdp: number of replicas of the sharded model (hybrid sharding); each is sharded over "
-        "num_processes / replicate_size processes.",
-    )
-    reshard_after_forward: bool = Field(
-        True,
-        description="fsdp: free a block's gathered weights after its forward pass and gather them again for the "
-        "backward pass.",
-    )
-    offload_parameters: bool = Field(
-        False, description="fsdp, zero3: offload parameters, and with fsdp also optimizer state, to the host's memory."
-    )
-    offload_optimizer: bool = Field(
-        False, description="zero1, zero2, zero3: keep optimizer state in the host's memory and run the optimizer there."
-    )
-    wrap: list[Text] | Auto = Field(
-        "auto", description="fsdp: class names of the modules to shard as units. auto: the model's blocks."
-    )
-    deepspeed_config: Text | None = Field(
-        None, description="zero1, zero2, zero3: a DeepSpeed JSON file; its auto values come from this recipe."
-    )
-
-    @property
-    def spec(self) -> StrategySpec | None:
-        """Return the spec of the strategy; None if it is auto."""
-        return None if self.strategy == "auto" else spec_of(self.strategy)
-
-    @property
-    def is_one_process(self) -> bool:
-        """Return whether the strategy runs a single process."""
-        return self.spec is not None and self.spec.is_one_process
-
-
 class CheckpointSection(Section):
     """When to save checkpoints, and how many to keep."""
 
@@ -226,6 +182,12 @@ class CheckpointSection(Section):
         "auto",
         description="Also keep the checkpoint with the lowest validation loss. auto: if there are validation rows, "
         "except for unlearning, whose loss does not show what is retained.",
+    )
+    background: bool | Auto = Field(
+        False,
+        description="Write checkpoints in a process of their own while training goes on; it needs host memory for one "
+        "more copy of a process's part of the state, which the plan does not count. The last one, and one at a stop, "
+        "are always waited for. auto: if that part has at least 64 MiB, and no adapter is trained.",
     )
 
 
@@ -288,6 +250,9 @@ class Recipe(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="When to save checkpoints.")
     evaluate: EvaluateSection = Field(
         default_factory=EvaluateSection, description="When and how to evaluate the model."
+    )
+    faults: FaultsSection = Field(
+        default_factory=FaultsSection, description="What to do when something goes wrong while training."
     )
     logging: LoggingSection = Field(default_factory=LoggingSection, description="Where to record the run.")
 

@@ -52,6 +52,7 @@ _KEYS: dict[OwnKey, str] = {
     OwnKey("train.mixed_precision"): "dtype torch_dtype precision compute_dtype amp",
     OwnKey("train.mixed_precision", "bf16"): "bf16 bfloat16 use_bf16 pure_bf16",
     OwnKey("train.mixed_precision", "fp16"): "fp16 float16 use_fp16",
+    OwnKey("train.tf32"): "allow_tf32 use_tf32 enable_tf32",
     OwnKey("train.activation_checkpointing", "full"): "gradient_checkpointing use_gradient_checkpointing "
     "enable_gradient_checkpointing enable_activation_checkpointing activation_checkpoint recompute grad_checkpoint",
     OwnKey("train.activation_offload"): "enable_activation_offloading activation_offloading",

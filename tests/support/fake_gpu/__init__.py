@@ -6,28 +6,30 @@ A host that would wait for the GPU (`item`, `tolist`, `bool` of a tensor) is an 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib.util
+import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import pytest
 
-def load(directory: Path) -> None:
-    """Compile the shim into ``directory`` and load it, unless torch has its own; before torch is imported."""
-    assert "torch" not in sys.modules
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    root = Path(spec.origin).parent
-    if (root / "lib" / "libtorch_cuda.so").exists():
-        return
-    made, library = directory / "no_cuda.so", root / "lib"
-    command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}", f"-L{library}", "-o", str(made)]
-    source = Path(__file__).with_name("no_cuda.cpp")
-    subprocess.run([*command, str(source), "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library}"], check=True)
-    ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
+from tests.support.commands import ROOT
+
+
+def in_process(module: str) -> dict[str, Any]:
+    """Return the JSON that a module prints; in its own process, as torch is told of the GPU before it is imported."""
+    import torch
+
+    if shutil.which("g++") is None and not torch.version.cuda:
+        pytest.skip("needs g++ to tell a CPU build of torch of a GPU")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-m", module], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @contextlib.contextmanager

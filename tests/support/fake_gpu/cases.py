@@ -1,19 +1,18 @@
 """Attention over packs on fake GPUs: which operations run, for single layers and whole models; as JSON.
 
-python -m tests.support.fake_gpu.cases DIRECTORY
+python -m tests.support.fake_gpu.cases
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
-from tests.support.fake_gpu import fake_gpu, load
+from tests.support.fake_gpu import fake_gpu
+from trainwright.simulation.shim.load import load
 
-load(Path(sys.argv[1]))
+load()
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -24,7 +23,7 @@ from trainwright.data.stream.batch import collate  # noqa: E402
 from trainwright.data.stream.stream import MicroBatch  # noqa: E402
 from trainwright.data.tokens.dataset import TokenDataset  # noqa: E402
 from trainwright.models.attention import packs  # noqa: E402
-from trainwright.models.attention.documents import Documents  # noqa: E402
+from trainwright.models.attention.sequences import Sequences  # noqa: E402
 from trainwright.models.causal_lm import CausalLM  # noqa: E402
 
 EDGES = (0, 100, 130, 300)
@@ -35,7 +34,7 @@ LAYERS: dict[str, tuple[tuple[int, int], torch.dtype, int, int, dict[str, Any]]]
     "window": ((9, 0), torch.bfloat16, 64, 64, {"sliding_window": 16}),
     "old GPU, bf16": ((7, 5), torch.bfloat16, 64, 64, {}),
     "old GPU, fp16": ((7, 5), torch.float16, 64, 64, {}),
-    "old GPU, equal documents": ((7, 5), torch.float16, 64, 64, {"edges": EQUAL}),
+    "old GPU, equal sequences": ((7, 5), torch.float16, 64, 64, {"edges": EQUAL}),
     "heads of 512": ((9, 0), torch.bfloat16, 512, 512, {}),
     "heads of 20": ((9, 0), torch.bfloat16, 20, 20, {}),
     "wider values": ((9, 0), torch.bfloat16, 64, 96, {}),
@@ -70,11 +69,11 @@ def layer(name: str) -> dict[str, Any]:
         inputs = [torch.empty(1, n, 300, w, device="cuda", dtype=dtype).requires_grad_() for n, w in widths]
         if given.get("s_aux"):
             given["s_aux"] = torch.empty(4, device="cuda").requires_grad_()
-        documents = Documents(edges, longest, inputs[0].device)
+        sequences = Sequences(edges, longest, inputs[0].device)
         seen.clear()
-        output, _ = packs.document_attention(
+        output, _ = packs.packed_attention(
             nn.Identity(), *inputs, None,
-            cu_seq_lens_q=documents.boundaries, max_length_q=longest, documents=documents, **given,
+            cu_seq_lens_q=sequences.boundaries, max_length_q=longest, sequences=sequences, **given,
         )  # fmt: skip
         output.sum().backward()
         return {"shape": list(output.shape), "operations": sorted(set(seen)), "grouped": any(grouped.asked)}

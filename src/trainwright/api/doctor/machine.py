@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from trainwright.api.separate_process import run_in_process
+from trainwright.api.processes.separate import run_in_process
 from trainwright.doctor.checks.report import MachineReport
 from trainwright.errors import MachineError, RequestError
 from trainwright.paths import user_path
@@ -59,7 +59,7 @@ class MachineRequest:
 
 def examine_machine(request: MachineRequest) -> MachineReport:
     """Run the checks in this process, whose standard output gets nothing. Changes this process."""
-    from trainwright.doctor.checks.check import Surroundings
+    from trainwright.doctor.checks.check import CheckContext
     from trainwright.doctor.checks.registry import checks_named
     from trainwright.doctor.checks.running import examine
     from trainwright.launch.ending.stop import Stopping
@@ -73,8 +73,8 @@ def examine_machine(request: MachineRequest) -> MachineReport:
         _output_to_errors(),
     ):
         variables = dict(os.environ)
-        surroundings = Surroundings(detect(), directories, request.ports, Path(work), stopping, variables=variables)
-        return examine(checks, surroundings)
+        context = CheckContext(detect(), directories, request.ports, Path(work), stopping, variables=variables)
+        return examine(checks, context)
 
 
 def _directory(name: str) -> Path:

@@ -115,7 +115,7 @@ def evaluate(
     """
     given = locals()
     from trainwright.api.measuring import MeasureRequest, measure
-    from trainwright.api.separate_process import as_options
+    from trainwright.api.processes.separate import as_options
 
     directory, lines = measure(MeasureRequest(**as_options(given)))
     for line in lines:

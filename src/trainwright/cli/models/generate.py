@@ -71,7 +71,7 @@ def generate(
     options = {**locals()}
     del options["prompt"]
     from trainwright.api.generation import GenerationRequest, answer, answer_file
-    from trainwright.api.separate_process import as_options
+    from trainwright.api.processes.separate import as_options
 
     if prompt is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")

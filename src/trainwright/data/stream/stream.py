@@ -18,6 +18,9 @@ import numpy.typing as npt
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
 from trainwright.data.tokens.packing import best_fit_decreasing
 
+# The number of steps, or examples, among which the largest is searched.
+_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000
+
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -213,8 +216,9 @@ class Stream(Generic[Data]):
         """Limit later micro-batches to ``rows`` rows; global batches keep the same examples."""
         self._rows = rows if self._rows is None else min(rows, self._rows)
 
-    def largest_step(self, steps: int) -> int:
-        """Return which of the first ``steps`` global batches has the micro-batch with most tokens, padding included."""
+    def largest_step(self) -> int:
+        """Return which of the first few hundred global batches has the micro-batch with most tokens, with padding."""
+        steps = max(1, min(_LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES // self.global_batch_size))
         if self.total_examples is not None:
             steps = min(steps, len(self))
         return max(range(steps), key=lambda step: max(map(self.positions, self.global_batch(step).micro_batches)))

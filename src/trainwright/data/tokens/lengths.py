@@ -11,7 +11,9 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.tokens.packing import best_fit_decreasing
@@ -21,7 +23,7 @@ from trainwright.text import plural, times
 
 if TYPE_CHECKING:
     from trainwright.data.tokens.dataset import TokenDataset
-    from trainwright.recipe.schema import DataSection
+    from trainwright.recipe.sections.data import DataSection
     from trainwright.recipe.sections.model import ModelSection
 
 _QUANTILES = 1024
@@ -84,6 +86,15 @@ class Lengths:
         met = [max(lengths) for lengths in zip(*sample, strict=True)]
         count = min(_PLACES, len(met))
         return tuple(met[place * len(met) // count] for place in range(count))
+
+    def spread(self) -> tuple[int, ...]:
+        """Return the mean lengths of up to 64 equal parts of the sorted examples. Empty if all lengths are equal."""
+        if self.quantiles[0] == self.longest:
+            return ()
+        known = len(self.quantiles)
+        count = min(_PLACES, known)
+        edges = [place * known // count for place in range(count + 1)]
+        return tuple(round(fmean(self.quantiles[begin:end])) for begin, end in pairwise(edges))
 
     def _batches(self, global_batch_size: int) -> Iterator[list[int]]:
         """Yield the example lengths of random global batches; large batches need fewer of them."""

@@ -10,6 +10,7 @@ ERRORS = (
         title="ranks run different collectives",
         patterns=(
             r"Detected mismatch between collectives on ranks",
+            r"Mismatched collective detected",
             r"Mismatched? between collective operations|collective operations? .{0,30}mismatch",
             r"op_?type mismatch|tensor shapes? mismatch .{0,40}rank",
             r"Detected .{0,40}collective desync|collective desync",
@@ -239,7 +240,7 @@ ERRORS = (
             r"\bWARN\b.{0,80}(?:Connection refused|timed out|No route to host|Software caused connection abort)",
             r"System call \(e\.g\. socket, malloc\) or external library call failed",
         ),
-        unless=(r"No space left", r"ibv_", r"shared memory segment"),
+        unless=(r"No space left", r"ibv_", r"shared memory segment", r"Call to (?:recv|send) .{0,80}Broken pipe"),
         role=Role.REACTION,
         cause="Opening a socket, shared memory or a network card failed. NCCL says which only with NCCL_DEBUG=INFO. "
         "Usual reasons: an interface that other nodes cannot reach, a firewall, a full /dev/shm, a rank that has "
@@ -300,7 +301,6 @@ ERRORS = (
             r"peer (?:is )?gone",
             r"recvvalue failed",
             r"sendbytes failed",
-            r"connectFullMesh failed",
             r"application timeout caused pair closure",
             r"gloo/transport",
             r"distnetworkerror",

@@ -43,6 +43,7 @@ ERRORS = (
             r"\bError 802\b",
             r"fabric ?manager.{0,80}(?:not running|failed|mismatch|version|inactive|dead)",
         ),
+        in_notices=True,
         cause="GPUs with NVSwitch work only while NVIDIA's Fabric Manager runs, in exactly the driver's version.",
         fixes=(
             "look at it: systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A2 -i fabric must show Completed",

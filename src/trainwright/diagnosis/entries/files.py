@@ -150,7 +150,7 @@ ERRORS = (
             r"storage has wrong byte size",
         ),
         cause="A download or a save was cut off (full disk, kill), or the file is a Git LFS pointer instead of the "
-        "weights.",
+        "weights. A whole file is refused too if it has so many tensors that its header exceeds 100 MB.",
         fixes=(
             "look at it: ls -l FILE and head -c 100 FILE; 'version https://git-lfs' means: git lfs pull",
             "download again: hf download NAME --force-download; for a checkpoint use the one before (trainwright "
@@ -194,7 +194,7 @@ ERRORS = (
         name="weights-do-not-fit",
         title="weights do not fit the model",
         patterns=(
-            r"size mismatch for [\w.]+",
+            r"size mismatch for(?: [\w.]+|$)|Size mismatch between saved torch\.Size",
             r"Error\(s\) in loading state_dict",
             r"(?:Missing|Unexpected) key\(s\) in state_dict",
             r"Trying to set a tensor of shape .{0,80}in \"?\w+\"? \(which has shape",

@@ -265,8 +265,8 @@ ERRORS = (
         name="cuda-library-missing",
         title="a CUDA library is not found",
         patterns=(
-            r"lib(?:cudart|cublas\w*|cusparse\w*|cusolver|cufft|curand|nvrtc\w*|nvjitlink|nccl|cupti|nvToolsExt|"
-            r"cufile)\.so"
+            r"lib(?:cudart|cudnn[\w-]*|cublas\w*|cusparse\w*|cusolver|cufft|curand|nvrtc\w*|nvjitlink|nccl|cupti|"
+            r"nvToolsExt|nvshmem\w*|cufile)\.so"
             r"[\d.]*: cannot open shared object file",
             r"Could not load (?:dynamic )?library '?lib(?:cudart|cublas|nvrtc)",
             r"libnvrtc.{0,60}(?:not found|cannot open)",

@@ -28,6 +28,7 @@ ERRORS = (
             r"too many open files",
             r"triton|required: \d+, hardware limit",
             r"no such file or directory",
+            r"unable to mmap \d+ bytes.{0,120}cannot allocate memory",
         ),
         cause="NCCL and data loader workers exchange data through /dev/shm. Containers get 64 MiB of it by default; "
         "files left by killed processes also take space.",
@@ -36,6 +37,21 @@ ERRORS = (
             "start the container with more: docker run --ipc=host, or --shm-size=16g; on Kubernetes mount an emptyDir "
             "with medium: Memory at /dev/shm",
             "if it cannot be enlarged: NCCL_SHM_DISABLE=1 (slower), or fewer data loader workers",
+        ),
+    ),
+    KnownError(
+        name="memory-maps",
+        title="no further memory can be mapped",
+        patterns=(r"unable to mmap \d+ bytes.{0,120}cannot allocate memory",),
+        cause="The system refused a mapping. A process may have 65,530 of them by default, and every tensor in shared "
+        "memory is one; a limit on address space, or on memory that the system promises, does the same. /dev/shm is "
+        "not full.",
+        fixes=(
+            "keep fewer tensors that data loader workers or other processes share: copy what you keep "
+            "(tensor.clone()), make one large tensor of many small ones",
+            "allow more mappings: sudo sysctl -w vm.max_map_count=1048576 (wc -l /proc/PID/maps counts those of a "
+            "process)",
+            "see other limits: ulimit -v; cat /proc/sys/vm/overcommit_memory",
         ),
     ),
     KnownError(
@@ -114,7 +130,11 @@ ERRORS = (
             r"a worker process .{0,60}(?:killed|terminated).{0,60}out of memory",
             r"killed due to .{0,40}running low on memory",
         ),
-        unless=(r"ibv_reg_mr|ibv_create|RLIMIT_MEMLOCK|memlock", r"oom_score_adj"),
+        unless=(
+            r"ibv_reg_mr|ibv_create|RLIMIT_MEMLOCK|memlock",
+            r"oom_score_adj",
+            r"(?:potential root causes|possible reasons).{0,200}OOM killer",
+        ),
         cause="All processes of the machine or of its container together used more main memory than there is: weights "
         "loaded once per process, data loader workers, offloaded states, or a merge or checkpoint made in memory.",
         fixes=(

@@ -169,7 +169,7 @@ ERRORS = (
         title="a process was ended by SIGTERM from outside",
         patterns=(
             r"SignalException: Process \d+ got signal: (?:15|1|2)\b",
-            r"Received (?:Signals\.)?(?:SIGTERM|SIGHUP|15|1) (?:death signal|.{0,40}shutting down)",
+            r"Received (?:Signals\.)?(?:SIGTERM|SIGHUP|SIGINT|15|1|2) (?:death signal|.{0,40}shutting down)",
             r"got signal: 15",
             r"CANCELLED AT \d",
             r"was ended by an external SIG(?:TERM|INT|HUP)",
@@ -210,6 +210,7 @@ ERRORS = (
             r"Some NCCL operations have failed or timed out",
             r"To avoid data inconsistency, we are taking the entire process down",
             r"RayTaskError|ActorDiedError|WorkerCrashedError",
+            r"A worker died or was killed while executing a task|Raylet is terminated",
             r"a worker failed without an error",
         ),
         role=Role.FOLLOW_UP,

@@ -77,4 +77,23 @@ ERRORS = (
             "use the address of an interface that all nodes share; start the nodes within the timeout of each other",
         ),
     ),
+    KnownError(
+        name="gloo-connect",
+        title="ranks could not connect to each other through gloo",
+        patterns=(
+            r"connectFullMesh failed",
+            r"gloo/transport/tcp/\S*\W{0,3}\s?(?:Connect timeout|timed out connecting)",
+        ),
+        role=Role.REACTION,
+        cause="A new gloo group connects every rank to every other, at the address that each rank's own host name "
+        "resolves to. Other nodes cannot reach that address (127.0.0.1, a bridge of Docker), a firewall drops the "
+        "connection, or a rank ended while it started.",
+        fixes=(
+            "look for an error of another rank before this one",
+            "name one interface that all nodes share, on every node: GLOO_SOCKET_IFNAME=eth0 (ip -br addr lists them; "
+            "unlike NCCL's, it takes no ^ and no prefix)",
+            "or let the host name lead to it: getent hosts $(hostname) must show the address that other nodes reach",
+            "open all ports between the nodes",
+        ),
+    ),
 )

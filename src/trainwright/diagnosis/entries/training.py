@@ -13,6 +13,7 @@ ERRORS = (
             r"Minimum loss scale reached",
             r"loss scale (?:is )?(?:already )?(?:at|reached|below).{0,20}minimum",
             r"Attempted loss scale: 1(?:\.0)?, reducing to 1\b",
+            r"reducing loss scale to (?:0\.\d|[\d.]+e-\d)",
         ),
         in_notices=True,
         cause="In fp16 the gradients overflow in every step, so the loss scale was halved until it could go no "

@@ -36,7 +36,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckResult:
     """The result of a check: ``facts`` are what was seen or measured, one line each."""
 
     facts: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Broken(Exception):
 
 
 @dataclass
-class Surroundings:
+class CheckContext:
     """What checks are given.
 
     Attributes:
@@ -85,8 +85,8 @@ class Check:
     Attributes:
         name: on the command line and in JSON.
         title: what is checked, for tables.
-        place: the function, as ``module:function`` below this package; called with `Surroundings`, it returns `Found`
-            or raises `CannotCheck` or `Broken`.
+        place: the function, as ``module:function`` below this package; called with `CheckContext`, it returns
+            `CheckResult` or raises `CannotCheck` or `Broken`.
         after: names of checks; if one of them found something broken, this one is skipped.
         needs_gpu: whether it is only for machines with a GPU.
         has_processes: whether it imports torch and starts processes of training.
@@ -99,10 +99,10 @@ class Check:
     needs_gpu: bool = False
     has_processes: bool = False
 
-    def load(self) -> Callable[[Surroundings], Found]:
+    def load(self) -> Callable[[CheckContext], CheckResult]:
         """Return the function of the check."""
         module, _, name = self.place.partition(":")
-        function: Callable[[Surroundings], Found] = getattr(import_module(f"{__package__}.{module}"), name)
+        function: Callable[[CheckContext], CheckResult] = getattr(import_module(f"{__package__}.{module}"), name)
         return function
 
 

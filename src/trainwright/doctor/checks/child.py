@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainwright.doctor.checks.check import Broken, Finding, Severity, Surroundings
+from trainwright.doctor.checks.check import Broken, CheckContext, Finding, Severity
 from trainwright.errors import TrainingError
 from trainwright.launch.process import preload_libraries, run_in_child
 
 
-def answer_of(work: Callable[[Path], None], what: str, surroundings: Surroundings) -> Any:
+def answer_of(work: Callable[[Path], None], what: str, context: CheckContext) -> Any:
     """Return the JSON that ``work`` writes to the file it is given.
 
     Args:
@@ -23,10 +23,10 @@ def answer_of(work: Callable[[Path], None], what: str, surroundings: Surrounding
         Broken: the process crashed or raised an exception.
     """
     preload_libraries()
-    answer, log = surroundings.work / "answer.json", surroundings.work / "child.log"
+    answer, log = context.work / "answer.json", context.work / "child.log"
     answer.unlink(missing_ok=True)
     try:
-        run_in_child(functools.partial(work, answer), log, surroundings.stopping)
+        run_in_child(functools.partial(work, answer), log, context.stopping)
     except TrainingError as error:
         raise Broken(_failed(what, str(error), log)) from None
     return json.loads(answer.read_text(encoding="utf-8"))

@@ -9,7 +9,16 @@ from dataclasses import replace
 from datetime import datetime
 
 from trainwright import __version__
-from trainwright.doctor.checks.check import Broken, CannotCheck, Check, Finding, Found, Outcome, Severity, Surroundings
+from trainwright.doctor.checks.check import (
+    Broken,
+    CannotCheck,
+    Check,
+    CheckContext,
+    CheckResult,
+    Finding,
+    Outcome,
+    Severity,
+)
 from trainwright.doctor.checks.report import MachineReport
 from trainwright.errors import Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
@@ -21,26 +30,26 @@ _MOST_SECONDS = {"cpu": 115.0, "cuda": 590.0}
 _STOPPED = "stopped; the checks were not finished, and nothing was kept"
 
 
-def examine(checks: Sequence[Check], surroundings: Surroundings) -> MachineReport:
+def examine(checks: Sequence[Check], context: CheckContext) -> MachineReport:
     """Run the checks.
 
     Raises:
         Stopped: a stop was requested.
     """
-    begun, device = time.monotonic(), surroundings.machine.device
-    surroundings = replace(surroundings, end=begun + _MOST_SECONDS[device])
+    begun, device = time.monotonic(), context.machine.device
+    context = replace(context, end=begun + _MOST_SECONDS[device])
     last = begun + _BEGIN_SECONDS[device]
     outcomes: list[Outcome] = []
     for check in checks:
         broken = {outcome.name for outcome in outcomes if outcome.is_broken}
         try:
-            outcomes.append(_outcome(check, surroundings, broken, is_late=time.monotonic() > last))
+            outcomes.append(_outcome(check, context, broken, is_late=time.monotonic() > last))
         except Stopped:
             raise Stopped(_STOPPED) from None
-        if surroundings.stopping.requested:
+        if context.stopping.requested:
             raise Stopped(_STOPPED)
     return MachineReport(
-        machine=surroundings.machine.describe(),
+        machine=context.machine.describe(),
         checked=datetime.now().astimezone().isoformat(timespec="seconds"),
         version=__version__,
         seconds=time.monotonic() - begun,
@@ -48,24 +57,24 @@ def examine(checks: Sequence[Check], surroundings: Surroundings) -> MachineRepor
     )
 
 
-def _outcome(check: Check, surroundings: Surroundings, broken: set[str], is_late: bool) -> Outcome:
-    if (reason := _reason_to_skip(check, surroundings.machine, broken, is_late)) is not None:
+def _outcome(check: Check, context: CheckContext, broken: set[str], is_late: bool) -> Outcome:
+    if (reason := _reason_to_skip(check, context.machine, broken, is_late)) is not None:
         return Outcome(check.name, check.title, skipped=reason)
     begun, shown = time.monotonic(), is_terminal(sys.stderr)
     if shown:
         draw(f"checking {check.title} …", sys.stderr)
     try:
-        found = check.load()(surroundings)
+        found = check.load()(context)
     except CannotCheck as error:
         return Outcome(check.name, check.title, time.monotonic() - begun, skipped=str(error))
     except Broken as error:
-        found = Found((), (error.finding,))
+        found = CheckResult((), (error.finding,))
     except Stopped:
         raise
     except TrainwrightError as error:
-        found = Found((), (_refused(error),))
+        found = CheckResult((), (_refused(error),))
     except Exception as error:  # a machine may be broken in ways that no check expects
-        found = Found((), (_failed(check, error),))
+        found = CheckResult((), (_failed(check, error),))
     finally:
         if shown:
             draw("", sys.stderr)

@@ -15,21 +15,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainwright.engine.checkpoints.directories import checksum, finish, remove
 from trainwright.engine.checkpoints.manifest import (
-    FORMAT,
-    MANIFEST,
-    RECIPE,
-    STATE,
     CheckpointError,
     Manifest,
     check_tensors,
@@ -38,13 +34,13 @@ from trainwright.engine.checkpoints.manifest import (
     full_shape,
     open_inside,
     read_state,
-    seal_of,
 )
-from trainwright.engine.checkpoints.tensor_files import checksum, sync_directory, write_tensors
+from trainwright.engine.checkpoints.tensor_files import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
+Entries = dict[str, Any]  # of one rank's file in the manifest
 _Stamps = tuple[tuple[str, int, int, int], ...]  # for each file: name, size, modification time, inode
 
 
@@ -70,6 +66,10 @@ class Checkpoints:
         """Return the directory of the checkpoint of ``step``."""
         return checkpoint_path(self._directory, step)
 
+    def scratch(self, step: int) -> Path:
+        """Return the directory that the checkpoint of ``step`` is written in before it is complete."""
+        return self._directory / f".writing-{self.path(step).name}"
+
     def save(
         self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str
     ) -> SavedCheckpoint:
@@ -80,26 +80,39 @@ class Checkpoints:
                 checkpoints are untouched.
         """
         begun = time.monotonic()
-        final, scratch = self.path(step), self._directory / f".writing-{self.path(step).name}"
-        outcome = _attempt(self._remove_leftovers, self._directory) if world.is_main else None
-        world.barrier()
+        final, scratch, outcome = self.path(step), self.scratch(step), self.prepare(world)
         if outcome is None:
-            outcome = _attempt(lambda: _write_part(scratch, world.rank, shards), scratch)
+            outcome = attempt(lambda: _write_part(scratch, world.rank, shards), scratch)
         outcomes = world.gather(outcome)
         if world.is_main and not any(isinstance(o, str) for o in outcomes):
-            outcomes = [_attempt(lambda: _finish(scratch, final, outcomes, state, recipe), scratch)]
-        failure = world.broadcast(next((o for o in outcomes if isinstance(o, str)), None))
-        if failure is not None:
-            if world.is_main:
-                _remove(scratch)
-            raise CheckpointError(f"checkpoint of step {step} was not written: {failure}")
-        if world.is_main:
-            self._known[step] = (_stamps(final), True)
+            text = json.dumps(state, indent=1)
+            outcomes = [attempt(lambda: finish(scratch, final, outcomes, text, recipe), scratch)]
+        self.conclude(world, step, next((o for o in outcomes if isinstance(o, str)), None))
         return SavedCheckpoint(final, time.monotonic() - begun)
 
-    def prune(self, best: int | None) -> None:
-        """Remove old checkpoints, except the last few usable ones and the best. Only rank 0 calls this, after a
-        save.
+    def prepare(self, world: World) -> str | None:
+        """Remove what interrupted writes left, before any rank writes; return why it failed on this rank, if it did."""
+        outcome = attempt(self._remove_leftovers, self._directory) if world.is_main else None
+        world.barrier()
+        return outcome
+
+    def conclude(self, world: World, step: int, failure: str | None) -> None:
+        """Record on every rank how rank 0's writing of a checkpoint ended.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 has a ``failure``. The partial checkpoint is removed.
+        """
+        failure = world.broadcast(failure)
+        if failure is not None:
+            if world.is_main:
+                remove(self.scratch(step))
+            raise CheckpointError(f"checkpoint of step {step} was not written: {failure}")
+        if world.is_main:
+            self._known[step] = (_stamps(self.path(step)), True)
+
+    def prune(self, best: int | None, remove: Callable[[Path], None] = remove) -> None:
+        """Remove old checkpoints with ``remove``, except the last few usable ones and the best. Only rank 0 calls
+        this, after a save.
 
         Unusable checkpoints do not count, so the newest usable one is never removed.
 
@@ -117,7 +130,7 @@ class Checkpoints:
             # Rename first, so that a kill during removal leaves no partial checkpoint under a valid name.
             doomed = self._directory / f".removing-{self.path(step).name}"
             self.path(step).rename(doomed)
-            _remove(doomed)
+            remove(doomed)
 
     def _is_usable(self, step: int) -> bool:
         """Return whether the checkpoint verifies; one that this process wrote or read is not read again."""
@@ -144,7 +157,7 @@ class Checkpoints:
         """Remove what an interrupted save or removal left behind."""
         for pattern in (".writing-*", ".removing-*"):
             for path in self._directory.glob(pattern):
-                _remove(path)
+                remove(path)
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint directory, ascending. A directory may still fail verification."""
@@ -259,78 +272,55 @@ def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str
     result[tuple(into)] = tensor
 
 
-def _write_part(scratch: Path, rank: int, shards: Mapping[str, Shard]) -> dict[str, Any]:
+def _write_part(scratch: Path, rank: int, shards: Mapping[str, Shard]) -> Entries:
     """Write this rank's blocks; return their entries for the manifest."""
+    make_scratch(scratch)
+    mine = own_blocks(shards)
+    file = part_name(rank)
+    size, digest = write_tensors(scratch / file, {name: shard.local for name, shard in mine.items()})
+    return entries(file, size, digest, mine)
+
+
+def make_scratch(scratch: Path) -> None:
+    """Make the directory that a checkpoint is written in."""
     # Without parents: if the run directory was deleted, do not create it again.
     scratch.parent.mkdir(exist_ok=True)
     scratch.mkdir(exist_ok=True)
-    mine = {name: shards[name] for name in _own(shards)}
-    file = f"rank-{rank:05d}.safetensors"
-    size, digest = write_tensors(scratch / file, {name: shard.local for name, shard in mine.items()})
+
+
+def part_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def entries(file: str, size: int, digest: str, blocks: Mapping[str, Shard]) -> Entries:
+    """Return the entries of a rank's file for the manifest."""
     tensors = {
         name: {"file": file, "offset": list(shard.offset), "size": list(shard.local.shape)}
-        for name, shard in mine.items()
+        for name, shard in blocks.items()
     }
     return {"files": {file: {"size": size, "sha256": digest}}, "tensors": tensors}
 
 
-def _own(shards: Mapping[str, Shard]) -> list[str]:
-    """Return the names of the blocks that this rank writes. Replicas share the work: each next block goes to the
+def own_blocks(shards: Mapping[str, Shard]) -> dict[str, Shard]:
+    """Return the blocks that this rank writes. Replicas share the work: each next block goes to the
     replica with the fewest bytes so far.
 
     All ranks compute the same result without communication, because replicas of a block agree on the sizes of all
     blocks with the same number of replicas.
     """
     loads: dict[int, list[int]] = {}
-    own = []
+    own = {}
     for name, shard in shards.items():
         load = loads.setdefault(shard.replicas, [0] * shard.replicas)
         owner = load.index(min(load))
         load[owner] += shard.local.numel() * shard.local.element_size()
         if owner == shard.replica and shard.local.numel():
-            own.append(name)
+            own[name] = shard
     return own
 
 
-def _finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: dict[str, Any], recipe: str) -> None:
-    """Add the files other than tensors, then the manifest, and rename the checkpoint to its final name."""
-    manifest: dict[str, Any] = {"format": FORMAT, "files": {}, "tensors": {}}
-    for part in parts:
-        manifest["files"].update(part["files"])
-        for name, block in part["tensors"].items():
-            manifest["tensors"].setdefault(name, []).append(block)
-    for name, text in ((STATE, json.dumps(state, indent=1)), (RECIPE, recipe)):
-        _write_text(scratch / name, text)
-        with (scratch / name).open("rb") as file:
-            size, digest = checksum(file)
-        manifest["files"][name] = {"size": size, "sha256": digest}
-    _write_text(scratch / MANIFEST, json.dumps({**manifest, "sha256": seal_of(manifest)}))
-    sync_directory(scratch)
-    old = final.with_name(f".removing-{final.name}")
-    if os.path.lexists(final):  # a checkpoint that was rejected when the run resumed from an earlier step
-        final.rename(old)
-    scratch.rename(final)
-    sync_directory(final.parent)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    """Remove a directory with its contents, a file, or a link (never its target), as far as possible."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _attempt(action: Any, place: Path) -> Any:
+def attempt(action: Any, place: Path) -> Any:
     """Return the action's result, or a message saying why it failed at ``place``: ranks agree before any of them
     raises.
     """

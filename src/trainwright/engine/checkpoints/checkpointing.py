@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright import heartbeat
+from trainwright.engine.checkpoints.background import Background
+from trainwright.engine.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    SavedCheckpoint,
+    own_blocks,
+)
 from trainwright.engine.checkpoints.read_back import check_checkpoint
 from trainwright.engine.checkpoints.saving import Saving
 from trainwright.engine.events import CheckpointWritten, Fault
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.engine.progress import TrainingProgress
 from trainwright.errors import RequestError, TrainingError
+from trainwright.parallel.shards import Shard
+
+# checkpoint.background: auto. Below, writing takes less than a process of its own is worth.
+_BACKGROUND_BYTES = 64 * 2**20
 
 
 class Checkpointing:
     """Save and resume a run.
 
     Attributes:
-        step: the step of the newest checkpoint; None if there is none.
+        step: the step of the newest checkpoint that is complete; None if there is none.
     """
 
     def __init__(self, training: Training, checkpoints: Checkpoints, policies: Sequence[StepPolicy]) -> None:
@@ -29,46 +41,134 @@ class Checkpointing:
         self._checkpoints = checkpoints
         self._policies = {type(policy).__name__: policy for policy in policies}
         self._saving = Saving(training.recipe.checkpoint.every)
+        self._background = Background(checkpoints, training.world)
+        self._worth: bool | None = None  # whether background writing is worth it; None: not known yet
+        self._blocked = 0.0  # seconds that training has waited for the checkpoint that is being written
+        if training.recipe.checkpoint.background is True and training.task.base is not None:
+            raise RequestError(
+                "checkpoint.background: true cannot be used with an adapter, whose checkpoints are small and compared "
+                "with the weights of every rank before training goes on; set it to auto or false"
+            )
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after ``step``; time intervals are measured by rank 0's clock."""
         return self._saving.is_due(step)
 
-    def save(self, *, required: bool) -> None:
+    @property
+    def begun(self) -> int | None:
+        """The step of the newest checkpoint, complete or being written."""
+        return self.step if self._background.step is None else self._background.step
+
+    @property
+    def report(self) -> float:
+        """What the other ranks need to know of this rank's checkpoint, to be passed to ``advance``."""
+        return self._background.report
+
+    def save(self, *, required: bool, wait: bool = False) -> None:
         """Write a checkpoint; if that fails, earlier ones still exist and training continues.
+
+        One that is still being written is completed first. With ``required`` or ``wait`` the checkpoint is complete
+        when this returns.
 
         Raises:
             TrainingError: a ``required`` checkpoint failed, so that the end of the run would not be saved.
         """
-        training, world = self._training, self._training.strategy.world
-        step, begun = training.progress.step, time.monotonic()
+        training, step = self._training, self._training.progress.step
+        self._flush()  # counted in the time of the checkpoint that it completes
         if self.step == step:
             return
+        begun = time.monotonic()
         training.events.announce("writing a checkpoint", step)
+        heartbeat.phase("checkpoint", step)
         shards = training.strategy.state()
-        try:
-            saved = self._checkpoints.save(world, step, shards, self._state(), training.recipe_text)
-            if training.task.base is not None:
-                check_checkpoint(training.task, world, saved.path, shards)
-        except CheckpointError as error:
-            self._saving.saved(time.monotonic() - begun)
-            self._tell(str(error), "stop" if required else "continue")
-            if required:
-                earlier = (
-                    "there is no earlier checkpoint"
-                    if self.step is None
-                    else f"the checkpoint of step {self.step} is valid"
-                )
-                hint = "" if self.step is None else "; free disk space, then --resume this run from it"
-                raise TrainingError(f"stopped by a signal, but the {error}; {earlier}{hint}") from error
+        if not required and not wait and self._uses_background(shards):
+            changing = {buffer.data_ptr() for buffer in training.strategy.module.buffers()}
+            self._background.begin(step, shards, self._state(), training.recipe_text, changing)
+            self._saving.begun()
+            self._blocked = time.monotonic() - begun
             return
+        try:
+            saved = self._checkpoints.save(training.world, step, shards, self._state(), training.recipe_text)
+            if training.task.base is not None:
+                check_checkpoint(training.task, training.world, saved.path, shards)
+        except CheckpointError as error:
+            self._saving.begun()
+            self._failed(error, time.monotonic() - begun, required)
+        else:
+            self._saving.begun()
+            self._blocked = time.monotonic() - begun
+            self._saved(step, saved)
+
+    def before_update(self) -> None:
+        """Wait until the checkpoint that is being written no longer needs the weights; call it before they change."""
+        if not self._background.is_copied:
+            begun = time.monotonic()
+            heartbeat.phase("checkpoint", self._background.step or -1)
+            self._background.wait_copied()
+            self._blocked += time.monotonic() - begun
+
+    def advance(self, reports: Sequence[float]) -> None:
+        """Continue with the checkpoint that is being written as far as every rank's ``report`` allows."""
+        self._conclude(lambda: self._background.advance(reports))
+
+    def close(self) -> None:
+        """Complete the checkpoint that is being written, and end its process."""
+        self._flush()
+        self._background.close()
+
+    def _flush(self) -> None:
+        if self._background.step is not None:
+            heartbeat.phase("checkpoint", self._background.step)
+            self._conclude(self._background.flush)
+
+    def _conclude(self, work: Callable[[], SavedCheckpoint | None]) -> None:
+        """Do a part of the work on the checkpoint that is being written, which may end it."""
+        begun, step = time.monotonic(), self._background.step
+        if step is None:
+            return
+        try:
+            saved = work()
+        except CheckpointError as error:
+            later = "" if self._background.usable else "; training waits for checkpoints from now on"
+            self._failed(CheckpointError(f"{error}{later}"), self._blocked + time.monotonic() - begun, required=False)
+            return
+        self._blocked += time.monotonic() - begun
+        if saved is not None:
+            self._saved(step, saved)
+
+    def _saved(self, step: int, saved: SavedCheckpoint) -> None:
         self.step = step
-        self._saving.saved(time.monotonic() - begun)
-        training.events.emit(
-            CheckpointWritten(step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=saved.seconds)
+        self._saving.took(self._blocked)
+        self._training.events.emit(
+            CheckpointWritten(step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=self._blocked)
         )
-        if world.is_main:
+        if self._training.world.is_main:
             self._prune()
+        self._training.world.barrier()  # it may have read and removed for long
+
+    def _failed(self, error: CheckpointError, seconds: float, required: bool) -> None:
+        self._saving.took(seconds)
+        self._tell(str(error), "stop" if required else "continue")
+        if required:
+            earlier = (
+                "there is no earlier checkpoint"
+                if self.step is None
+                else f"the checkpoint of step {self.step} is valid"
+            )
+            hint = "" if self.step is None else "; free disk space, then --resume this run from it"
+            raise TrainingError(f"stopped by a signal, but the {error}; {earlier}{hint}") from error
+
+    def _uses_background(self, shards: Mapping[str, Shard]) -> bool:
+        """Return whether to write in the background; the same on every rank."""
+        asked = self._training.recipe.checkpoint.background
+        if asked is False or self._training.task.base is not None or not self._background.usable:
+            return False
+        if asked is True:
+            return True
+        if self._worth is None:
+            own = sum(one.local.numel() * one.local.element_size() for one in own_blocks(shards).values())
+            self._worth = max(self._training.world.gather(own)) >= _BACKGROUND_BYTES
+        return self._worth
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Load the state of a checkpoint.
@@ -86,6 +186,7 @@ class Checkpointing:
             raise RequestError(f"{checkpoint.path}/state.json is not the state of a run: {error}") from error
         with checkpoint.reader() as reader:
             training.strategy.load_state(reader)
+        training.strategy.world.barrier()  # some ranks may have read for longer than others
         training.progress = progress
         training.task.state.update(own)
         for name in states.keys() & self._policies.keys():
@@ -126,7 +227,7 @@ class Checkpointing:
     def _prune(self) -> None:
         """Remove older checkpoints; if some cannot be removed they stay, and training continues."""
         try:
-            self._checkpoints.prune(self._training.progress.best_step)
+            self._checkpoints.prune(self._training.progress.best_step, self._background.remove)
         except OSError as error:
             self._tell(f"older checkpoints were not removed: {error}", "continue")
 

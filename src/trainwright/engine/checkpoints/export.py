@@ -32,9 +32,8 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
     world = strategy.world
     different: list[str] = []
     adapter = task.base is not None
-    tensors = gathered(strategy, different) if adapter else strategy.parameters()
-    if saved == step:
-        tensors = _breakable(tensors, world)
+    parameters = gathered(strategy, different) if adapter else strategy.parameters()
+    tensors = _in_turns(parameters, world, may_stop=saved == step)
     failure: str | None = None
     if world.is_main:
         try:
@@ -65,7 +64,18 @@ def _kept(step: int, saved: int | None) -> str:
     return f"the training is done, but its newest checkpoint is of step {saved}"
 
 
-def _breakable(tensors: Iterable[T], world: World) -> Iterator[T]:
-    for tensor in tensors:
-        world.check_stop()
+def _in_turns(tensors: Iterable[T], world: World, may_stop: bool) -> Iterator[T]:
+    """Yield tensors that all ranks gather together, when rank 0 has written the one before.
+
+    The others wait for it between collectives: those of devices have the run's timeout, which a slow disk exceeds.
+    """
+    gathering = iter(tensors)
+    while True:
+        world.barrier()
+        if may_stop:
+            world.check_stop()
+        try:
+            tensor = next(gathering)
+        except StopIteration:
+            return
         yield tensor

@@ -28,7 +28,7 @@ def gathered(strategy: Strategy, different: list[str]) -> Iterator[tuple[str, to
     shards = strategy.state()
     for name, tensor in strategy.parameters(frozen=False):
         shard = shards.get(f"model.{name}")
-        if shard is not None and not torch.equal(tensor[_window(shard)], shard.local):
+        if shard is not None and not torch.equal(tensor[_window(shard)].to(shard.local.device), shard.local):
             different.append(name)
         yield name, tensor
 

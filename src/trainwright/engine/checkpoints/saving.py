@@ -30,9 +30,12 @@ class Saving:
             return step % self._every == 0
         return self._interval is not None and self._clock() - self._since >= self._interval
 
-    def saved(self, seconds: float) -> None:
-        """Record that a checkpoint was written now, or failed; training waited ``seconds`` for it."""
+    def begun(self) -> None:
+        """Record that a checkpoint is written from now on."""
         self._since = self._clock()
+
+    def took(self, seconds: float) -> None:
+        """Record that a checkpoint was written, or failed; training waited ``seconds`` for it."""
         if self._every == "auto":
             self._interval = max(_SECONDS, seconds / _SHARE)
 

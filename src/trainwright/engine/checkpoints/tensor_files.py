@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from io import BufferedReader
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -39,6 +38,24 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
     Raises:
         OSError: the disk is full or not writable; a partial file may remain.
     """
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for data in _parts(tensors):
+            file.write(data)
+            digest.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return path.stat().st_size, digest.hexdigest()
+
+
+def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    yield head(tensors)
+    for tensor in tensors.values():
+        yield tensor_bytes(tensor)
+
+
+def head(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return what a file has before the bytes of its tensors, which follow one another."""
     header: dict[str, object] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -50,35 +67,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for part in (len(text).to_bytes(8, "little"), text):
-            file.write(part)
-            digest.update(part)
-        for tensor in tensors.values():
-            data = _bytes(tensor)
-            file.write(data)
-            digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return path.stat().st_size, digest.hexdigest()
+    return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, copied if it is on a device or not contiguous."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def checksum(file: BufferedReader) -> tuple[int, str]:
-    """Return the size in bytes and SHA-256 of an open file."""
-    digest = hashlib.file_digest(file, "sha256")
-    return os.fstat(file.fileno()).st_size, digest.hexdigest()
-
-
-def sync_directory(path: Path) -> None:
-    """Sync the entries of a directory to disk, not only the files they refer to."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,6 +29,7 @@ class RankReport(NamedTuple):
     memory: float  # peak bytes
     out_of_memory: float  # whether memory ran out
     save: float  # whether a checkpoint is due; rank 0's counts
+    written: float = 0.0  # how far its part of the checkpoint in the background is
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StepGradients:
         norm: of the gradient of the full model, the same on every rank.
         reports: one of each rank.
         losses: summed loss of each of this rank's micro-batches.
-        statistics: this rank's sums for the task's metrics of the step.
+        statistics: the sums for the task's metrics of the step, over all ranks.
         shortage: the out-of-memory error of this rank; if set, the other numbers are meaningless.
     """
 
@@ -49,7 +50,7 @@ class StepGradients:
     norm: float
     reports: Sequence[RankReport]
     losses: list[float]
-    statistics: list[float]
+    statistics: list[float] = field(default_factory=list)
     shortage: MemoryShortage | None = None
 
 

@@ -358,7 +358,7 @@ def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
     if top.flag("debug"):
         draft.note("debug", "the ranks are always compared before the first step")
     if top.flag("enable_cpu_affinity"):
-        draft.note("enable_cpu_affinity", "processes are not bound to cores")
+        draft.note("enable_cpu_affinity", "processes are bound to the cores of their GPU's NUMA node in any case")
     if (top.text("main_training_function") or "main") != "main":
         draft.note("main_training_function", "for TPUs only")
     tpu = [key for key in _TPU_KEYS if _is_on(top.raw(key))]

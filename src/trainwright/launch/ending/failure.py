@@ -11,7 +11,8 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,22 @@ from trainwright.text import say
 # directory deleted.
 Slot = Any
 _SLOT_BYTES = 2**16
+# A program, a user or the kernel sends them; the others follow from what the process does.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Cause(StrEnum):
+    """What failed, if a restart may help."""
+
+    PROCESS = "process"  # killed by a signal from outside
+    CRASH = "crash"  # crashed in native code, exited without an error, or was killed because memory ran out
+    CONNECTION = "connection"
+    HANG = "hang"
+    ERROR = "error"  # an exception that this program does not know
+
+
+# Their message is the same however often they happen, but they say nothing about what the run computes.
+FROM_OUTSIDE = (Cause.PROCESS, Cause.CONNECTION, Cause.HANG)
 
 
 class Ended(TrainwrightError):
@@ -94,6 +111,7 @@ def error_record(error: BaseException) -> dict[str, Any]:
         "exit_code": error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING,
         "ran_out": _ran_out(error),
         "ended": isinstance(error, Ended),
+        "cause": Cause.PROCESS if isinstance(error, Ended) else None,
     }
 
 
@@ -120,11 +138,15 @@ class MemoryFailure:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a launch: its message, its exit code, and whether memory ran out."""
+    """The first failure of a launch: its message, its exit code, and whether memory ran out.
+
+    `cause`: what failed, for the decision to restart; None for an error of the request, the data or the numbers.
+    """
 
     message: str
     exit_code: int
     ran_out: MemoryFailure | None = None
+    cause: Cause | None = None
 
 
 def error_file(logs: Path, rank: int) -> Path:
@@ -167,7 +189,8 @@ def first_failure(
         killed = code == -signal.SIGKILL and out_of_memory
         ran_out = MemoryFailure(rank, "the kernel killed the process", in_training=True) if killed else None
         message = f"rank {rank} {_ended(code, out_of_memory)}{_log(logs, rank)}"
-        return Failure(message, EXIT_TRAINING, ran_out)
+        outside = -code in _FROM_OUTSIDE and not killed
+        return Failure(message, EXIT_TRAINING, ran_out, Cause.PROCESS if outside else Cause.CRASH)
     if not causes and gone is not None:
         return Failure(
             f"{gone} is gone: it was killed, lost its network or lost its power; the logs of its ranks are in {logs}",
@@ -176,7 +199,8 @@ def first_failure(
     candidates = causes or records
     if candidates:
         rank = min(candidates, key=lambda r: float(candidates[r]["time"]))
-        return describe_failure(rank, candidates[rank], logs)
+        described = describe_failure(rank, candidates[rank], logs)
+        return described if causes else replace(described, cause=Cause.CONNECTION)
     ends = ", ".join(f"rank {rank}: exit code {code}" for rank, code in sorted(exit_codes.items()))
     return Failure(f"a worker failed without an error ({ends})\nlogs: {logs}", EXIT_TRAINING)
 
@@ -187,10 +211,13 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
     ran_out = MemoryFailure(rank, **record["ran_out"]) if record.get("ran_out") else None
     if not record["known"]:
         trace = record["message"]["extraInfo"]["py_callstack"].rstrip()
-        return Failure(f"rank {rank} failed\n{trace}{advice(trace)}{_log(logs, rank)}", exit_code, ran_out)
+        message = f"rank {rank} failed\n{trace}{advice(trace)}{_log(logs, rank)}"
+        return Failure(message, exit_code, ran_out, Cause.ERROR)
+    cause = Cause(record["cause"]) if record.get("cause") else None
     if exit_code != EXIT_TRAINING:  # an error of the request or the machine: the rank that noticed it does not matter
-        return Failure(record["text"], exit_code)
-    return Failure(f"{record['text']}{_log(logs, rank, f'first seen on rank {rank}, ')}", exit_code, ran_out)
+        return Failure(record["text"], exit_code, cause=cause)
+    text = f"{record['text']}{_log(logs, rank, f'first seen on rank {rank}, ')}"
+    return Failure(text, exit_code, ran_out, cause)
 
 
 def ended_from_outside(rank: int, number: signal.Signals) -> str:

@@ -130,9 +130,12 @@ def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
     examples = sum(len(micro.examples) for micro in first.micro_batches)
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
         planned["batches", "micro-batches per step"] = steps
-    seen = _gather(world, (View(found, planned), _gpu(world.device), _with_targets(share)))
+    own = (View(found, planned), _gpu(world.device), _with_targets(share))
+    seen: list[Any] = [own] if world.alone else world.gather(own)
     views, gpus, deals = ([rank[part] for rank in seen] for part in range(3))
-    dealt = _wrongly_dealt(itertools.chain.from_iterable(deals), _with_targets(first.micro_batches))
+    dealt = _wrongly_dealt(
+        itertools.chain.from_iterable(deals), _with_targets(share if world.alone else first.micro_batches)
+    )
     _refuse([*_differences(views), *_shared_gpus(gpus), *dealt], world)
 
 
@@ -148,7 +151,7 @@ def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Mode
     world = strategy.world
     planned = asdict(planned_layout(recipe.parallel, dtype, world.device.type))
     own = strategy.layout()
-    seen: list[tuple[str, ModelLayout]] = _gather(world, (strategy.name, own))
+    seen: list[tuple[str, ModelLayout]] = world.gather((strategy.name, own))
     layouts = [layout for _, layout in seen]
     held = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
     updated = copies_held(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
@@ -157,7 +160,7 @@ def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Mode
         found: dict[str, Any] = {"strategy": name, **asdict(layout)}
         for of_one_rank in ("local_shape", "held", "updated"):
             del found[of_one_rank]
-        found |= {"held_copies": held, "updated_copies": updated}
+        found |= {} if world.alone else {"held_copies": held, "updated_copies": updated}
         views.append(View(_layout_keys(found), _layout_keys({"strategy": recipe.parallel.strategy, **planned})))
     _refuse(_differences(views), world)
     return own
@@ -165,17 +168,6 @@ def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Mode
 
 def _layout_keys(values: dict[str, Any]) -> dict[tuple[str, str], Any]:
     return {("layout", name.replace("_", " ")): value for name, value in values.items()}
-
-
-def _gather(world: World, value: Any) -> list[Any]:
-    """Return the values of all ranks. Not over NCCL, which fails with its own message if two ranks share a GPU."""
-    if world.device.type != "cuda" or world.size == 1:
-        return world.gather(value)
-    values: list[Any] = [None] * world.size
-    group = dist.new_group(backend="gloo")
-    dist.all_gather_object(values, value, group=group)
-    dist.destroy_process_group(group)
-    return values
 
 
 def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:

@@ -31,11 +31,11 @@ _QUIET, _FAR_OFF = 0.25, 0.20
 
 # The terms that seconds are a sum of, each times a coefficient. "product": of [m, k] @ [k, n]; in addition to its
 # operations, every matrix costs by its size, for reading, writing or repacking, and the last tiles by their depth k, as
-# there are not enough of them for all cores. "amount": of bytes or elements. "batch": of documents and tokens.
+# there are not enough of them for all cores. "amount": of bytes or elements. "batch": of sequences and tokens.
 FORMS: dict[str, Callable[..., tuple[float, ...]]] = {
     "product": lambda m, n, k: (1.0, k, m * n * k, m * k, n * k, m * n),
     "amount": lambda amount: (1.0, amount),
-    "batch": lambda documents, tokens: (1.0, documents, tokens),
+    "batch": lambda sequences, tokens: (1.0, sequences, tokens),
 }
 
 
@@ -139,12 +139,12 @@ class ProcessRates:
       "forward" (x @ W^T), "input" (dy @ W) and "weight" (dy^T @ x)
     - ``traffic/PRECISION/KIND``: a kernel, by the bytes it reads and writes; "copy", "elementwise", "reduction"
     - ``attention/PRECISION/forward`` and ``backward``: causal attention of one token in one channel, by the length
-      of its document
+      of its sequence
     - ``optimizer``: AdamW, by the number of fp32 elements; ``host_optimizer``: the same in the host's memory
     - ``collective/KIND``: over all processes, by the bytes of the full tensor
     - ``host/to`` and ``host/from``: copies between a GPU and the host's memory, by bytes
     - ``loss/PRECISION``: cross-entropy with its gradient, by the number of logits, without the head's products
-    - ``data``: preparing a micro-batch, by its documents and tokens
+    - ``data``: preparing a micro-batch, by its sequences and tokens
 
     ``launch``: seconds between the starts of two small kernels. ``overlap``: the share of a collective that overlaps
     with computation. ``in_step``: by precision, on a CPU.

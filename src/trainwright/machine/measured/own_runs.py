@@ -17,7 +17,7 @@ from trainwright.machine.cache import cache_root, try_write
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import digest, hardware, versions
 
-_FORM = 1
+_FORM = 2  # increased when the file changes, or predictions do, which earlier runs were compared with
 _MOST = 100  # number of runs kept per machine
 _LAST = 5  # number of runs of a class that are used
 # Factors outside this range indicate other causes than rates.

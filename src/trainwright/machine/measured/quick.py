@@ -32,6 +32,7 @@ from trainwright.machine.measured.calibration import (
 )
 from trainwright.machine.measured.contradictions import contradictions
 
+_METHOD = 3  # increased when measurements before would not be comparable
 SECONDS = 3.0  # in total, including imports
 _MOST_SECONDS = 30.0  # timeout of the measuring process
 # Ratio of two matrices' sides from which one does not predict the other.
@@ -45,7 +46,7 @@ _MOST_PARAMETERS, _BLOCK_TOKENS = 4_000_000, 256
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of a model: widths (out, in) of its matrices, and the length of its documents.
+    """Shapes of a model: widths (out, in) of its matrices, and the length of its sequences.
 
     ``block``: hidden size, width of the MLP, number of heads and of key-value heads, size of a head; None on GPUs.
     """
@@ -118,7 +119,7 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
 
 def measured_file(machine: Machine, root: Path | None = None) -> Path:
     """Return the path of the measurement file."""
-    key = [*hardware(machine), sorted(versions(machine).items())]
+    key = [_METHOD, *hardware(machine), sorted(versions(machine).items())]
     return (root or cache_root()) / "measured" / f"{digest(key)}.json"
 
 
@@ -163,8 +164,8 @@ def _bounded_block(block: tuple[int, int, int, int, int]) -> tuple[int, int, int
     return hidden, inner, heads, shared, size
 
 
-def documents_of_block(shapes: Shapes) -> tuple[int, int]:
-    """Return the number and the length of the documents that a block is measured on."""
+def sequences_of_block(shapes: Shapes) -> tuple[int, int]:
+    """Return the number and the length of the sequences that a block is measured on."""
     return max(1, _BLOCK_TOKENS // shapes.length), shapes.length
 
 
@@ -196,7 +197,7 @@ def _measure(machine: Machine, wanted: Shapes, known: Calibration | None) -> Cal
         "versions": versions(machine),
         "widths": wanted.widths,
         "length": wanted.length,
-        "block": None if wanted.block is None else [*wanted.block, *documents_of_block(wanted)],
+        "block": None if wanted.block is None else [*wanted.block, *sequences_of_block(wanted)],
         "begun": begun,
         "seconds": SECONDS,
         "before": [] if known is None else list(_before(known)),

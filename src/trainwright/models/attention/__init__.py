@@ -1,1 +1,1 @@
-"""Attention: the kernels and their limits, the choice among them, and their use on packs of documents."""
+"""Attention: the kernels and their limits, the choice among them, and their use on packs of sequences."""

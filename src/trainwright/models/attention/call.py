@@ -11,8 +11,8 @@ import torch.nn.functional as F
 class Call(NamedTuple):
     """Queries [1, H, T, D], keys [1, Hkv, T, D] and values [1, Hkv, T, V] of a pack, and how they attend.
 
-    ``boundaries``: of the documents, on the device. ``longest``: tokens of the longest. ``window``: tokens that a query
-    attends to, itself included; None: all before it in its document. ``sinks``: [H].
+    ``boundaries``: of the sequences, on the device. ``longest``: tokens of the longest. ``window``: tokens that a query
+    attends to, itself included; None: all before it in its sequence. ``sinks``: [H].
     """
 
     query: torch.Tensor

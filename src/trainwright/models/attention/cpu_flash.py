@@ -1,4 +1,4 @@
-"""The flash kernel for CPUs, document by document, as one operator."""
+"""The flash kernel for CPUs, sequence by sequence, as one operator."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 BF16_FROM_LENGTH = 512
 
 
-@torch.library.custom_op("trainwright::document_flash_cpu", mutates_args=())
-def flash_cpu(
+def flash_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -22,10 +21,7 @@ def flash_cpu(
     scale: float,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the CPU flash kernel per document, or once for documents of equal length.
-
-    A custom operator instead of a loop in the model: torch.compile does not break the graph at it, and autograd records
-    one node.
+    """Run the CPU flash kernel per sequence, or once for sequences of equal length.
 
     Returns:
         Output [1, H, T, D] and log-sum-exp [1, H, T].
@@ -34,15 +30,15 @@ def flash_cpu(
     query, key, value = working(longest, query, key, value)
     edges = boundaries.tolist()
     wholes = (query, key, value, output, logsumexp)
-    for q, k, v, *room in zip(*(_by_document(whole, edges) for whole in wholes), strict=True):
+    for q, k, v, *room in zip(*(_by_sequence(whole, edges) for whole in wholes), strict=True):
         made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
         for part, piece in zip(room, made, strict=True):
             part.copy_(piece)
     return output, logsumexp
 
 
-def _by_document(whole: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
-    """Yield views [1, H, L, ...] of each document in ``whole`` [1, H, T, ...], or one view [D, H, L, ...] if equal."""
+def _by_sequence(whole: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
+    """Yield views [1, H, L, ...] of each sequence in ``whole`` [1, H, T, ...], or one view [D, H, L, ...] if equal."""
     lengths = {end - begin for begin, end in itertools.pairwise(edges)}
     if len(lengths) == 1:
         yield whole[0].unflatten(1, (-1, lengths.pop())).transpose(0, 1)
@@ -56,11 +52,13 @@ def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tenso
     return output, query.new_empty(batch, heads, length, dtype=torch.float32)
 
 
+# A custom operator instead of a loop in the model: torch.compile does not break the graph at it, and autograd records
+# one node.
+flash_cpu = torch.library.custom_op("trainwright::packed_flash_cpu", flash_forward, mutates_args=())
 flash_cpu.register_fake(lambda query, key, value, *_: _empty_output(query, value))
 
 
-@torch.library.custom_op("trainwright::document_flash_cpu_backward", mutates_args=())
-def _flash_cpu_backward(
+def flash_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -71,11 +69,12 @@ def _flash_cpu_backward(
     scale: float,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of ``query``, ``key`` and ``value``, of their shapes."""
     grads = _empty_grads(query, key, value)
     grad, query, key, value, output = working(longest, grad, query, key, value, output)
     edges = boundaries.tolist()
     wholes = (grad, query, key, value, output, logsumexp, *grads)
-    for *inputs, to_query, to_key, to_value in zip(*(_by_document(whole, edges) for whole in wholes), strict=True):
+    for *inputs, to_query, to_key, to_value in zip(*(_by_sequence(whole, edges) for whole in wholes), strict=True):
         made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)
         for part, piece in zip((to_query, to_key, to_value), made, strict=True):
             part.copy_(piece)
@@ -88,11 +87,12 @@ def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
     return query, key, value
 
 
+_flash_cpu_backward = torch.library.custom_op("trainwright::packed_flash_cpu_backward", flash_backward, mutates_args=())
 _flash_cpu_backward.register_fake(lambda grad, query, key, value, *_: _empty_grads(query, key, value))
 
 
 def working(longest: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tensors in the precision in which documents of at most ``longest`` tokens are computed."""
+    """Return tensors in the precision in which sequences of at most ``longest`` tokens are computed."""
     return tuple(x.float() for x in tensors) if longest < BF16_FROM_LENGTH else tensors
 
 

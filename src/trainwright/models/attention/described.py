@@ -20,7 +20,7 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 def describe_attention(model: CausalLM, dtype: torch.dtype, longest: int, platform: Platform) -> list[str]:
     """Return a line for each kernel that computes the attention of ``model`` in training, with the reasons.
 
-    ``longest``: the most tokens of a document.
+    ``longest``: the most tokens of a sequence.
     """
     if model.packed:
         return in_words(needs_of(model, dtype, longest), platform)
@@ -31,7 +31,7 @@ def describe_attention(model: CausalLM, dtype: torch.dtype, longest: int, platfo
 
 
 def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[Needs]:
-    """Yield what the layers of ``model`` need on packs of documents: one for each kind of layer."""
+    """Yield what the layers of ``model`` need on packs of sequences: one for each kind of layer."""
     config: Any = model.config.get_text_config()
     dropouts = (*_DROPOUTS, "dropout") if config.model_type == GPT else _DROPOUTS
     for windowed in _windows(config):

@@ -1,4 +1,4 @@
-"""The variable-length kernels of flash attention: one launch for all documents of a pack. NVIDIA and AMD GPUs.
+"""The variable-length kernels of flash attention: one launch for all sequences of a pack. NVIDIA and AMD GPUs.
 
 Each function takes padded heads and returns [1, T, H, D]. A window of transformers includes the current token; that of
 flash attention counts the tokens before it.
@@ -73,7 +73,7 @@ def third(call: Call) -> torch.Tensor:
 
 
 def _before(call: Call) -> int:
-    """Return how many tokens before itself a token attends to; -1: all of its document."""
+    """Return how many tokens before itself a token attends to; -1: all of its sequence."""
     return -1 if call.window is None else call.window - 1
 
 

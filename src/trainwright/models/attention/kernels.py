@@ -52,9 +52,9 @@ CPU = Platform("CPU", (0, 0))
 class Needs:
     """What a layer's attention has to compute.
 
-    ``packed``: within the documents of a pack; otherwise over padded rows. ``size``, ``value_size``: widths of a head's
+    ``packed``: within the sequences of a pack; otherwise over padded rows. ``size``, ``value_size``: widths of a head's
     queries and keys, and of its values. ``sinks``: each head has a score that belongs to no value. ``window``: some
-    documents are longer than the layer's window. ``bias``: numbers are added to the scores, as by ALiBi.
+    sequences are longer than the layer's window. ``bias``: numbers are added to the scores, as by ALiBi.
     ``deterministic``: the backward pass has to give the same bits every time.
     """
 
@@ -86,8 +86,8 @@ class Gap:
 class Kernel:
     """An attention kernel and its limits.
 
-    ``memory``: how much memory it takes. "flash": a number for each query; "documents": the same, document by document;
-    "scores": all scores of a document. ``vendors``: of the devices it runs on. ``least``, ``most``: compute
+    ``memory``: how much memory it takes. "flash": a number for each query; "sequences": the same, sequence by sequence;
+    "scores": all scores of a sequence. ``vendors``: of the devices it runs on. ``least``, ``most``: compute
     capabilities of NVIDIA. ``least_bf16``: the one from which it computes in bf16. ``multiple``: heads are padded with
     zeros to a multiple of it, which changes no result. ``values``: their width: "any"; "padded": made as wide as keys
     with zeros; "equal": only as wide as keys. ``largest``: width of a padded head. ``gaps``: widths that fail.
@@ -99,7 +99,7 @@ class Kernel:
     name: str
     title: str
     packed: bool
-    memory: Literal["flash", "documents", "scores"]
+    memory: Literal["flash", "sequences", "scores"]
     vendors: frozenset[Vendor]
     dtypes: frozenset[Dtype] = _ALL
     least: Capability = (0, 0)
@@ -180,10 +180,10 @@ KERNELS = (
         apart=(("softcap", "dropout"),),
     ),
     Kernel(
-        name="sdpa_documents",
-        title="torch's SDPA, document by document",
+        name="sdpa_each",
+        title="torch's SDPA, sequence by sequence",
         packed=True,
-        memory="documents",
+        memory="sequences",
         vendors=_GPU,
         least=(5, 0),
         least_bf16=(8, 0),
@@ -204,16 +204,16 @@ KERNELS = (
     ),
     Kernel(
         name="cpu_flash",
-        title="torch's flash attention for CPUs, document by document",
+        title="torch's flash attention for CPUs, sequence by sequence",
         packed=True,
-        memory="documents",
+        memory="sequences",
         vendors=_ONLY_CPU,
         values="equal",
         always_deterministic=True,
     ),
     Kernel(
         name="scores",
-        title="plain operations, document by document",
+        title="plain operations, sequence by sequence",
         packed=True,
         memory="scores",
         vendors=_EVERYWHERE,
@@ -262,7 +262,7 @@ class Chosen:
     def line(self, needs: Needs, platform: Platform) -> str:
         """Return the kernel in words, for which rows it is, and whether repeated runs are bit-identical."""
         rows = "" if needs.packed else ", over padded rows"
-        longer = ", for documents longer than the window" if needs.window and needs.packed else ""
+        longer = ", for sequences longer than the window" if needs.window and needs.packed else ""
         ordered = platform.vendor == "CPU" or self.kernel.always_deterministic or needs.deterministic
         return self.words() + rows + longer + ("" if ordered else f"; {_UNORDERED}")
 
@@ -271,7 +271,7 @@ def choose(needs: Needs, platform: Platform) -> Chosen:
     """Return the fastest kernel that computes ``needs`` on ``platform``, and why not a faster one.
 
     Raises:
-        ValueError: there is none: biases within the documents of a pack.
+        ValueError: there is none: biases within the sequences of a pack.
     """
     refused: list[tuple[str, str]] = []
     for kernel in KERNELS:

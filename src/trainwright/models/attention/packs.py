@@ -1,7 +1,7 @@
-"""Attention within each document of a flat pack, as an attention implementation for ``transformers``.
+"""Attention within each sequence of a flat pack, as an attention implementation for ``transformers``.
 
-With the implementation ``DOCUMENTS``, a model passes queries, keys and values of a whole pack with the document
-boundaries (``cu_seq_lens_q``) and the host's copy of them (``documents``). Tokens do not attend to other documents, and
+With the implementation ``PACKED``, a model passes queries, keys and values of a whole pack with the sequence
+boundaries (``cu_seq_lens_q``) and the host's copy of them (``sequences``). Tokens do not attend to other sequences, and
 no mask over the pack is created. ``kernels.choose`` decides which kernel computes a layer.
 """
 
@@ -15,11 +15,11 @@ import torch
 from trainwright.models.attention import flash, flex, plain
 from trainwright.models.attention.call import Call
 from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH, flash_cpu
-from trainwright.models.attention.documents import Documents
 from trainwright.models.attention.installed import missing_kernels
 from trainwright.models.attention.kernels import CPU, KERNELS, Dtype, Kernel, Needs, Platform, Vendor, choose
+from trainwright.models.attention.sequences import Sequences
 
-DOCUMENTS = "trainwright_documents"
+PACKED = "trainwright_packed"
 DTYPES: Mapping[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -28,17 +28,17 @@ class UnpackableError(ValueError):
 
 
 def register() -> None:
-    """Register ``DOCUMENTS`` with transformers. Can be called more than once.
+    """Register ``PACKED`` with transformers. Can be called more than once.
 
     It gets no mask function: without one transformers makes no mask (``_preprocess_mask_arguments`` in
     masking_utils.py); with one, it first looks for packs in the positions, for which the host waits for the GPU.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(DOCUMENTS, document_attention)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
 
 
-def document_attention(
+def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -47,7 +47,7 @@ def document_attention(
     *,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
-    documents: Documents | None = None,
+    sequences: Sequences | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -56,11 +56,11 @@ def document_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention of ``query`` [1, H, T, D] with ``key``, ``value`` [1, Hkv, T, D] within each document.
+    """Compute causal attention of ``query`` [1, H, T, D] with ``key``, ``value`` [1, Hkv, T, D] within each sequence.
 
     Args:
-        cu_seq_lens_q: boundaries of the documents on the device.
-        documents: the same on the host; without it, a GPU's kernels that need it read the boundaries.
+        cu_seq_lens_q: boundaries of the sequences on the device.
+        sequences: the same on the host; without it, a GPU's kernels that need it read the boundaries.
 
     Returns:
         ``(output [1, T, H, D], None)``, as required by transformers.
@@ -71,8 +71,8 @@ def document_attention(
         raise UnpackableError(f"{type(module).__name__} needs an attention that packed training does not have")
     chunk = _chunk_of(module)
     if chunk is not None and chunk < max_length_q:
-        documents = _on_host(documents, cu_seq_lens_q, max_length_q).in_chunks(chunk)
-        cu_seq_lens_q, max_length_q = documents.boundaries, chunk
+        sequences = _on_host(sequences, cu_seq_lens_q, max_length_q).in_chunks(chunk)
+        cu_seq_lens_q, max_length_q = sequences.boundaries, chunk
     call = Call(
         query,
         key,
@@ -87,7 +87,7 @@ def document_attention(
     )
     name = _kernel(call)
     padded = call.padded(*_KERNELS[name].widths(query.shape[-1], value.shape[-1]))
-    return call.cut(_RUNS[name](padded, documents)), None
+    return call.cut(_RUNS[name](padded, sequences)), None
 
 
 def _kernel(call: Call) -> str:
@@ -139,45 +139,45 @@ def platform_of(device: str, index: int = 0) -> Platform:
 
 
 def _chunk_of(module: torch.nn.Module) -> int | None:
-    """Return the chunk size of a layer of Llama 4, whose chunks of a document do not attend to each other, or None."""
+    """Return the chunk size of a layer of Llama 4, whose chunks of a sequence do not attend to each other, or None."""
     config: Any = getattr(module, "config", None)
     size: int | None = getattr(config, "attention_chunk_size", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     return size if kinds is not None and layer is not None and kinds[layer] == "chunked_attention" else None
 
 
-def _on_host(documents: Documents | None, boundaries: torch.Tensor, longest: int) -> Documents:
-    """Return the documents; if only the device knows them, the host waits for a GPU here."""
-    return Documents(boundaries.cpu(), longest, boundaries.device) if documents is None else documents
+def _on_host(sequences: Sequences | None, boundaries: torch.Tensor, longest: int) -> Sequences:
+    """Return the sequences; if only the device knows them, the host waits for a GPU here."""
+    return Sequences(boundaries.cpu(), longest, boundaries.device) if sequences is None else sequences
 
 
-def _cpu_flash(call: Call, documents: Documents | None) -> torch.Tensor:
+def _cpu_flash(call: Call, sequences: Sequences | None) -> torch.Tensor:
     # Converted inputs differ from those saved for the backward pass, which needs a custom operator.
     converted = call.query.dtype != torch.float32 and call.longest < BF16_FROM_LENGTH
     if not converted and plain.are_equal(call):
-        return plain.equal_documents(call)
+        return plain.equal_sequences(call)
     inputs = call.query, call.key, call.value
     return flash_cpu(*inputs, call.boundaries, call.scale, call.longest)[0].transpose(1, 2)
 
 
-def _documents(call: Call, documents: Documents | None) -> torch.Tensor:
+def _sequences(call: Call, sequences: Sequences | None) -> torch.Tensor:
     if call.is_plain and plain.are_equal(call):
-        return plain.equal_documents(call)
-    return plain.each_document(call, documents)
+        return plain.equal_sequences(call)
+    return plain.each_sequence(call, sequences)
 
 
-def _flex(call: Call, documents: Documents | None) -> torch.Tensor:
-    return flex.attend(call, _on_host(documents, call.boundaries, call.longest).block_mask(call.window))
+def _flex(call: Call, sequences: Sequences | None) -> torch.Tensor:
+    return flex.attend(call, _on_host(sequences, call.boundaries, call.longest).block_mask(call.window))
 
 
 _KERNELS: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
 # Maps a kernel's name to its function, which takes padded heads and returns [1, T, H, V].
-_RUNS: Mapping[str, Callable[[Call, Documents | None], torch.Tensor]] = {
-    "flash_attn_3": lambda call, documents: flash.third(call),
-    "varlen": lambda call, documents: flash.of_torch(call),
-    "flash_attn": lambda call, documents: flash.second(call),
-    "sdpa_documents": _documents,
+_RUNS: Mapping[str, Callable[[Call, Sequences | None], torch.Tensor]] = {
+    "flash_attn_3": lambda call, sequences: flash.third(call),
+    "varlen": lambda call, sequences: flash.of_torch(call),
+    "flash_attn": lambda call, sequences: flash.second(call),
+    "sdpa_each": _sequences,
     "flex": _flex,
     "cpu_flash": _cpu_flash,
-    "scores": _documents,
+    "scores": _sequences,
 }

@@ -1,4 +1,4 @@
-"""Attention of a pack document by document, with torch's scaled_dot_product_attention or plain operations."""
+"""Attention of a pack sequence by sequence, with torch's scaled_dot_product_attention or plain operations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch.nn.functional as F
 
 from trainwright.models.attention.call import Call
 from trainwright.models.attention.cpu_flash import working
-from trainwright.models.attention.documents import Documents
+from trainwright.models.attention.sequences import Sequences
 
 
 def are_equal(call: Call) -> bool:
-    """Return whether there are several documents of equal length, without reading the boundaries."""
-    documents = call.boundaries.shape[0] - 1
-    return documents > 1 and documents * call.longest == call.query.shape[2]
+    """Return whether there are several sequences of equal length, without reading the boundaries."""
+    sequences = call.boundaries.shape[0] - 1
+    return sequences > 1 and sequences * call.longest == call.query.shape[2]
 
 
-def equal_documents(call: Call) -> torch.Tensor:
-    """Compute documents of equal length as a batch, such as contiguous windows."""
+def equal_sequences(call: Call) -> torch.Tensor:
+    """Compute sequences of equal length as a batch, such as contiguous windows."""
     query, length = call.query, call.longest
     # On a GPU, heads of keys are repeated: torch's memory-efficient kernel takes no groups, and without it all scores
     # would be stored (can_use_mem_efficient_attention in sdp_utils.cpp).
@@ -38,9 +38,9 @@ def _repeated(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return call.key.repeat_interleave(group, dim=1), call.value.repeat_interleave(group, dim=1)
 
 
-def each_document(call: Call, documents: Documents | None) -> torch.Tensor:
+def each_sequence(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Compute the general case: dropout, sliding windows, softcapping, attention sinks."""
-    edges = call.boundaries.tolist() if documents is None else documents.edges
+    edges = call.boundaries.tolist() if sequences is None else sequences.edges
     query, softcap, sinks = call.query, call.softcap, call.sinks
     key, value = _repeated(call)
     outputs = []

@@ -46,12 +46,12 @@ class TransformerBlock(nn.Module):
         rotation: Rotation | None = None,
         mask: torch.Tensor | None = None,
         cache: Cache | None = None,
-        **documents: Any,
+        **sequences: Any,
     ) -> torch.Tensor:
-        """Map ``hidden`` [B, L, H] to the same shape; ``documents`` are boundaries of packs for the attention
+        """Map ``hidden`` [B, L, H] to the same shape; ``sequences`` are boundaries of packs for the attention
         kernel.
         """
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, mask, cache, **documents)
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, mask, cache, **sequences)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         rotation: Rotation | None,
         mask: torch.Tensor | None,
         cache: Cache | None,
-        **documents: Any,
+        **sequences: Any,
     ) -> torch.Tensor:
         """Attend within each row of ``hidden`` [B, L, H]."""
         rows, length, _ = hidden.shape
@@ -93,7 +93,7 @@ class Attention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attention_in_words)
         dropout = self.dropout if self.training else 0.0
-        attended, _ = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **documents)
+        attended, _ = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **sequences)
         out: torch.Tensor = self.output(attended.reshape(rows, length, -1))
         return F.dropout(out, self.dropout, self.training) if self.dropout else out
 
@@ -165,7 +165,7 @@ class Decoder(GPTBase):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **documents: Any,
+        **sequences: Any,
     ) -> BaseModelOutputWithPast:
         """Map ``input_ids`` [B, L] or ``inputs_embeds`` [B, L, H] to hidden states [B, L, H] after the final norm."""
         hidden = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -189,7 +189,7 @@ class Decoder(GPTBase):
         if self.config.dropout:
             hidden = F.dropout(hidden, self.config.dropout, self.training)
         for block in self.blocks:
-            hidden = block(hidden, rotation, mask, past_key_values, **documents)
+            hidden = block(hidden, rotation, mask, past_key_values, **sequences)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
 
 

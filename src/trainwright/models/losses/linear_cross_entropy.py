@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Bytes of the logits of one chunk, in the model's precision.
+# Bytes of the logits of one chunk, in the model's precision; on a GPU as many as the hidden states have, if these are
+# more: large products use it best, and the memory is small beside that of the activations. (As torch's
+# LinearCrossEntropyOptions, whose chunks follow the hidden states at every size.)
 _CHUNK_BYTES = 128 * 2**20
 # Bytes of the fp32 logits that a CPU processes at a time.
 _BLOCK_BYTES = 2 * 2**20
@@ -58,13 +60,22 @@ def token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, t
     for part in chunks(len(targets), weight):
         chunk = torch.nn.functional.linear(hidden[part], weight, bias)
         for rows in row_blocks(chunk):
-            logits, wanted = _finished_in_place(chunk[rows], softcap, logit_scale), targets[part][rows]
-            chosen = logits.gather(1, wanted[:, None])[:, 0]
-            correct.append(logits.argmax(1) == wanted)
-            losses.append(_to_probabilities(logits)[:, 0] - chosen)
+            loss, right = _loss_and_correct(chunk[rows], targets[part][rows], softcap, logit_scale)
+            losses.append(loss)
+            correct.append(right)
     if not losses:
         return hidden.new_zeros(0, dtype=at_least_fp32(hidden)), targets.new_zeros(0, dtype=torch.bool)
     return torch.cat(losses), torch.cat(correct)
+
+
+def _loss_and_correct(
+    logits: torch.Tensor, wanted: torch.Tensor, softcap: float | None, logit_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return loss and correctness of some rows of logits. Their fp32 copy is freed before that of the next rows."""
+    work = _finished_in_place(logits, softcap, logit_scale)
+    chosen = work.gather(1, wanted[:, None])[:, 0]
+    correct = work.argmax(1) == wanted
+    return _to_probabilities(work)[:, 0] - chosen, correct
 
 
 @torch.no_grad()
@@ -226,7 +237,9 @@ def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
 
 def chunks(count: int, weight: torch.Tensor) -> list[slice]:
     """Divide ``count`` targets into the fewest equal slices whose logits fit a chunk."""
-    return _slices(count, _CHUNK_BYTES // (weight.element_size() * weight.shape[0]))
+    vocabulary, width = weight.shape
+    rows = _CHUNK_BYTES // (weight.element_size() * vocabulary)
+    return _slices(count, max(rows, count * width // vocabulary) if weight.is_cuda else rows)
 
 
 def row_blocks(logits: torch.Tensor) -> list[slice]:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from trainwright.errors import RequestError
 from trainwright.parallel.available_memory import memory_shortage
 from trainwright.parallel.layout import ModelLayout, dtype_name, tensor_placement
+from trainwright.parallel.matrices.exchange import MatrixExchange, Ranks
 from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.shards import Shard, persistent_buffers
@@ -59,6 +60,7 @@ class FullySharded:
         self.world = world
         self.module = module
         self._replicas = parallel.replicate_size
+        self._shard_ranks = world.size // parallel.replicate_size
         self._mesh = _mesh(world, parallel.replicate_size)
         self._reshard = parallel.reshard_after_forward
         self._buffers = {key for key, _ in persistent_buffers(module)}
@@ -71,7 +73,7 @@ class FullySharded:
         self._masters = {key: _local(p) for key, p in self._parameters.items() if p.requires_grad}
         self._optimizer = setup.make_optimizer(self._masters.items())
         if isinstance(self._optimizer, NeedsFullMatrices):
-            self._optimizer.gather = self._gathered_rows
+            self._optimizer.exchange = self._matrix_exchange()
         if setup.weights is not None:
             self._fill(setup.weights)
 
@@ -137,14 +139,13 @@ class FullySharded:
         for parameter, grad in zip(trainable, total, strict=True):
             parameter.grad = grad
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
-        squares: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        for key, grad in self._gradients():
-            squares[key in self._scalars].append(squared_norm(grad))
-        whole, sharded = (float(torch.stack(part).sum()) if part else 0.0 for part in (squares[True], squares[False]))
+        grads = dict(self._gradients())
+        whole = squared_norm(grad for key, grad in grads.items() if key in self._scalars)
+        shards = squared_norm(grad for key, grad in grads.items() if key not in self._scalars)
         # All ranks' shards are summed, so each is counted once per replica.
-        return math.sqrt(self.world.sum([sharded])[0] / self._replicas + whole)
+        return (self.world.sum_tensor(shards) / self._replicas + whole).sqrt()
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's parts of the gradients that exist."""
@@ -165,17 +166,14 @@ class FullySharded:
         self._optimizer.step()
         self._clear_gradients()
 
-    def _gathered_rows(self, master: nn.Parameter, local: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Gather rows for an optimizer that needs full matrices, see NeedsFullMatrices."""
-        key = next(name for name, one in self._masters.items() if one is master)
-        shard = self._shard_of(key, local)
-        ranks = self.world.size // self._replicas
-        rows = -(-shard.shape[0] // ranks)
-        own = local.new_zeros(rows, *shard.shape[1:], device=self.world.device)
-        own[: len(local)] = local
-        parts = [torch.empty_like(own) for _ in range(ranks)]
-        dist.all_gather(parts, own, group=self._mesh.get_group("shard"))
-        return torch.cat(parts)[: shard.shape[0]], shard.offset[0]
+    def _matrix_exchange(self) -> MatrixExchange:
+        shapes = {master: self._parameters[key].shape for key, master in self._masters.items()}
+        shards = Ranks(self._shard_ranks, self._mesh.get_local_rank("shard"), self._mesh.get_group("shard"))
+        replicas = Ranks()
+        if self._replicas > 1:
+            rank, group = self._mesh.get_local_rank("replicate"), self._mesh.get_group("replicate")
+            replicas = Ranks(self._replicas, rank, group)
+        return MatrixExchange(self.world.device, shapes.__getitem__, shards=shards, replicas=replicas)
 
     def _clear_gradients(self) -> None:
         for key, master in self._masters.items():
@@ -212,9 +210,8 @@ class FullySharded:
         parameter = self._parameters[key]
         if not isinstance(parameter, DTensor) or not local.dim():
             return Shard.full(local, self.world.rank, self.world.size)
-        ranks = self.world.size // self._replicas
         # Equal parts along the first dimension, the last ones smaller or empty, like torch.chunk's.
-        rows = -(-parameter.shape[0] // ranks)
+        rows = -(-parameter.shape[0] // self._shard_ranks)
         begin = min(rows * self._mesh.get_local_rank("shard"), parameter.shape[0])
         offset = (begin,) + (0,) * (parameter.dim() - 1)
         replica = self._mesh.get_local_rank("replicate") if self._replicas > 1 else 0
@@ -294,8 +291,12 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
     ensure_process_group(world)
     if replicas == 1:
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-    shape = (replicas, world.size // replicas)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    # A mesh would create its groups with the timeout of their backend.
+    share = world.size // replicas
+    rows = [list(range(begin, begin + share)) for begin in range(0, world.size, share)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    groups = [dist.new_subgroups_by_enumeration(ranks, timeout=world.timeout)[0] for ranks in (columns, rows)]
+    return DeviceMesh.from_group(groups, world.device.type, rows, mesh_dim_names=("replicate", "shard"))
 
 
 def _make_root(module: nn.Module) -> None:

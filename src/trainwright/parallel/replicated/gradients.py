@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.parallel.replicated.spec import ADD_ELEMENTS
+from trainwright.parallel.constants import CACHED_ELEMENTS
 
 
 class GradientAccumulator:
@@ -182,4 +182,4 @@ def _views(flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[torch.Tensor]
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return views of a tensor that fit a CPU's cache, or the tensor if it is not contiguous."""
-    return tensor.view(-1).split(ADD_ELEMENTS) if tensor.is_contiguous() else (tensor,)
+    return tensor.view(-1).split(CACHED_ELEMENTS) if tensor.is_contiguous() else (tensor,)

@@ -6,7 +6,6 @@ saves a cast of every weight in every forward pass; updates are computed in fp32
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,12 +13,13 @@ import torch
 from torch import nn
 
 from trainwright.parallel.layout import ModelLayout, dtype_name, placement
-from trainwright.parallel.norms import squared_norm_of_all
+from trainwright.parallel.matrices.exchange import MatrixExchange, Ranks
+from trainwright.parallel.norms import squared_norm
 from trainwright.parallel.optimizer_state import create_optimizer_state
 from trainwright.parallel.replicated.gradients import GradientAccumulator
 from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.parallel.shards import Shard, persistent_buffers
-from trainwright.parallel.strategy import Setup
+from trainwright.parallel.strategy import NeedsFullMatrices, Setup
 from trainwright.recipe.strategy_spec import spec_of
 
 
@@ -44,16 +44,19 @@ class Replicated:
         bucket_bytes = spec_of(self.name).bucket_bytes
         self._gradients = self.gradients(self._working.values(), exchange=world.size > 1, bucket_bytes=bucket_bytes)
         self._optimizer = setup.make_optimizer(self._masters.items())
+        if world.size > 1 and isinstance(self._optimizer, NeedsFullMatrices):
+            everyone = Ranks(world.size, world.rank)
+            self._optimizer.exchange = MatrixExchange(world.device, lambda p: p.shape, replicas=everyone)
         self._scales_itself = getattr(self._optimizer, "_step_supports_amp_scaling", False)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
         self._gradients.backward(loss, last=last)
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
         grads = [g for p in self._working.values() if (g := self._gradients.of(p)) is not None]
-        return math.sqrt(squared_norm_of_all(grads))
+        return self.world.on_device(squared_norm(grads).sqrt())
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
@@ -61,7 +64,8 @@ class Replicated:
             group["lr"] = learning_rate
         if self._scales_itself:
             # The argument that GradScaler passes to a fused optimizer: saves a pass over the gradients.
-            self._optimizer.grad_scale = torch.tensor(1.0 / scale, device=self.world.device)  # type: ignore[attr-defined]
+            # Filled on the device: a number that is copied there makes the host wait.
+            self._optimizer.grad_scale = torch.full((), 1.0 / scale, device=self.world.device)  # type: ignore[attr-defined]
         for names in self._parts():
             masters, working = [self._masters[name] for name in names], [self._working[name] for name in names]
             apart = [(m, w) for m, w in zip(masters, working, strict=True) if m is not w]
@@ -82,7 +86,10 @@ class Replicated:
         self._gradients.clear()
 
     def _parts(self) -> Iterator[list[str]]:
-        """Yield names of parameters that are updated together; a single group if masters are the parameters."""
+        """Yield names of parameters that are updated together: all if their gradients are in fp32 already."""
+        if self.world.size > 1:
+            yield list(self._masters)
+            return
         part: list[str] = []
         elements = 0
         for name, master in self._masters.items():

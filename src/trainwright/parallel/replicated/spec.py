@@ -8,8 +8,6 @@ from trainwright.recipe.strategy_spec import Collective, StrategySpec
 
 # Elements converted to fp32 at a time in a bf16 optimizer step: bounds the memory of a step, not its speed.
 STEP_ELEMENTS = 16 * 2**20
-# Elements of a low-precision gradient that a CPU adds to its fp32 sum at a time: with their fp32 copy they fit a cache.
-ADD_ELEMENTS = 2**18
 
 SINGLE = StrategySpec(
     summary="one process has the full model",

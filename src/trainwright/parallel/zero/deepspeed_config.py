@@ -17,7 +17,8 @@ from trainwright.parallel.zero.deepspeed_defaults import is_harmless
 from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, stage_of
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
-from trainwright.recipe.schema import ParallelSection, Recipe
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainwright.errors import RequestError
-from trainwright.parallel.world import TIMEOUT, World, ensure_process_group
+from trainwright.parallel.world import World, ensure_process_group
 from trainwright.parallel.zero.spec import DEEPSPEED
 
 # Attribute names of a module's hooks in torch.
@@ -48,7 +48,7 @@ def import_deepspeed(world: World) -> Any:
     ensure_process_group(world)
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is None:  # it would create one with its own timeout
-        groups._WORLD_GROUP = dist.new_group(timeout=TIMEOUT)
+        groups._WORLD_GROUP = dist.new_group(timeout=world.timeout)
     return deepspeed
 
 

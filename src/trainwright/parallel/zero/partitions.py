@@ -106,6 +106,8 @@ class _Stage1And2:
 
     def gradients(self) -> Iterator[torch.Tensor]:
         if self._optimizer.cpu_offload:
+            # Copies to pinned memory may not be done yet; DeepSpeed only waits for them in its own step.
+            self._optimizer._wait_for_offload_copies()
             yield from (master.grad for master in self.masters() if master.grad is not None)
             return
         for group in self._optimizer.averaged_gradients.values():

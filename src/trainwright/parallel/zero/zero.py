@@ -101,11 +101,9 @@ class Zero:
             loss = loss * self.world.size  # ZeRO-3 only averages
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
-        squares = [squared_norm(part) for part in self._partitions.gradients()]
-        own = float(torch.stack(squares).sum()) if squares else 0.0
-        return math.sqrt(self.world.sum([own])[0])
+        return self.world.sum_tensor(squared_norm(self._partitions.gradients())).sqrt()
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""

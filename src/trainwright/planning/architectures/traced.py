@@ -1,7 +1,7 @@
 """Blocks of unknown families: traced once with fake tensors, and cached.
 
 The model is created from its configuration without memory, and its first block runs forward and backward on fake
-tensors of three shapes. Every allocation is then a size that grows with the tokens and with the pairs of a document's
+tensors of three shapes. Every allocation is then a size that grows with the tokens and with the pairs of a sequence's
 tokens, and the same allocations and releases are replayed for any other shape. Traces are kept by fingerprint of the
 configuration in Trainwright's cache; torch is imported to trace, not to read a trace.
 """
@@ -47,7 +47,7 @@ def numbers(config: str, recompute: str, width: int, batch: BatchShape, input_wa
         config, kind, lambda tracing: _fitted([tracing.timeline(json.loads(config), *wanted, *s) for s in _SHAPES])
     )
     tokens = batch.tokens
-    squares = sum(n * length**2 for length, n in batch.documents) if batch.packed else batch.rows * batch.length**2
+    squares = sum(n * length**2 for length, n in batch.sequences) if batch.packed else batch.rows * batch.length**2
     sized = {name: _sized(events, tokens, squares) for name, events in found.items()}
     return _replayed(sized)
 

@@ -8,7 +8,7 @@ from which a block's gradients are reduced stays until the next block's are redu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,16 +29,17 @@ class ShardedUnit:
 
 
 @lru_cache(maxsize=128)
-def units(inventory: Inventory, shards: int) -> dict[int, ShardedUnit]:
+def units(inventory: Inventory, shards: int, expert_parallel: int = 1) -> dict[int, ShardedUnit]:
     """Return the units by number; OUTSIDE is the model itself."""
     sums: dict[int, list[int]] = {}
     for weight in inventory.weights:
         unit = sums.setdefault(weight.unit, [0, 0, 0, 0])
-        rows = -(-weight.rows // shards)
-        unit[0] += rows * shards * weight.columns
+        ranks = weight.ranks(shards, expert_parallel)
+        rows = -(-weight.rows // ranks)
+        unit[0] += rows * ranks * weight.columns
         unit[2] += rows * weight.columns
         if weight.trainable:
-            unit[1] += rows * shards * weight.columns
+            unit[1] += rows * ranks * weight.columns
             unit[3] += rows * weight.columns
     return {number: ShardedUnit(*values) for number, values in sums.items()}
 
@@ -49,11 +50,13 @@ class FsdpMemory(StrategyMemory):
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
         held, width, stack, shards = self.held, self.width, self.setting.stack, self.choice.shards
-        found = units(held, shards).values()
+        found = units(held, shards, stack.expert_parallel).values()
         own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
         return {
             "parameters": max(width, stack.kept) * trained + width * (own - trained),
-            "optimizer state": int(stack.state_bytes * optimizer_state(held, self.optimizer, shards)),
+            "optimizer state": int(
+                stack.state_bytes * optimizer_state(held, self.optimizer, shards, stack.expert_parallel)
+            ),
         }
 
     def flow(self) -> Flow:
@@ -67,11 +70,21 @@ class FsdpMemory(StrategyMemory):
         """Return the bytes that the optimizer step needs in addition."""
         stack = self.setting.stack
         kept = max(self.width, stack.kept) * (2 if stack.foreach else 1)
-        return kept * sum(unit.own_trained for unit in units(self.held, self.choice.shards).values())
+        found = units(self.held, self.choice.shards, stack.expert_parallel).values()
+        return kept * sum(unit.own_trained for unit in found)
 
     def gradients_on_host(self) -> int:
         """Return the bytes of gradients in the host's memory."""
         return self.step()
+
+    def pinned(self) -> Iterator[int]:
+        """Yield the bytes of the shards of offloaded parameters, and of the gradients of those that are trained."""
+        kept = max(self.width, self.setting.stack.kept)
+        for weight in self.held.weights if self.choice.offload_parameters else ():
+            own = -(-weight.rows // self.choice.shards) * weight.columns
+            yield own * (kept if weight.trainable else self.width)
+            if weight.trainable:
+                yield own * kept
 
 
 class FsdpFlow(Flow):
@@ -92,7 +105,7 @@ class FsdpFlow(Flow):
         stack: Stack = OWN,
     ) -> None:
         self._kept, self._exchanged = max(width, stack.kept), max(width, stack.exchanged)
-        self._units = units(inventory, shards)
+        self._units = units(inventory, shards, stack.expert_parallel)
         self._on_cpu = on_cpu  # gloo gathers and reduces through a copy
         self._last_block = max(self._units)
         self._width = width

@@ -14,7 +14,10 @@ from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import AdapterShape, OptimizerName, Quantization
 
 OUTSIDE = -1  # the unit of parameters outside the blocks
+EXPERTS = "experts."
 _FIRST = ("embedding", "positions")
+# Modules whose parameters have a dimension more: many matrices in one, and their biases.
+_STACKED = frozenset({"experts", "convolution", "conv1d"})
 
 
 class Weight(NamedTuple):
@@ -38,7 +41,11 @@ class Weight(NamedTuple):
     @property
     def is_orthogonalized(self) -> bool:
         """Whether Muon updates it (engine/muon.py); AdamW updates all others."""
-        return self.unit != OUTSIDE and self.columns > 1
+        return self.unit != OUTSIDE and self.columns > 1 and _STACKED.isdisjoint(self.name.split("."))
+
+    def ranks(self, shards: int, expert_parallel: int) -> int:
+        """Return how many of ``shards`` ranks share its rows, if ``expert_parallel`` of them have different experts."""
+        return shards // expert_parallel if self.name.startswith(EXPERTS) else shards
 
     def state(self, optimizer: OptimizerName, shards: int = 1) -> int:
         """Return this parameter's optimizer-state elements on the fullest of ``shards`` ranks that share its rows."""
@@ -124,9 +131,15 @@ def by_unit(whole: Inventory) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=64)
-def optimizer_state(whole: Inventory, optimizer: OptimizerName, shards: int = 1) -> int:
+def experts_by_unit(whole: Inventory) -> tuple[tuple[int, int], ...]:
+    """Return those of the elements of ``by_unit`` that belong to experts."""
+    return by_unit(Inventory(tuple(w if w.name.startswith(EXPERTS) else w._replace(rows=0) for w in whole.weights)))
+
+
+@lru_cache(maxsize=64)
+def optimizer_state(whole: Inventory, optimizer: OptimizerName, shards: int = 1, expert_parallel: int = 1) -> int:
     """Return the optimizer-state elements of all trained parameters on the fullest rank."""
-    return sum(w.state(optimizer, shards) for w in whole.weights if w.trainable)
+    return sum(w.state(optimizer, w.ranks(shards, expert_parallel)) for w in whole.weights if w.trainable)
 
 
 @lru_cache(maxsize=32)

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trainwright.machine.describe import Cluster
-from trainwright.parallel.constants import NORM_ELEMENTS
+from trainwright.parallel.constants import CACHED_ELEMENTS
 from trainwright.planning.memory.inventory import Inventory, by_unit, first_blocks, inventory, partly_trained
+from trainwright.planning.memory.matrices import orthogonalizing
 from trainwright.planning.memory.strategies import StrategyMemory, memory_model
 from trainwright.planning.memory.walk import Allocated, Moved, Peak, Walk
 from trainwright.planning.operations import BatchShape, PassSettings, passes
+from trainwright.planning.operations.launches import excess_when_pinned
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import Choice, Workload
 
@@ -22,6 +24,7 @@ from trainwright.planning.workload import Choice, Workload
 _QUANTIZED, _QUANTIZING = 2**20, 23
 _PLACES = 256  # rows whose lengths are read one by one
 _MIB = 2**20
+LOADING = "weights while loading"
 # Memory of the driver and the libraries, including kernels and workspaces: 0.4 to 0.6 GiB on data-center cards.
 _CUDA_CONTEXT = 512 * _MIB
 # Communicators with their channels, within and between nodes.
@@ -63,7 +66,7 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
     Padded rows are sorted (data/stream/stream.py), the longest first; packs fill the last micro-batch only partly.
     """
     rows, row, longest = choice.micro_batch_size, workload.row_tokens, workload.longest
-    mean = max(1, round(workload.document))
+    mean = max(1, round(workload.mean_length))
     if not workload.packed:
         # Rows of similar length share a micro-batch: the fullest one has the longest rows.
         first = rows * choice.num_processes if later else 0
@@ -78,8 +81,8 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
         tokens = min(tokens, max(round(left), mean))
     longest = min(longest, tokens)
     others, rest = divmod(tokens - longest, mean)
-    documents = [(mean, others), (longest, 1), (rest, 1)]
-    kept = tuple((length, count) for length, count in documents if length and count)
+    sequences = [(mean, others), (longest, 1), (rest, 1)]
+    kept = tuple((length, count) for length, count in sequences if length and count)
     return BatchShape(1, tokens, kept, workload.targets(tokens, sum(n for _, n in kept)), packed=True, masked=False)
 
 
@@ -90,7 +93,7 @@ def _filled(workload: Workload, first: int, rows: int) -> int:
     if known:
         return round(sum(known) / len(known) * rows)
     share = min(1.0, rows / max(1.0, workload.global_batch_rows))
-    return round(rows * (workload.longest - share * (workload.longest - max(1, round(workload.document)))))
+    return round(rows * (workload.longest - share * (workload.longest - max(1, round(workload.mean_length)))))
 
 
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack = OWN) -> Memory:
@@ -118,6 +121,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         width=setting.width,
         moved=moved,
         holds=holds,
+        fetches_ahead=stack.fetches_ahead,
         cached=_cached(setting),
         trained=workload.trained,
         counts=by_unit(held),
@@ -132,9 +136,10 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     updates_on_host = bool(host)  # read before other entries are added
     if updates_on_host and (gradients := model.gradients_on_host()):
         host["gradients"] = gradients
+    excess = 0 if cluster.device == "cpu" else sum(map(excess_when_pinned, model.pinned()))
     between = sum(base.values())
-    norm = 4 * min(NORM_ELEMENTS, held.largest_trained) if cluster.device == "cpu" else 0
-    extra = 0 if workload.optimizer == "adamw" else _orthogonalizing(held, setting)
+    norm = 4 * min(CACHED_ELEMENTS, held.largest_trained) if cluster.device == "cpu" else 0
+    extra = 0 if workload.optimizer == "adamw" else orthogonalizing(held, choice, cluster.device == "cuda")
     step = max(model.step() + extra, flow.held.total + norm)
     phases = {
         "load": _load(held, workload, choice, cluster, base, host),
@@ -146,6 +151,11 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     }
     if moved != "nothing":
         host["activations"] = sum(block.kept if moved == "everything" else block.output for block in parts.blocks)
+        excess += sum(
+            block.excess if moved == "everything" else excess_when_pinned(block.output) for block in parts.blocks
+        )
+    if excess:
+        host["rounding of pinned memory"] = excess
     optimizer = Peak()
     optimizer.note(Allocated(gradients=step), 0, 0)
     fullest = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total)
@@ -194,19 +204,6 @@ def _lasting(model: StrategyMemory, workload: Workload) -> Mapping[str, int]:
     return base
 
 
-def _orthogonalizing(held: Inventory, setting: PassSettings) -> int:
-    """Return the most bytes while Muon updates one matrix, which is in full on every rank (engine/muon.py)."""
-    width = 2 if setting.device.is_gpu else 4
-    most = 0
-    for w in held.weights:
-        if w.trainable and w.is_orthogonalized:
-            square = min(w.rows, w.columns) ** 2
-            # The momentum in fp32; then the end of an iteration, or a moment within it.
-            at_once = max(4 * w.numel + square, 2 * w.numel + 4 * square)
-            most = max(most, 4 * w.numel + width * at_once)
-    return most
-
-
 def _drawing(workload: Workload, choice: Choice) -> int:
     """Return the additional bytes of a fresh model: all of it is fp32 before it is cast, quantized and adapted."""
     a = workload.architecture
@@ -230,7 +227,7 @@ def _load(
         if not workload.fresh:
             return 4 * held.numel
         return 4 * max(held.numel, workload.architecture.parameters().total) + _drawing(workload, choice)
-    host["weights while loading"] = max(0, _loading(choice, held.numel) - sum(host.values()))
+    host[LOADING] = max(0, _loading(choice, held.numel) - sum(host.values()))
     return base.get("parameters", 0)
 
 

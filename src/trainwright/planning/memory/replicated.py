@@ -6,7 +6,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
 
-from trainwright.parallel.replicated.spec import ADD_ELEMENTS, STEP_ELEMENTS
+from trainwright.parallel.constants import CACHED_ELEMENTS
+from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.planning.memory.inventory import Inventory, optimizer_state
 from trainwright.planning.memory.strategies import StrategyMemory
 from trainwright.planning.memory.walk import Allocated, Flow
@@ -94,7 +95,7 @@ class ReplicatedFlow(Flow):
         largest = min(numel, self._inventory.largest_trained)
         if self._first:
             self._sums += self._kept * numel
-        copied = 0 if self._first else self._kept * min(largest, ADD_ELEMENTS)
+        copied = 0 if self._first else self._kept * min(largest, CACHED_ELEMENTS)
         return Allocated(self._sums + self._width * largest + copied)
 
     def _exchange(self) -> Allocated:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -44,6 +44,10 @@ class StrategyMemory(ABC):
     def gradients_on_host(self) -> int:
         """Return the bytes of gradients in the host's memory if the rest of ``lasting`` is there."""
         return 0
+
+    def pinned(self) -> Iterator[int]:
+        """Yield the bytes of every tensor that stays in pinned memory on the host."""
+        yield from ()
 
     @property
     def width(self) -> int:

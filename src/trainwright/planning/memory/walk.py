@@ -101,7 +101,7 @@ class Walk:
 
     ``parts``: passes of its first micro-batch, ``later``: of all others. ``width``: bytes per element of the gradients
     that autograd makes. ``moved``: saved activations of blocks are in the host's memory, except the results that
-    selective recomputation keeps (models/recompute.py). ``trained``: unit and name of the parameters that have
+    selective recomputation keeps (models/offload.py). ``trained``: unit and name of the parameters that have
     gradients; None: of all. ``counts``: numbers of elements and of trained elements of each unit, from -1. ``before``:
     bytes of what the previous pass returned, which stay until the forward pass is over.
     """
@@ -112,6 +112,7 @@ class Walk:
     width: int
     moved: Moved = "nothing"
     holds: bool = False
+    fetches_ahead: bool = True
     cached: int = 0
     trained: frozenset[tuple[int, str]] | None = None
     counts: tuple[tuple[int, int], ...] = ()
@@ -161,6 +162,10 @@ class Walk:
             return block.kept
         return 0 if self.moved == "everything" else max(0, block.kept - block.output)
 
+    def _fetched(self, block: Pass) -> int:
+        """Return the saved bytes of ``block`` that are copied back while the block after it runs backward."""
+        return block.kept - self._stays(block) if self.fetches_ahead else 0
+
     def _forwards(self, flow: Flow, parts: ModelPasses) -> None:
         peak = self.forward
         embedding = parts.embedding
@@ -188,18 +193,23 @@ class Walk:
         peak.note(flow.backward(-1), kept, parts.head.kept, loss=True)
         waiting = self._moments(flow, -1, parts.head, kept, 0, loss=True)
         looked_at = set(self._looked_at())
+        ahead = 0
         for unit in range(len(parts.blocks) - 1, -1, -1):
             block = parts.blocks[unit]
-            kept -= self._stays(block)
+            kept -= self._stays(block) + ahead
+            ahead = self._fetched(parts.blocks[unit - 1]) if unit else 0
+            kept += ahead
             before, kept = kept, kept + (2 * block.output if self.holds else 0)
             if unit not in looked_at:
                 flow.backward(unit)
                 self._arrive(flow, unit, "", block.gradients)
                 flow.unit_ended(unit)
+                kept += block.left
                 continue
             peak.note(_with(flow.backward(unit), waiting), before, block.kept + block.output)
             self._moments(flow, unit, block, before, waiting)
-            peak.note(_with(flow.unit_ended(unit), waiting), before, block.output)
+            kept += block.left
+            peak.note(_with(flow.unit_ended(unit), waiting), before + block.left, block.output)
         kept -= parts.embedding.kept
         self._moments(flow, -1, parts.embedding, kept, waiting)
         peak.note(flow.unit_ended(-1), 0, 0)

@@ -4,7 +4,7 @@ runtime/zero/stage_1_and_2.py, stage3.py, partition_parameters.py and runtime/bf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from trainwright.parallel.zero.spec import stage_of
@@ -64,6 +64,14 @@ class ZeroMemory(StrategyMemory):
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
         return _step(self.held, self._stage, self.width, self.choice.shards, self.on_cpu)
+
+    def pinned(self) -> Iterator[int]:
+        """Yield the bytes of this rank's computing parameters, which stage 3 pins group by group; masters are not."""
+        if self._stage < 3 or not self.choice.offload_parameters:
+            return
+        for vectors in (False, True):
+            group = (w for w in self.held.weights if w.trainable and (w.columns == 1) == vectors)
+            yield self.width * sum(-(-weight.numel // self.choice.shards) for weight in group)
 
     @property
     def _stage(self) -> int:

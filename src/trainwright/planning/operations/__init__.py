@@ -1,8 +1,8 @@
 """The operations of a model's passes, from its architecture alone: one list from which memory and time are predicted.
 
 ``passes(setting, recompute)`` returns the parts of a model, each run once forward and backward: the kernels it
-launches, with their matrix sizes and bytes, and its saved and working memory. See ``passes.Pass``, ``tape.Kernel`` and
-``shapes.BatchShape``.
+launches, with their matrix sizes and bytes, and its saved and working memory. See ``passes.Pass``, ``launches.Kernel``
+and ``shapes.BatchShape``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.operations.launches import Kernel
 from trainwright.planning.operations.passes import (
     Pass,
     PassSettings,
@@ -20,7 +21,6 @@ from trainwright.planning.operations.passes import (
     head_pass,
 )
 from trainwright.planning.operations.shapes import BatchShape, BlockKind, Device
-from trainwright.planning.operations.tape import Kernel
 from trainwright.planning.operations.weights import ModelWeights, block_weights, end_weights
 
 __all__ = [

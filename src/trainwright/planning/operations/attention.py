@@ -1,4 +1,4 @@
-"""Attention by the kernel that runs: within the documents of a pack, or with a mask over padded rows.
+"""Attention by the kernel that runs: within the sequences of a pack, or with a mask over padded rows.
 
 The paths are those of models/attention and of transformers' sdpa and eager attention; the choice of torch's kernels
 and their working memory follow aten/src/ATen/native/transformers.
@@ -22,23 +22,24 @@ from trainwright.planning.operations.elementary import (
     to,
     view,
 )
+from trainwright.planning.operations.launches import Kernel
 from trainwright.planning.operations.layers import softmax
 from trainwright.planning.operations.scores import ScoresAttention, product, repeat, tokens_first
 from trainwright.planning.operations.shapes import Device
-from trainwright.planning.operations.tape import Kernel, Tape, Tensor
+from trainwright.planning.operations.tape import Tape, Tensor
 
 _FP32 = 4
-# models/attention/cpu_flash.py: packs of shorter documents are converted to fp32 for the CPU's flash kernel.
+# models/attention/cpu_flash.py: packs of shorter sequences are converted to fp32 for the CPU's flash kernel.
 _BF16_FROM_LENGTH = 512
-# Maximum number of documents that are simulated one by one; more are grouped.
-_MOST_DOCUMENTS = 12
+# Maximum number of sequences that are simulated one by one; more are grouped.
+_MOST_SEQUENCES = 12
 
 
 class Attention(ScoresAttention):
     """Attention by the kernel that models/attention/kernels.py and transformers choose."""
 
-    def documents(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Apply models/attention/packs.py within each document of a pack. Returns [1, T, H, D]."""
+    def packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Apply models/attention/packs.py within each sequence of a pack. Returns [1, T, H, D]."""
         tape, heads = self.tape, self.heads
         kernel = heads.kernel(self.device, q.width, self.batch)
         size, value = kernel.widths(heads.size, heads.value_size)
@@ -51,14 +52,14 @@ class Attention(ScoresAttention):
         return contiguous(tape, slices(tape, whole, [self.batch.tokens * heads.queries * heads.value_size])[0])
 
     def _by(self, kernel: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run a kernel for the documents of a pack."""
+        """Run a kernel for the sequences of a pack."""
         if kernel.name == "flex":
             return view(self.tape, self._flex(q, k, v))
         if kernel.memory == "flash":
             return view(self.tape, self._varlen(kernel, q, k, v))
         if kernel.name == "cpu_flash":
-            return view(self.tape, self._document_flash(q, k, v))
-        return self._each_document(q, k, v)
+            return view(self.tape, self._packed_flash(q, k, v))
+        return self._each_sequence(q, k, v)
 
     def sdpa(self, q: Tensor, k: Tensor, v: Tensor, masked: bool) -> Tensor:
         """Apply transformers' sdpa to padded rows. Returns [B, L, H, D].
@@ -75,14 +76,14 @@ class Attention(ScoresAttention):
         out = self._sdpa(q, k, v, rows, length, mask)
         return tokens_first(tape, out, heads)
 
-    def _document_flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run the CPU's flash kernel on each document, as one operator."""
+    def _packed_flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run the CPU's flash kernel on each sequence, as one operator."""
         heads, batch, device = self.heads, self.batch, self.device
         tokens, longest, before = batch.tokens, batch.longest, batch.second_longest
         work = _FP32 if longest < _BF16_FROM_LENGTH else q.width
         copied = q.numel + k.numel + v.numel if work != q.width else 0
-        # The output of a document still exists while the next one runs; converted ones of equal length run at once.
-        equal = copied and len({length for length, _ in batch.documents}) == 1
+        # The output of a sequence still exists while the next one runs; converted ones of equal length run at once.
+        equal = copied and len({length for length, _ in batch.sequences}) == 1
         together = tokens if equal else longest + before
         of_token = heads.queries * (heads.size * work + _FP32)
         workspace = copied * work + together * of_token + _flash_workspace(longest, heads.size, work, device)
@@ -94,12 +95,12 @@ class Attention(ScoresAttention):
         return _flash(self.tape, q, k, v, pairs, heads.size, workspace, backward_workspace + _FP32 * sums, sums)
 
     def _varlen(self, kernel: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run flash attention over all documents of a pack.
+        """Run flash attention over all sequences of a pack.
 
         The backward pass accumulates gradients of queries in fp32, and those of keys and values for every query head.
         """
         heads, batch = self.heads, self.batch
-        count = sum(number for _, number in batch.documents)
+        count = sum(number for _, number in batch.sequences)
         padded = batch.tokens + 128 * count
         rounded = -(-heads.size // 32) * 32
         sums = heads.queries * padded * _FP32
@@ -110,7 +111,7 @@ class Attention(ScoresAttention):
         return _flash(self.tape, q, k, v, pairs, heads.size, 0, backward_workspace, sums, generation=generation)
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run flex_attention over all documents of a pack; sinks scale its result."""
+        """Run flex_attention over all sequences of a pack; sinks scale its result."""
         tape, heads, batch = self.tape, self.heads, self.batch
         pairs, sums = heads.queries * batch.pairs, heads.queries * batch.tokens
         size, numel = (heads.size + heads.value_size) // 2, sums * heads.value_size
@@ -120,12 +121,12 @@ class Attention(ScoresAttention):
         share = from_result(tape, broadcast(tape, as_tensor(tape, self.sinks, _FP32), sums))
         return mul(tape, out, to(tape, share, q.width))
 
-    def _each_document(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _each_sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run the general case: windows, dropout, soft caps, sinks, values of another width than keys."""
         tape, heads = self.tape, self.heads
         k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
         outputs = []
-        for length, count in self.batch.each_document(_MOST_DOCUMENTS):
+        for length, count in self.batch.each_sequence(_MOST_SEQUENCES):
             numel = count * length * heads.queries
             sizes = (heads.size, heads.size, heads.value_size)
             queries, keys, values = (slices(tape, x, [numel * n])[0] for x, n in zip((q, k, v), sizes, strict=True))

@@ -147,8 +147,10 @@ class Block:
         tape.operation = "attention"
         masked = batch.masked or (heads.window is not None and heads.window < batch.length)
         attention = Attention(tape, heads, batch, self.device, self.weights["sinks"] if a.sinks else None)
+        if self.weights.stack.attention == "math":
+            return attention.eager(q, k, v)
         if batch.packed:
-            return attention.documents(q, k, v)
+            return attention.packed(q, k, v)
         if heads.kernel(self.device, q.width, batch).name == "eager":
             return attention.eager(q, k, v)
         if a.alibi and a.family != "falcon":

@@ -13,8 +13,8 @@ from trainwright.planning.operations.weights import ModelWeights
 from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
-# models/losses/linear_cross_entropy.py: bytes of a chunk of logits, and of the fp32 logits that a CPU processes at
-# once.
+# models/losses/linear_cross_entropy.py: least bytes of a chunk of logits, and of the fp32 logits that a CPU processes
+# at once.
 _CHUNK_BYTES = 128 * 2**20
 _BLOCK_BYTES = 2 * 2**20
 
@@ -91,25 +91,28 @@ def finish(
     if batch.targets < batch.tokens:
         hidden = gather(tape, hidden, batch.targets * a.hidden, tape.new(0, 8))
     tape.operation = "head"
-    return _loss(tape, a, hidden, head_weight(weights), weights.bias("head"), batch.targets)
+    grows = stack.grows_chunks and tape.device.is_gpu
+    return _loss(tape, a, hidden, head_weight(weights), weights.bias("head"), batch.targets, grows)
 
 
-def chunk_rows(vocabulary: int, width: int, targets: int) -> tuple[int, int]:
+def chunk_rows(head: Parameter, width: int, targets: int, grows: bool) -> tuple[int, int]:
     """Return the rows of a chunk of logits, and the number of chunks."""
-    size = max(1, _CHUNK_BYTES // (width * vocabulary))
+    size = max(1, _CHUNK_BYTES // (width * head.n))
+    if grows:  # as many bytes as the hidden states
+        size = max(size, targets * head.k // head.n)
     count = -(-targets // size)
     return -(-targets // count) if count else 0, count
 
 
 def _loss(
-    tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, targets: int
+    tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, targets: int, grows: bool
 ) -> Tensor:
     """Run models/losses/linear_cross_entropy.py, which computes the gradients with the loss."""
     width, wants_hidden = hidden.width, tape.wants(hidden)
     of_weight: Tensor | None = None
     of_bias = tape.new(bias.n, _FP32) if tape.grad and bias is not None and bias.trainable else None
     of_hidden = tape.new(hidden.numel, width) if wants_hidden else None
-    rows, chunks = chunk_rows(weight.n, width, targets)
+    rows, chunks = chunk_rows(weight, width, targets, grows)
     logits: Tensor | None = None
     for _ in range(chunks):
         logits = _logits(tape, weight, rows, width)

@@ -10,6 +10,7 @@ from trainwright.planning.operations.elementary import (
     contiguous,
     from_input,
     from_result,
+    gated,
     gather,
     mean,
     mul,
@@ -33,10 +34,12 @@ def sparse_mlp(
     tape: Tape, a: Architecture, hidden: Tensor, weights: ModelWeights, tokens: int, device: Device
 ) -> Tensor:
     """Return the weighted output of the experts that each token is routed to, plus that of shared experts."""
-    if a.every_expert:
+    if a.every_expert and weights.stack.experts != "permuted":
         return view(tape, _every_expert(tape, a, hidden, weights, tokens))
     shared = mlp(tape, a, hidden, weights, "shared.") if a.shared_intermediate else None
     scores, indices = _route(tape, a, hidden, weights, tokens)
+    if weights.stack.keeps_routes:
+        tape.leave()
     out = _experts(tape, a, hidden, scores, indices, weights, tokens)
     if shared is not None:
         tape.operation = "shared_gate"
@@ -142,7 +145,8 @@ def _with_bias(tape: Tape, out: Tensor, bias: Parameter | None, indices: Tensor,
 def _experts(
     tape: Tape, a: Architecture, hidden: Tensor, scores: Tensor, indices: Tensor, weights: ModelWeights, tokens: int
 ) -> Tensor:
-    form, count, selected = weights.stack.experts, a.experts, tokens * a.experts_per_token
+    form, selected = weights.stack.experts, tokens * a.experts_per_token
+    count, divided = a.experts // weights.stack.expert_parallel, weights.stack.expert_parallel > 1
     product = sliced_linear if form == "sliced" else grouped_linear
     tape.operation = "dispatch"
     sorted_ids, order = tape.new(selected, _INT64), tape.new(selected, _INT64)
@@ -154,19 +158,26 @@ def _experts(
         states = _placed(tape, states, count, count * tokens * a.hidden)
     elif form == "permuted":
         states = gather(tape, contiguous(tape, states), states.numel, of_token)
+    elif divided and form != "fused":  # received rows are in the order of their ranks
+        states = gather(tape, states, states.numel, of_token)
     tape.operation = "experts"
     out = product(tape, states, weights["experts.gate_up"], count)
     out = _with_bias(tape, out, weights.bias("experts.gate_up"), sorted_ids, count)
     gate, up = split(tape, out, [out.numel // 2] * 2)
-    out = _gated(tape, a, gate, up)
+    out = gated(tape, gate, up) if form == "fused" else _gated(tape, a, gate, up)
     del gate, up
     out = product(tape, out, weights["experts.down"], count)
     out = _with_bias(tape, out, weights.bias("experts.down"), sorted_ids, count)
     tape.operation = "dispatch"
+    if form == "fused":
+        del sorted_ids, histogram, indices
+        return _summed(tape, out, sample_weights, of_token, tokens * a.hidden)
     if form == "padded":
         out = _placed(tape, out, count, selected * a.hidden)
     elif form == "permuted":
         out = contiguous(tape, out)
+    elif divided:
+        out = gather(tape, out, out.numel, of_token)
     weighted = _weighted(tape, out, sample_weights, wide=form == "permuted")
     back = tape.new(selected, _INT64)
     weighted = gather(tape, weighted, weighted.numel, back)
@@ -223,6 +234,21 @@ def _sum_of_each(tape: Tape, x: Tensor, numel: int) -> Tensor:
         return [seen]
 
     return tape.derive(out, [x], apply)
+
+
+def _summed(tape: Tape, x: Tensor, scores: Tensor, index: Tensor, numel: int) -> Tensor:
+    """Sum the rows of each token in one kernel; their ``scores`` were multiplied in before."""
+    kept = tape.save_for(index, x)
+    whole, of_scores = x.numel, (scores.numel, scores.width)
+    out = tape.new(numel, x.width)
+    tape.launch("reduction", x.bytes, out.bytes)
+
+    def apply(grad: Tensor) -> list[Tensor | None]:
+        rows = tape.new(whole, grad.width)
+        tape.launch("copy", rows.bytes + kept.get().bytes, rows.bytes)
+        return [rows, tape.new(*of_scores)]
+
+    return tape.derive(out, [x, scores], apply)
 
 
 def _expand_each(tape: Tape, weight: Parameter, experts: int, width: int) -> None:

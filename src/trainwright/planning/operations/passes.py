@@ -13,8 +13,9 @@ from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations.block import Block
 from trainwright.planning.operations.devices import device_of
 from trainwright.planning.operations.ends import begin, finish
+from trainwright.planning.operations.launches import Kernel, excess_when_pinned
 from trainwright.planning.operations.shapes import BatchShape, BlockKind, Device
-from trainwright.planning.operations.tape import ALTERNATE, Kernel, Parameter, Tape, Tensor
+from trainwright.planning.operations.tape import ALTERNATE, Parameter, Tape, Tensor
 from trainwright.planning.operations.weights import block_weights, end_weights
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.workload import AdapterShape, Choice, Quantization, Workload
@@ -55,8 +56,9 @@ class Pass:
     per gradient, in order. ``backward_peak``: most bytes in the backward pass, including the saved bytes and the
     incoming gradient. ``evaluation_peak``: most bytes in a forward-only pass. ``gradients``: number of gradient
     elements of the parameters. ``held``: bytes that stay until the end of the model's forward pass; ``holds_output``:
-    they include the output, unless something keeps it longer. ``forward``, ``backward``: the kernels; recomputation
-    counts as backward.
+    they include the output, unless something keeps it longer. ``left``: bytes of the recomputed activations that stay
+    when the backward pass is over. ``excess``: bytes by which pinned copies of the saved tensors exceed them.
+    ``forward``, ``backward``: the kernels; recomputation counts as backward.
     """
 
     forward_peak: int
@@ -70,6 +72,8 @@ class Pass:
     holds_output: bool
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+    left: int = 0
+    excess: int = 0
 
     @cached_property
     def gradients(self) -> int:
@@ -224,7 +228,7 @@ def _run(setting: PassSettings, prepare: Callable[[Tape], Callable[[Tensor], Ten
     del part
     forward, forward_peak = tuple(tape.kernels), tape.peak
     size, keeps_input = output[0].bytes, storage.handles > 0
-    kept = tape.live - size
+    kept, excess = tape.live - size, max(0, tape.excess - excess_when_pinned(size))
     tape.peak = tape.live
     moments: tuple[Moment, ...] = ()
     if output[0].node is not None:
@@ -232,6 +236,7 @@ def _run(setting: PassSettings, prepare: Callable[[Tape], Callable[[Tensor], Ten
     return Pass(
         forward_peak=forward_peak,
         kept=kept,
+        excess=excess,
         keeps_input=keeps_input,
         output=size,
         moments=moments,
@@ -241,6 +246,7 @@ def _run(setting: PassSettings, prepare: Callable[[Tape], Callable[[Tensor], Ten
         holds_output=False,
         forward=forward,
         backward=tuple(tape.kernels[len(forward) :]),
+        left=sum({id(one.storage): one.storage.bytes for one in tape.left}.values()),
     )
 
 

@@ -16,6 +16,7 @@ from trainwright.planning.operations.elementary import (
     plus,
     scale,
     slices,
+    split,
     to,
     view,
 )
@@ -37,11 +38,22 @@ class ScoresAttention:
     sinks: Parameter | None = None
 
     def eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Apply transformers' eager attention with soft caps or sinks over padded rows. Returns [B, L, H, D]."""
-        tape, heads, rows, length = self.tape, self.heads, self.batch.rows, self.batch.length
-        count = rows * heads.queries
+        """Apply transformers' eager attention over padded rows, or each sequence of a pack. Returns [B, L, H, D]."""
+        tape, heads, groups = self.tape, self.heads, self.batch.sequences
         if heads.group > 1:
             k, v = repeat(tape, k, heads.group), repeat(tape, v, heads.group)
+        if len(groups) == 1:
+            return tokens_first(tape, self._eager(q, k, v, groups[0][1], groups[0][0]), heads)
+        queries, keys, values = (
+            split(tape, x, [rows * length * heads.queries * size for length, rows in groups])
+            for x, size in ((q, heads.size), (k, heads.size), (v, heads.value_size))
+        )
+        made = [self._eager(queries[i], keys[i], values[i], rows, length) for i, (length, rows) in enumerate(groups)]
+        return tokens_first(tape, cat(tape, made, heads_first=True), heads)
+
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, rows: int, length: int) -> Tensor:
+        tape, heads = self.tape, self.heads
+        count = rows * heads.queries
         scores = self._scores(q, k, rows, length)
         if heads.softcap:
             scores = scale(tape, from_result(tape, scale(tape, scores)))
@@ -55,7 +67,7 @@ class ScoresAttention:
             del largest
         del scores
         weights = dropout(tape, weights, heads.dropout, self.device.is_gpu)
-        return tokens_first(tape, product(tape, weights, v, length, heads.size, length, count, rows), heads)
+        return product(tape, weights, v, length, heads.value_size, length, count, rows)
 
     def alibi(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Apply attention with ALiBi scores over padded rows, in single operations. Returns [B, L, H, D]."""
@@ -70,7 +82,7 @@ class ScoresAttention:
         return tokens_first(tape, product(tape, weights, v, length, heads.size, length, count, rows), heads)
 
     def single_operations(self, q: Tensor, k: Tensor, v: Tensor, rows: int, length: int) -> Tensor:
-        """Compute attention over documents of one length with all scores in memory."""
+        """Compute attention over sequences of one length with all scores in memory."""
         tape, heads, count = self.tape, self.heads, rows * self.heads.queries
         scores = to(tape, self._scores(q, k, rows, length), _FP32)
         if heads.softcap:

@@ -15,14 +15,14 @@ from trainwright.planning.architectures.architecture import Architecture
 class BatchShape:
     """The shape of one pass over the model, on one device.
 
-    ``rows`` rows of ``length`` tokens each, including padding; if packed, one row of all documents. ``documents``:
-    lengths, and the number of each; padded rows have one document each. ``targets``: number of targets. ``masked``:
+    ``rows`` rows of ``length`` tokens each, including padding; if packed, one row of all sequences. ``sequences``:
+    lengths, and the number of each; padded rows have one sequence each. ``targets``: number of targets. ``masked``:
     padded rows of unequal lengths, which need a mask.
     """
 
     rows: int
     length: int
-    documents: tuple[tuple[int, int], ...]
+    sequences: tuple[tuple[int, int], ...]
     targets: int
     packed: bool
     masked: bool
@@ -34,27 +34,27 @@ class BatchShape:
 
     @property
     def longest(self) -> int:
-        """Length of the longest document."""
-        return max(length for length, _ in self.documents)
+        """Length of the longest sequence."""
+        return max(length for length, _ in self.sequences)
 
     @property
     def second_longest(self) -> int:
-        """Length of the second-longest document; 0 if there is only one."""
-        lengths = sorted((length for length, count in self.documents for _ in range(min(2, count))), reverse=True)
+        """Length of the second-longest sequence; 0 if there is only one."""
+        lengths = sorted((length for length, count in self.sequences for _ in range(min(2, count))), reverse=True)
         return lengths[1] if len(lengths) > 1 else 0
 
-    def each_document(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield the documents as (length, count), one by one; if there are more than ``most``, equal ones in groups."""
-        total = sum(count for _, count in self.documents)
+    def each_sequence(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield the sequences as (length, count), one by one; if there are more than ``most``, equal ones in groups."""
+        total = sum(count for _, count in self.sequences)
         together = max(1, -(-total // most))
-        for length, count in self.documents:
+        for length, count in self.sequences:
             for begin in range(0, count, together):
                 yield length, min(together, count - begin)
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of a query and a key that it attends to, in full documents."""
-        return sum(count * length * (length + 1) // 2 for length, count in self.documents)
+        """Number of pairs of a query and a key that it attends to, in full sequences."""
+        return sum(count * length * (length + 1) // 2 for length, count in self.sequences)
 
 
 @dataclass(frozen=True)

@@ -14,36 +14,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
 
+from trainwright.planning.operations.launches import Kernel, KernelKind, excess_when_pinned, product_workspace
 from trainwright.planning.operations.shapes import Device
 
-# "expansion": dequantization.
-KernelKind = Literal["product", "attention", "elementwise", "reduction", "copy", "expansion"]
 Edge = tuple["Node", int]
 Apply = Callable[[list["Tensor | None"]], list["Tensor | None"]]
 Derivative = Callable[["Tensor"], list["Tensor | None"]]
-
-
-class Kernel(NamedTuple):
-    """One kernel launch on the device.
-
-    ``operation``: the operation it is part of. ``read``, ``written``: bytes of the tensors it reads and writes.
-    ``flops``: of products and attention. A product is ``times`` products of [m, k] with [k, n]. ``generation``: of
-    FlashAttention.
-    """
-
-    operation: str
-    kind: KernelKind
-    read: int
-    written: int
-    flops: int = 0
-    m: int = 0
-    n: int = 0
-    k: int = 0
-    times: int = 0
-    generation: int = 2
-
 
 ALTERNATE = "every second product"
 
@@ -83,6 +60,7 @@ class Tensor:
         self.storage.handles -= 1
         if not self.storage.handles:
             self.tape.live -= self.storage.bytes
+            self.tape.excess -= excess_when_pinned(self.storage.bytes)
 
     @property
     def bytes(self) -> int:
@@ -191,6 +169,11 @@ class Frame:
             raise _Stop
         return Saved(tensor)
 
+    def filled(self) -> list[Tensor]:
+        """Return the saved tensors that have been recomputed."""
+        promises = (promise() for promise in self._promises[: self._position])
+        return [one.tensor.alias() for one in promises if one is not None and one.tensor is not None]
+
     def keeps(self, kind: str) -> bool:
         """Return whether the result of the next kernel of this kind is kept."""
         if kind == "product" and ALTERNATE in self.keep:
@@ -215,17 +198,19 @@ class Tape:
 
     ``live``, ``peak``: bytes. ``operation``: the name that kernels are recorded under. ``receive``: called with each
     parameter's gradient, which is freed unless it keeps a handle. ``held``: tensors that the program holds until the
-    end of the step.
+    end of the step. ``left``: tensors that recomputation leaves behind.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.live = 0
+        self.excess = 0
         self.peak = 0
         self.kernels: list[Kernel] = []
         self.operation = ""
         self.grad = True
         self.held: list[Tensor] = []
+        self.left: list[Tensor] = []
         self.frame: Frame | None = None
         self.receive: Callable[[Parameter, Tensor], None] = lambda parameter, grad: None
         self._sequence = 0
@@ -234,6 +219,7 @@ class Tape:
         """Allocate a tensor."""
         size = numel * width
         self.live += size
+        self.excess += excess_when_pinned(size)
         if self.live > self.peak:
             self.peak = self.live
         return Tensor(self, Storage(size), numel, width, heads_first)
@@ -245,7 +231,7 @@ class Tape:
     def product(self, m: int, n: int, k: int, width: int, times: int = 1, transposed: bool = False) -> None:
         """Record a matrix product; ``transposed``: the first factor is stored as [k, m]."""
         if width < 4 and not self.device.is_gpu:
-            self.new(self.device.threads * _product_room(m, n, k, transposed), 1)
+            self.new(self.device.threads * product_workspace(m, n, k, transposed), 1)
         read, written = times * k * (m + n) * width, times * m * n * width
         self.kernels.append(Kernel(self.operation, "product", read, written, 2 * times * m * n * k, m, n, k, times))
 
@@ -327,6 +313,11 @@ class Tape:
             self.frame = None
             del frame
 
+    def leave(self) -> None:
+        """Leave behind what is saved so far of a call that is being recomputed."""
+        if self.frame is not None and self.frame.filling:
+            self.left += self.frame.filled()
+
     def backward(self, output: Tensor, grad: Tensor) -> None:
         """Run the nodes behind ``output``; the caller should hold the only handles on it and on ``grad``."""
         root = output.node
@@ -382,16 +373,6 @@ class Tape:
 def _only(grads: list[Tensor | None]) -> Tensor:
     assert grads[0] is not None, "a node runs when its gradient is complete"
     return grads[0]
-
-
-def _product_room(m: int, n: int, k: int, transposed: bool) -> int:
-    """Estimate the bytes that oneDNN's bf16 products use per thread.
-
-    They are a block of fp32 sums, the packed part of the second matrix, and of the first if it is transposed
-    (src/cpu/x64/matmul/brgemm_matmul_utils).
-    """
-    rows, depth = min(m, 256), min(-(-k // 32) * 32, 1024)
-    return rows * min(n, 64) * 4 + depth * 64 * 2 + (rows * depth * 2 if transposed else 0) + 1024
 
 
 def _dependencies(root: Node) -> dict[Node, int]:

@@ -183,8 +183,9 @@ def _add_mlp(weights: ModelWeights, a: Architecture, prefix: str, width: int, bi
 
 def _add_experts(weights: ModelWeights, a: Architecture) -> None:
     weights.add("router", a.experts, a.hidden, bias=a.router_bias)
-    weights.add("experts.gate_up", a.experts * 2 * a.expert_intermediate, a.hidden, bias=a.expert_bias)
-    weights.add("experts.down", a.experts * a.hidden, a.expert_intermediate, bias=a.expert_bias)
+    own = a.experts // weights.stack.expert_parallel
+    weights.add("experts.gate_up", own * 2 * a.expert_intermediate, a.hidden, bias=a.expert_bias)
+    weights.add("experts.down", own * a.hidden, a.expert_intermediate, bias=a.expert_bias)
     if a.shared_intermediate:
         _add_mlp(weights, a, "shared.", a.shared_intermediate, bias=False)
     if a.shared_gate:

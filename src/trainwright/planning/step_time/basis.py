@@ -20,8 +20,9 @@ from trainwright.planning.workload import Workload
 class Basis:
     """The source of a plan's times.
 
-    ``measurement``: with the block alone that is nearest to the model's. ``message``: message about a measurement made
-    now. ``trouble``: why there is no measurement. ``runs``: this machine's own runs, which correct predictions.
+    ``measurement``: with the block alone that is nearest to the model's; beside a calibration, which has none of this
+    size, only its block counts. ``message``: message about a measurement made now. ``trouble``: why there is no
+    measurement. ``runs``: this machine's own runs, which correct predictions.
     """
 
     calibration: Calibration | None = None
@@ -46,16 +47,20 @@ def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] 
         doing: called with a message before an operation that takes a few seconds.
     """
     calibration, runs = current_calibration(machine), own_runs(machine)
-    if calibration is not None and not calibration.is_disturbed:
+    calibrated = calibration is not None and not calibration.is_disturbed
+    if calibrated and machine.device != "cpu":
         return Basis(calibration, runs=runs)
     shapes = shapes_of(workload)
     found = measured(machine, shapes, doing)
     measurement = None if found.found is None else for_block(found.found, shapes.bounded(machine.device).block)
+    if calibrated:
+        measurement = None if measurement is None or measurement.is_disturbed else measurement
+        return Basis(calibration, measurement, found.message, runs=runs)
     return Basis(None, measurement, found.message, found.trouble, runs)
 
 
 def shapes_of(workload: Workload) -> Shapes:
-    """Return the model's matrix sizes (those with the most computation first), its block, and its documents' length."""
+    """Return the model's matrix sizes (those with the most computation first), its block, and its sequences' length."""
     a = workload.architecture
     done: dict[tuple[int, int], int] = {}
     for kind in block_kinds(a):
@@ -66,4 +71,4 @@ def shapes_of(workload: Workload) -> Shapes:
     widths = sorted(done, key=lambda size: -done[size])
     inner = a.intermediate or a.shared_intermediate or a.expert_intermediate
     block = (a.hidden, inner, a.heads, a.key_value_heads, a.head_dim) if inner else None
-    return Shapes(tuple(widths) or ((a.hidden, a.hidden),), max(1, round(workload.document)), block)
+    return Shapes(tuple(widths) or ((a.hidden, a.hidden),), max(1, round(workload.mean_length)), block)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from trainwright.planning.operations import BatchShape
 from trainwright.planning.workload import Choice, Workload
@@ -19,12 +22,12 @@ def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = 
     most = choice.micro_batch_size * workload.row_tokens
     if workload.packed:
         tokens = round(min(most, _tokens_of_a_process(workload, choice) / choice.gradient_accumulation_steps))
-        documents = _documents(max(1, tokens), workload.document)
+        sequences = _sequences(max(1, tokens), workload)
         return BatchShape(
             rows=1,
             length=max(1, tokens),
-            documents=documents,
-            targets=workload.targets(tokens, sum(count for _, count in documents)),
+            sequences=sequences,
+            targets=workload.targets(tokens, sum(count for _, count in sequences)),
             packed=True,
             masked=False,
         )
@@ -33,10 +36,10 @@ def typical_batch(workload: Workload, choice: Choice, sorted_rows: int | None = 
     return BatchShape(
         rows=rows,
         length=length,
-        documents=((length, rows),),
-        targets=workload.targets(round(rows * workload.document), rows),
+        sequences=((length, rows),),
+        targets=workload.targets(round(rows * workload.mean_length), rows),
         packed=False,
-        masked=rows > 1 and workload.longest > workload.document,
+        masked=rows > 1 and workload.longest > workload.mean_length,
     )
 
 
@@ -47,11 +50,27 @@ def _tokens_of_a_process(workload: Workload, choice: Choice) -> float:
     return min(workload.tokens, max(mean, packs * workload.row_tokens))
 
 
-def _documents(tokens: int, mean: float) -> tuple[tuple[int, int], ...]:
-    """Return documents of equal length that fill ``tokens``, and one for the remainder."""
-    length = max(1, min(tokens, round(mean)))
-    count, rest = divmod(tokens, length)
-    return ((length, count), (rest, 1)) if rest else ((length, count),)
+def _sequences(tokens: int, workload: Workload) -> tuple[tuple[int, int], ...]:
+    """Return sequences that fill ``tokens``: of the data's lengths where these are known, or else all of mean length.
+
+    Attention takes a time per token that grows with the length of its sequence, so a few long ones take most of it.
+    """
+    mean = max(1, min(tokens, round(workload.mean_length)))
+    count, rest = divmod(tokens, mean)
+    known = workload.lengths
+    if not known or count < 2:
+        return ((mean, count), (rest, 1)) if rest else ((mean, count),)
+    edges = [place * len(known) / count for place in range(count + 1)]
+    typical = [_mean_between(known, begin, end) for begin, end in pairwise(edges)]
+    scale = tokens / sum(typical)
+    ends = [round(scale * end) for end in accumulate(typical, initial=0.0)]
+    return tuple(Counter(end - begin for begin, end in pairwise(ends) if end > begin).items())
+
+
+def _mean_between(values: Sequence[float], begin: float, end: float) -> float:
+    """Return the mean of a step function that has ``values[i]`` from i to i + 1."""
+    parts = range(int(begin), min(len(values), math.ceil(end)))
+    return sum(values[i] * (min(end, i + 1) - max(begin, i)) for i in parts) / (end - begin)
 
 
 def _padded(workload: Workload, rows: int, sorted_rows: int | None) -> float:
@@ -67,8 +86,8 @@ def _padded(workload: Workload, rows: int, sorted_rows: int | None) -> float:
     if known[0] is not None and sorted_rows is None:
         return sum(length or 0 for length in known) / len(known)
     whole = _harmonic(total)
-    longest = [workload.document * (whole - _harmonic(first)) for first in firsts]
-    return min(workload.row_tokens, max(workload.document, sum(longest) / len(longest)))
+    longest = [workload.mean_length * (whole - _harmonic(first)) for first in firsts]
+    return min(workload.row_tokens, max(workload.mean_length, sum(longest) / len(longest)))
 
 
 def _harmonic(count: int) -> float:
@@ -77,8 +96,14 @@ def _harmonic(count: int) -> float:
 
 
 def seen_pairs(workload: Workload, window: int | None) -> float:
-    """Return the mean number of positions that a token attends to, itself included, within its document or window."""
-    length = workload.document
+    """Return the mean number of positions that a token attends to, itself included, within its sequence or window."""
+    if workload.lengths:
+        seen = (length * _seen_by_each(length, window) for length in workload.lengths)
+        return sum(seen) / sum(workload.lengths)
+    return _seen_by_each(workload.mean_length, window)
+
+
+def _seen_by_each(length: float, window: int | None) -> float:
     if window is None or window >= length:
         return (length + 1) / 2
     return window * (1 - (window - 1) / (2 * length))

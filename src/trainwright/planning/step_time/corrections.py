@@ -37,12 +37,12 @@ def corrections_of(runs: OwnRuns, workload: Workload, basis: str) -> Corrections
 
 
 def model_of(workload: Workload) -> str:
-    """Return a key for runs whose prediction errors are related: family, size, adapter and length of rows."""
+    """Return a key for runs whose prediction errors are related: family, size, adapter, length of rows and TF32."""
     a = workload.architecture
     adapter = "full" if workload.adapter is None else workload.adapter.kind
     parts = (a.family, f"2^{round(math.log2(max(1, a.parameters().total)))}", adapter, workload.quantisation)
     rows = f"2^{round(math.log2(workload.row_tokens))}", "packed" if workload.packed else "padded"
-    return " ".join((*parts, *rows, workload.optimizer))
+    return " ".join((*parts, *rows, workload.optimizer, *(["tf32"] if workload.tf32 else [])))
 
 
 def way_of(choice: Choice) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainwright.parallel.matrices.owners import assign
 from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
 from trainwright.planning.workload import Choice
 
@@ -18,13 +19,16 @@ _SMALL = 64  # bytes that processes exchange after every step
 class UnitWork:
     """A part of the model that is gathered and reduced as one: a block, or everything outside the blocks.
 
-    ``forward``, ``backward``: seconds of computation per micro-batch.
+    ``forward``, ``backward``: seconds of computation per micro-batch. ``experts``, ``experts_trainable``: of the
+    parameters those of experts that ranks divide between them.
     """
 
     parameters: int
     trainable: int
     forward: float
     backward: float
+    experts: int = 0
+    experts_trainable: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,9 @@ class Exchange:
 
     ``hidden``: the share of a collective that can overlap with computation. ``exchanged``: bytes per element of reduced
     gradients. ``sums_unsharded``: FSDP reduces only in the last micro-batch of a step. ``matrices``: of a block, each
-    of which DeepSpeed gathers separately; its hooks around every module take Python time.
+    of which DeepSpeed gathers separately; its hooks around every module take Python time. ``expert_parallel``: ranks
+    that divide the experts of a block between them. ``between``: seconds of a micro-batch in which blocks exchange
+    rows.
     """
 
     choice: Choice
@@ -44,6 +50,8 @@ class Exchange:
     exchanged: int = 4
     sums_unsharded: bool = False
     matrices: int = 7
+    expert_parallel: int = 1
+    between: float = 0.0
 
     def exposed(self, units: Sequence[UnitWork]) -> float:
         """Return the seconds of a step in which a device waits for others. ``units``: that outside the blocks first."""
@@ -53,7 +61,7 @@ class Exchange:
         passes, told = choice.gradient_accumulation_steps, self._all("all_gather", _SMALL)
         if choice.spec.shards:
             told += self._all("all_reduce", _SMALL)  # the norm of sharded gradients
-        seconds = told
+        seconds = told + passes * self.between
         for one in choice.spec.collectives:
             if one.when == "buckets":
                 seconds += self._buckets(units)
@@ -68,6 +76,31 @@ class Exchange:
             sharded += self._over_replicas(units)
         return seconds + sharded
 
+    def of_updates(self, matrices: tuple[tuple[int, int], ...], width: int) -> float:
+        """Return the seconds of exchanging ``matrices`` and their updates, in elements of ``width`` bytes.
+
+        See parallel/matrices/exchange.py.
+        """
+        choice, shards = self.choice, self.choice.shards
+        if choice.num_processes == 1 or not matrices:
+            return 0.0
+        seconds = 0.0
+        for one in assign(matrices, choice.num_processes):
+            sizes = [width * sum(matrices[n][0] * matrices[n][1] for n in owned) for owned in one]
+            replicas = [sum(sizes[begin : begin + shards]) for begin in range(0, len(sizes), shards)]
+            # In an all-to-all a rank sends each of the others its part; in an all-gather it passes all parts on.
+            seconds += 2 * self.rates.collective("all_gather", max(replicas) / shards, self._group(shards))
+            for size in replicas:
+                seconds += self.rates.collective("broadcast", size / shards, self._replicas())
+        return seconds
+
+    def _replicas(self) -> Group:
+        """Return the group of the ranks that hold the same shards."""
+        choice = self.choice
+        replicas = choice.num_processes // choice.shards
+        inside = min(replicas, max(1, min(choice.num_processes, self.devices_per_node) // choice.shards))
+        return Group(-(-replicas // inside), inside)
+
     def _all(self, kind: CollectiveKind, size: float) -> float:
         return self.rates.collective(kind, size, self._group(self.choice.num_processes))
 
@@ -75,6 +108,12 @@ class Exchange:
         """Return a group of ``ranks`` neighboring ranks."""
         inside = min(ranks, self.devices_per_node)
         return Group(-(-ranks // inside), inside)
+
+    def _of_same_experts(self) -> Group:
+        """Return the group of ranks that have the same experts; neighboring ranks have different ones."""
+        shards = self.choice.shards
+        inside = max(1, min(shards, self.devices_per_node) // self.expert_parallel)
+        return Group(max(1, shards // self.expert_parallel // inside), inside)
 
     def _buckets(self, units: Sequence[UnitWork]) -> float:
         """Return the exposed seconds of reducing gradients in buckets during the last micro-batch's backward pass.
@@ -90,15 +129,20 @@ class Exchange:
 
     def _sharded(self, units: Sequence[UnitWork]) -> float:
         choice = self.choice
-        group = self._group(choice.shards)
+        group, same = self._group(choice.shards), self._of_same_experts()
         messages = self.matrices if choice.spec.hooks_modules else 1
 
         def gathered(unit: UnitWork) -> float:
-            part = unit.parameters * self.width / messages
-            return messages * self.rates.collective("all_gather", part, group)
+            part = (unit.parameters - unit.experts) * self.width / messages
+            divided = self.rates.collective("all_gather", unit.experts * self.width, same)
+            return messages * self.rates.collective("all_gather", part, group) + divided
 
-        gathers = [gathered(unit) for unit in units]
-        scatters = [self.rates.collective("reduce_scatter", self.exchanged * unit.trainable, group) for unit in units]
+        def scattered(unit: UnitWork) -> float:
+            part = self.exchanged * (unit.trainable - unit.experts_trainable)
+            divided = self.rates.collective("reduce_scatter", self.exchanged * unit.experts_trainable, same)
+            return self.rates.collective("reduce_scatter", part, group) + divided
+
+        gathers, scatters = [gathered(unit) for unit in units], [scattered(unit) for unit in units]
         forward = self._forward(units, gathers)
         if not choice.reshard_after_forward:
             # Gathered and reduced once per step.
@@ -137,9 +181,6 @@ class Exchange:
 
     def _over_replicas(self, units: Sequence[UnitWork]) -> float:
         """Return the exposed seconds of all-reducing gradient shards over replicas, after the last reduce-scatters."""
-        choice = self.choice
-        inside = max(1, min(choice.num_processes, self.devices_per_node) // choice.shards)
-        group = Group(choice.replicate_size // inside, inside)
-        sizes = [self.exchanged * unit.trainable / choice.shards for unit in units]
-        sums = [self.rates.collective("all_reduce", size, group) for size in sizes]
+        sizes = [self.exchanged * unit.trainable / self.choice.shards for unit in units]
+        sums = [self.rates.collective("all_reduce", size, self._replicas()) for size in sizes]
         return self._backward(units, [0.0] * len(units), sums)

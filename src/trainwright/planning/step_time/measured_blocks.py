@@ -68,7 +68,7 @@ def on_cpu(a: Architecture, batch: BatchShape, precision: str, setting: ProcessR
 
 def block_seconds(sizes: Sequence[float], precision: str, setting: ProcessRates) -> float:
     """Return the predicted seconds of the forward and backward pass of a block (``trainwright.doctor.block.Sizes``)."""
-    hidden, inner, heads, shared, size, documents, length = map(int, sizes)
+    hidden, inner, heads, shared, size, sequences, length = map(int, sizes)
     architecture = llama(
         hidden_size=hidden,
         intermediate_size=inner,
@@ -78,7 +78,7 @@ def block_seconds(sizes: Sequence[float], precision: str, setting: ProcessRates)
         head_dim=size,
         vocab_size=2,
     )
-    tokens = documents * length
-    batch = BatchShape(1, tokens, ((length, documents),), tokens, packed=True, masked=False)
+    tokens = sequences * length
+    batch = BatchShape(1, tokens, ((length, sequences),), tokens, packed=True, masked=False)
     run, pricing = on_cpu(architecture, batch, precision, setting)
     return pricing.pass_and_back(run.blocks[0]).seconds

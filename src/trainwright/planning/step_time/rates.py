@@ -16,7 +16,7 @@ from trainwright.planning.step_time.measured_blocks import with_measured_blocks
 from trainwright.planning.step_time.rates_measured import measured_setting, peak, thread_counts
 from trainwright.planning.step_time.rates_nominal import nominal_setting, steps_of
 
-ProductLayout = Literal["forward", "input", "weight"]
+ProductLayout = Literal["forward", "input", "weight", "grouped"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 
 # Share of a link's rate that large messages reach (all-gathers of NCCL: 361 of 450 GB/s over NVLink 4, 235 of 300 over
@@ -74,8 +74,11 @@ class Rates:
         return self._settings[key]
 
     def _setting(self, processes: int, threads: int | None) -> ProcessRates:
-        if self.calibration is not None:
-            return self.calibration.nearest(processes)
+        if (calibration := self.calibration) is not None:
+            found = calibration.nearest(processes)
+            if self.measurement is None:
+                return found
+            return with_measured_blocks(found, self.measurement, lambda number, _: calibration.nearest(number))
         if self.measurement is not None:
             return with_measured_blocks(self._measured(processes, threads), self.measurement, self._measured)
         return self._nominal(processes, threads)
@@ -118,6 +121,18 @@ class Rates:
         (times, messages), (of_times, of_messages) = steps_of(kind, group.ranks), steps_of(kind, setting.processes)
         alone = start * messages / of_messages + each * size * times / of_times
         return setting.exchange.waited + setting.exchange.factor * alone
+
+    def all_to_all(self, size: float, group: Group) -> float:
+        """Return the seconds in which each rank of ``group`` sends an equal part of ``size`` bytes to every rank."""
+        if group.ranks == 1 or not size:
+            return 0.0
+        inside = size * (group.per_node - 1) / group.ranks / self._bandwidth(self.cluster.link)
+        if group.nodes == 1:
+            return _START + inside + (group.ranks - 1) * self.cluster.link.latency
+        network = self.cluster.network
+        assert network is not None, "several nodes have a network"
+        across = size * (group.ranks - group.per_node) / group.ranks / self._bandwidth(network)
+        return _START + max(inside, across) + (group.ranks - 1) * network.latency
 
     def _by_links(self, kind: CollectiveKind, size: float, group: Group) -> float:
         """Return the seconds of rings over all ranks, one per adapter of a node, limited by the slowest link.

@@ -20,7 +20,7 @@ class _Units:
     """What the matrix units of a generation sustain on random numbers.
 
     ``sustained``: share of the peak, at ``watts`` per 10^12 operations per second of the peak. ``attention``: the share
-    of that which flash attention reaches (forward, backward) on long documents.
+    of that which flash attention reaches (forward, backward) on long sequences.
     """
 
     sustained: float
@@ -69,7 +69,10 @@ _USUAL_SHAPES = 0.92
 # Where power does not limit the clock it exceeds the datasheet's, by about the share that usual shapes lose (torch's
 # products on an RTX 4090: 165 of its 165 TFLOP/s, github.com/tinygrad/tinygrad/pull/13623).
 _MORE_THAN_ENOUGH = 1.3
-_LENGTH_OF_HALF_RATE = 400  # tokens of a document at which attention reaches half its rate (ramps of the same figures)
+# Rate of many small products in one kernel, relative to one product: 753 to 900 TFLOP/s on a B200 with the experts of
+# DeepSeek-V3 and Llama 4, forward and backward (github.com/pytorch/ao, torchao/prototype/moe_training/README.md).
+_GROUPED = {(10, 0): 0.55, (10, 3): 0.55}
+_LENGTH_OF_HALF_RATE = 400  # tokens of a sequence at which attention reaches half its rate (ramps of the same figures)
 _STREAMED = 0.85  # share of a card's memory bandwidth reached by kernels that read and write once
 # Share of that for the kernel that unpacks 4-bit numbers, on memory faster than it can use (bitsandbytes: an
 # optimization made it 1.4 to 2.1 times as fast on an A100 and an H100, but no faster on an RTX 4090 or an L40S, whose
@@ -128,6 +131,9 @@ def _of_gpu(cluster: Cluster, processes: int) -> ProcessRates:
         product = (_KERNEL, wave, 2 / (_USUAL_SHAPES * rate), per_byte, per_byte, per_byte)
         for layout in ("forward", "input", "weight"):
             curves[f"product/{precision}/{layout}"] = Curve("product", (), product)
+        if (share := _GROUPED.get(card.capability)) is not None:
+            slower = (_KERNEL, wave / share, product[2] / share, per_byte, per_byte, per_byte)
+            curves[f"product/{precision}/grouped"] = Curve("product", (), slower)
         first = _FIRST_ATTENTION
         third = _THIRD_ATTENTION.get(card.capability, (1.0, 1.0))
         kernels = {"": (1.0, 1.0), "1": first, "3": third, "early": _EARLY_AMD_ATTENTION}
@@ -199,7 +205,7 @@ def _traffic_of_cores(rate: float) -> Curve:
 def _add_attention(
     curves: dict[str, Curve], precision: str, rates: Sequence[float], half: float, suffix: str = ""
 ) -> None:
-    """Add the curves of attention: seconds per token and channel, by the length of the document.
+    """Add the curves of attention: seconds per token and channel, by the length of the sequence.
 
     Each token takes products of 2 (forward) and 5 (backward) numbers with each earlier token.
     """

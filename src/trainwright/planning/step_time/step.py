@@ -6,7 +6,6 @@ the time. Collectives overlap with computation; on a CPU only as far as measured
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,7 +13,8 @@ from typing import Any
 
 from trainwright.machine.describe import Cluster
 from trainwright.planning.architectures.architecture import Architecture
-from trainwright.planning.memory.inventory import Inventory, by_unit, inventory, partly_trained
+from trainwright.planning.memory.inventory import Inventory, by_unit, experts_by_unit, inventory, partly_trained
+from trainwright.planning.memory.matrices import exchanged_width, orthogonalized
 from trainwright.planning.operations import (
     BlockKind,
     ModelPasses,
@@ -28,7 +28,7 @@ from trainwright.planning.operations.weights import ADAPTED
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time.batch import seen_pairs, typical_batch
 from trainwright.planning.step_time.exchange import Exchange, UnitWork
-from trainwright.planning.step_time.rates import Rates
+from trainwright.planning.step_time.rates import Group, Rates
 from trainwright.planning.step_time.update import Update
 from trainwright.planning.step_time.work import Pricing, Work
 from trainwright.planning.workload import AdapterShape, Choice, MixedPrecision, Workload
@@ -103,7 +103,7 @@ def least_seconds(workload: Workload, processes: int, precision: MixedPrecision,
     """
     if rates.are_measured:
         return 0.0
-    peak = _nominal_peak(rates.cluster, processes, precision)
+    peak = _nominal_peak(rates.cluster, processes, _peak_names(precision, workload))
     return model_operations(workload) / peak if peak else 0.0
 
 
@@ -118,7 +118,7 @@ class _Step:
         self.batch = typical_batch(workload, choice, stack.sorted_rows)
         self.width = choice.width
         self.shapes = PassSettings.of(workload, choice, self.batch, cluster, stack)
-        self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack)
+        self.pricing = Pricing(self.speeds, self.batch, choice.mixed_precision, self.on_gpu, stack, workload.tf32)
 
     def time(self) -> StepTime:
         choice, passes_a_step = self.choice, self.choice.gradient_accumulation_steps
@@ -144,6 +144,8 @@ class _Step:
             stack.exchanged,
             stack.sums_unsharded,
             self._matrices(),
+            stack.expert_parallel,
+            self._rows_to_experts() + self._heads(),
         )
         units = self._units(run, forward, backward)
         kept = sum(part.kept for part in run.blocks)
@@ -155,8 +157,14 @@ class _Step:
             "loss and head": passes_a_step * ends.seconds,
             **({"reference": passes_a_step * reference.seconds} if self.workload.reference is not None else {}),
             "optimizer": update.optimizer(),
-            "communication": exchange.exposed(units),
-            "offload": update.offload(kept, sum(work.seconds for work in forward)),
+            "communication": exchange.exposed(units)
+            + exchange.of_updates(update.orthogonalized, exchanged_width(self.on_gpu)),
+            "offload": update.offload(
+                kept,
+                sum(work.seconds for work in forward),
+                sum(work.seconds for work in backward),
+                len(run.blocks),
+            ),
             "launches": self._launches(computed) if self.on_gpu else passes_a_step * passed.host,
             "data": self._data(),
         }
@@ -171,7 +179,7 @@ class _Step:
     def _peak(self) -> float | None:
         """Return the FLOPs per second of all devices."""
         devices = self.choice.num_processes if self.on_gpu else self.cluster.nodes
-        found = (self.rates.peak(devices, name) for name in _PEAK[self.choice.mixed_precision])
+        found = (self.rates.peak(devices, name) for name in _peak_names(self.choice.mixed_precision, self.workload))
         return next((rate for rate in found if rate is not None), None)
 
     def _launches(self, computed: Work) -> float:
@@ -220,8 +228,32 @@ class _Step:
             self.pricing.work(run.embedding.backward, backward=True),
         )
         times = [embedding, *zip(forward, backward, strict=True)]
-        run_through = zip(counts[: len(times)], times, strict=True)
-        return [UnitWork(*count, there.seconds, back.seconds) for count, (there, back) in run_through]
+        experts = experts_by_unit(self._inventory()) if self.stack.expert_parallel > 1 else ((0, 0),) * len(counts)
+        run_through = zip(counts[: len(times)], times, experts[: len(times)], strict=True)
+        return [UnitWork(*count, there.seconds, back.seconds, *own) for count, (there, back), own in run_through]
+
+    def _rows_to_experts(self) -> float:
+        """Return the seconds of a micro-batch in which rows go to the experts of other ranks, and back."""
+        a, ranks = self.workload.architecture, self.stack.expert_parallel
+        rows = float(a.experts_per_token)
+        if self.stack.experts == "fused":  # to each rank that has any of a token's experts
+            rows = ranks * (1 - (1 - 1 / ranks) ** rows)
+        blocks = sum(kind.sparse for kind in block_kinds(a)[: self.workload.first_blocks])
+        return 2 * blocks * self._passed(rows * self.batch.tokens * a.hidden * self.width, ranks)
+
+    def _heads(self) -> float:
+        """Return the seconds of a micro-batch in which ranks exchange positions for heads: q, k, v and the output."""
+        a = self.workload.architecture
+        size = 2 * self.batch.tokens * (a.query_width + a.key_value_width) * self.width
+        return len(block_kinds(a)[: self.workload.first_blocks]) * self._passed(size, self.stack.sequence_parallel)
+
+    def _passed(self, size: float, ranks: int) -> float:
+        """Return the seconds in which ``size`` bytes of a block go round in each of its passes."""
+        if ranks == 1:
+            return 0.0
+        passes = 2 if self.choice.activation_checkpointing == "none" else 3
+        inside = min(ranks, self.per_node)
+        return passes * self.rates.all_to_all(size, Group(-(-ranks // inside), inside))
 
     def _counts(self) -> tuple[tuple[int, int], ...]:
         """Return the numbers of parameters and of trained parameters, outside the blocks and of each block."""
@@ -258,23 +290,25 @@ class _Step:
             stack=self.stack,
         )
 
-    def _orthogonalized(self) -> Counter[tuple[int, int]]:
-        if self.workload.optimizer == "adamw":
-            return Counter()
-        trained = (one for one in self._inventory().weights if one.trainable)
-        return Counter((one.rows, one.columns) for one in trained if one.is_orthogonalized)
+    def _orthogonalized(self) -> tuple[tuple[int, int], ...]:
+        return () if self.workload.optimizer == "adamw" else orthogonalized(self._inventory())
 
     def _data(self) -> float:
         """Return the seconds for preparing data; on a GPU only those of a step's first batch, as others overlap."""
-        documents = sum(count for _, count in self.batch.documents)
+        sequences = sum(count for _, count in self.batch.sequences)
         times = 1 if self.on_gpu else self.choice.gradient_accumulation_steps
-        return times * self.speeds.curves["data"].seconds(documents, self.batch.tokens)
+        return times * self.speeds.curves["data"].seconds(sequences, self.batch.tokens)
 
 
-def _nominal_peak(cluster: Cluster, processes: int, precision: MixedPrecision) -> float | None:
-    """Return the FLOPs per second of all devices by their datasheet."""
+def _peak_names(precision: MixedPrecision, workload: Workload) -> tuple[str, ...]:
+    """Return the precisions whose peak rate applies, the first that a device has."""
+    return ("tf32", *_PEAK["no"]) if workload.tf32 and precision == "no" else _PEAK[precision]
+
+
+def _nominal_peak(cluster: Cluster, processes: int, names: tuple[str, ...]) -> float | None:
+    """Return the FLOPs per second of all devices by their datasheet, in the first of these precisions it has."""
     rates = cluster.card.rates
-    rate = next((rates[name] for name in _PEAK[precision] if name in rates), None)
+    rate = next((rates[name] for name in names if name in rates), None)
     return None if rate is None else rate * (processes if cluster.device == "cuda" else cluster.nodes)
 
 

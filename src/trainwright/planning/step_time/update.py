@@ -5,24 +5,23 @@ Follows parallel/: replicated.py and gradients.py (single, ddp), fsdp.py, zero.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainwright.parallel.constants import NORM_ELEMENTS
+from trainwright.parallel.constants import CACHED_ELEMENTS
+from trainwright.parallel.matrices.owners import ITERATIONS, assign, slowest
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice
 
 _FP32 = 4
-_ITERATIONS = 5  # engine/muon.py: iterations of three products each
 
 
 @dataclass(frozen=True)
 class Update:
     """Predict the time of a process's update of ``trainable`` of the model's ``parameters``.
 
-    ``matrices``: number of tensors. ``width``: bytes per element in computation. ``orthogonalized``: number of matrices
-    that Muon updates, by rows and columns.
+    ``matrices``: number of tensors. ``width``: bytes per element in computation. ``orthogonalized``: shapes of
+    the matrices that Muon updates.
     """
 
     choice: Choice
@@ -31,7 +30,7 @@ class Update:
     trainable: int
     matrices: int
     width: int
-    orthogonalized: Mapping[tuple[int, int], int]
+    orthogonalized: tuple[tuple[int, int], ...]
     stack: Stack = OWN
 
     @property
@@ -60,14 +59,15 @@ class Update:
         return norm + clip + update + self._casts() + self._orthogonalizing()
 
     def _orthogonalizing(self) -> float:
-        """Return the seconds of Muon's products, which every rank computes on full matrices (engine/muon.py)."""
+        """Return the seconds of Muon's products, on the rank with the most of them in each round."""
         curve = self.pricing.curve("product", "bf16" if self.pricing.on_gpu else "fp32", "forward")
-        seconds = 0.0
-        for (rows, columns), count in self.orthogonalized.items():
+        seconds = {}
+        for rows, columns in set(self.orthogonalized):
             low, high = sorted((rows, columns))
             once = curve.seconds(low, low, high) + curve.seconds(low, low, low) + curve.seconds(low, high, low)
-            seconds += count * _ITERATIONS * once
-        return seconds
+            seconds[rows, columns] = ITERATIONS * once
+        rounds = assign(self.orthogonalized, self.choice.num_processes)
+        return slowest(rounds, [seconds[shape] for shape in self.orthogonalized])
 
     def keeping(self) -> float:
         """Return the seconds of a step for accumulating gradients and copying them for the exchange."""
@@ -89,17 +89,20 @@ class Update:
             return passes * self._traffic("copy", (width + self.stack.exchanged) * whole)
         return passes * self._sharded_copies()
 
-    def offload(self, kept: int, forward: float) -> float:
+    def offload(self, kept: int, forward: float, backward: float, blocks: int) -> float:
         """Return the seconds that copies between the devices and the host's memory add to a step.
 
-        ``kept``: bytes of activations that are offloaded per micro-batch, during ``forward`` seconds of computation.
+        ``kept``: bytes of activations of ``blocks`` blocks that are offloaded per micro-batch, during ``forward``
+        seconds of computation, and copied back during ``backward`` seconds.
         """
         if not self.pricing.on_gpu:
             return 0.0
         choice, passes, seconds = self.choice, self.choice.gradient_accumulation_steps, 0.0
         if choice.activation_offload:
-            # Copied out during the computation; copied back before they are needed.
-            seconds += passes * (max(0.0, self._host("from", kept) - forward) + self._host("to", kept))
+            # Copied during the computation, but for those of the last block, which are needed at once.
+            last = self._host("to", kept / max(1, blocks if self.stack.fetches_ahead else 1))
+            back = last + max(0.0, self._host("to", kept) - last - backward)
+            seconds += passes * (max(0.0, self._host("from", kept) - forward) + back)
         if choice.offload_parameters:
             kept = self.width if choice.spec.separate_masters else self.kept
             shard = (kept * self.trainable + self.width * (self.parameters - self.trainable)) / choice.shards
@@ -130,10 +133,10 @@ class Update:
         if self.pricing.on_gpu:
             return self._traffic("reduction", self.kept * elements)
         # In pieces that stay in the cache: copied, squared, summed.
-        piece = self.pricing.traffic("copy", 2 * _FP32 * NORM_ELEMENTS, "fp32")
-        piece += self.pricing.traffic("elementwise", 2 * _FP32 * NORM_ELEMENTS, "fp32")
-        piece += self.pricing.traffic("reduction", _FP32 * NORM_ELEMENTS, "fp32")
-        return piece * elements / NORM_ELEMENTS
+        piece = self.pricing.traffic("copy", 2 * _FP32 * CACHED_ELEMENTS, "fp32")
+        piece += self.pricing.traffic("elementwise", 2 * _FP32 * CACHED_ELEMENTS, "fp32")
+        piece += self.pricing.traffic("reduction", _FP32 * CACHED_ELEMENTS, "fp32")
+        return piece * elements / CACHED_ELEMENTS
 
     def _sharded_copies(self) -> float:
         """Return the seconds of copying gathered parameters and gradients, per micro-batch of FSDP and ZeRO-3."""

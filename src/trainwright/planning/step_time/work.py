@@ -26,7 +26,7 @@ _COMPILED_TRAFFIC, _COMPILED_KERNELS = 0.22, 0.22
 _FUSED_LOSS, _FULL_LOSS = 8 / 44, 38 / 44
 _PRECISION = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 # Precision to use instead if one was not measured: it computes it, or is equally fast.
-_INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32"}
+_INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32", "tf32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,17 @@ class Work:
 class Pricing:
     """Predict the time of the kernels of one micro-batch on one device.
 
-    ``speeds``: of the device, with all its processes at work. ``compiled``: blocks are compiled.
+    ``speeds``: of the device, with all its processes at work. ``tf32``: fp32 products are computed in TF32.
     """
 
     def __init__(
-        self, speeds: Speeds, batch: BatchShape, precision: MixedPrecision, on_gpu: bool, stack: Stack = OWN
+        self,
+        speeds: Speeds,
+        batch: BatchShape,
+        precision: MixedPrecision,
+        on_gpu: bool,
+        stack: Stack = OWN,
+        tf32: bool = False,
     ) -> None:
         self.speeds = speeds
         self.stack = stack
@@ -82,7 +88,12 @@ class Pricing:
         self.on_gpu = on_gpu
         self.precision = _PRECISION[precision]
         self.in_step = speeds.in_step.get(self.precision) or speeds.in_step.get("fp32", InStep())
-        self._names = {4: "fp32", 2: self.precision if self.precision != "fp32" else "bf16", 1: self.precision}
+        # Precision of products by the bytes of their results.
+        self._names = {
+            4: "tf32" if tf32 else "fp32",
+            2: self.precision if self.precision != "fp32" else "bf16",
+            1: self.precision,
+        }
         self._attention: dict[tuple[bool, int], float] = {}
         self._traffic: dict[tuple[str, int], float] = {}
 
@@ -158,6 +169,8 @@ class Pricing:
         return once + count * (curve.seconds(m, n, k) - once)
 
     def _layout(self, kernel: Kernel, backward: bool) -> ProductLayout:
+        if kernel.times > 1 and f"product/{self.precision}/grouped" in self.speeds.curves:
+            return "grouped"
         rows = self.batch.targets if kernel.operation == "head" else self.batch.tokens
         if kernel.k == rows or kernel.m > rows >= kernel.k:
             return "weight"
@@ -180,6 +193,7 @@ class Pricing:
         if not any(name.endswith(f"/{named}") for name in self.speeds.curves):  # measured with the kernel that runs
             named = direction
         curve = self.curve("attention", self.precision, named)
-        seconds = sum(count * length * curve.seconds(length) for length, count in self.batch.documents)
-        operations = sum(count * length * products * (length + 1) for length, count in self.batch.documents)
+        ranks = self.stack.sequence_parallel  # each has a part of the positions, which attend to all
+        seconds = sum(count * length * curve.seconds(length * ranks) for length, count in self.batch.sequences)
+        operations = sum(count * length * products * (length + 1) for length, count in self.batch.sequences)
         return seconds / max(1, operations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -60,6 +60,7 @@ ValidationRows = Annotated[
 
 # A number and a unit.
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|seconds?|min|minutes?|h|hours?)")
+_LONGEST = 168 * 3600.0
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -70,6 +71,42 @@ def seconds_of(time: str) -> float:
     if seconds <= 0:
         raise ValueError(time)
     return seconds
+
+
+# A number of restarts within a time.
+_RATE = re.compile(r"([0-9]+) per (hour|day)")
+_RATE_SECONDS = {"hour": 3600.0, "day": 24 * 3600.0}
+_MOST_PER_PERIOD = 1000
+
+
+class Rate(NamedTuple):
+    """At most ``times`` within ``seconds``."""
+
+    times: int
+    seconds: float
+
+
+def rate_of(rate: str) -> Rate:
+    """Return a rate such as ``3 per hour``, ``10 per day`` or ``off``. Raises ValueError if it is malformed."""
+    if rate == "off":
+        return Rate(0, _RATE_SECONDS["hour"])
+    found = _RATE.fullmatch(rate.strip())
+    if found is None or int(found[1]) > _MOST_PER_PERIOD:
+        raise ValueError(rate)
+    return Rate(int(found[1]), _RATE_SECONDS[found[2]])
+
+
+def _rate(value: object) -> object:
+    if value is False or (value == 0 and not isinstance(value, bool)):  # YAML reads `off` as false
+        return "off"
+    try:
+        assert isinstance(value, str)
+        rate_of(value)
+    except (AssertionError, ValueError):
+        raise PydanticCustomError(
+            "rate", f"a number of restarts such as 3 per hour or 10 per day (at most {_MOST_PER_PERIOD}), 0 or off"
+        ) from None
+    return value
 
 
 def _interval(value: object) -> object:
@@ -85,6 +122,18 @@ def _interval(value: object) -> object:
     return value
 
 
+def _time(value: object) -> object:
+    try:
+        assert isinstance(value, str)
+        seconds = seconds_of(value)
+        assert 1 <= seconds <= _LONGEST
+    except (AssertionError, ValueError):
+        raise PydanticCustomError("time", "a time such as 10 min or 600 s, of at least 1 s and at most 168 h") from None
+    return value
+
+
+Time = Annotated[Text, BeforeValidator(_time)]
+Restarts = Annotated[Text, BeforeValidator(_rate)]
 Interval = Annotated[Annotated[int, Field(ge=1)] | Text | None, BeforeValidator(_interval)]
 
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trainwright.doctor.checks.check import CannotCheck, Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
 from trainwright.text import size
 
 _SECONDS = 10.0
@@ -45,7 +45,7 @@ _XIDS = {
 _OF_PROGRAMS = (13, 31, 43, 45)
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Read counters of errors, temperatures, clocks and other programs of each GPU."""
     import pynvml
 
@@ -56,95 +56,115 @@ def check(surroundings: Surroundings) -> Found:
     facts: list[str] = []
     findings: list[Finding] = []
     try:
-        facts.append(f"driver {_asked(pynvml.nvmlSystemGetDriverVersion) or 'unknown'}")
+        facts.append(f"driver {pynvml.nvmlSystemGetDriverVersion()}")
         for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            facts.append(_described(handle, index))
+            gpu = _Gpu(f"GPU {index}", pynvml.nvmlDeviceGetHandleByIndex(index))
+            facts.append(_described(gpu))
             for look in (_memory_errors, _clocks, _links, _slot, _others):
-                findings += look(handle, f"GPU {index}")
+                findings += look(gpu)
+            if gpu.denied:
+                facts.append(f"{gpu.name}: not checked, as only root may: {', '.join(gpu.denied)}")
     finally:
         pynvml.nvmlShutdown()
     findings += _of_kernel_log(facts)
-    return Found(tuple(facts), tuple(findings))
+    return CheckResult(tuple(facts), tuple(findings))
 
 
-def _asked(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a value of the library; None if this GPU or driver does not report it."""
-    import pynvml
+class _Gpu:
+    """A GPU of the library. ``denied``: what this user has no right to ask for."""
 
-    try:
-        return function(*arguments)
-    except (pynvml.NVMLError, TypeError, ValueError):
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self.denied: list[str] = []
+        self._handle = handle
+
+    def ask(self, function: Callable[..., Any], *arguments: Any, what: str | None = None) -> Any:
+        """Return a value of the library; None if this GPU or driver does not report it.
+
+        Args:
+            what: a name of the value, to list it where this user may not ask for it.
+        """
+        import pynvml
+
+        try:
+            return function(self._handle, *arguments)
+        except pynvml.NVMLError_NoPermission:
+            if what is not None and what not in self.denied:
+                self.denied.append(what)
+        except (pynvml.NVMLError, TypeError, ValueError):
+            pass
         return None
 
 
-def _described(handle: Any, index: int) -> str:
+def _described(gpu: _Gpu) -> str:
     import pynvml
 
-    heat = _asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
-    power = _asked(pynvml.nvmlDeviceGetPowerUsage, handle)
-    clock = _asked(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
-    most = _asked(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
-    parts = [f"GPU {index}: {_asked(pynvml.nvmlDeviceGetName, handle)}"]
+    heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
+    power = gpu.ask(pynvml.nvmlDeviceGetPowerUsage)
+    clock = gpu.ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
+    most = gpu.ask(pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM)
+    parts = [f"{gpu.name}: {gpu.ask(pynvml.nvmlDeviceGetName)}"]
     parts += [] if heat is None else [f"{heat} °C"]
     parts += [] if power is None else [f"{power / 1000:.0f} W"]
     parts += [] if clock is None or most is None else [f"{clock} of {most} MHz"]
     return ", ".join(parts)
 
 
-def _memory_errors(handle: Any, name: str) -> Iterator[Finding]:
+def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
     def errors(counter: int) -> int | None:
         kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        found: int | None = _asked(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, counter)
+        found: int | None = gpu.ask(pynvml.nvmlDeviceGetTotalEccErrors, kind, counter, what="ECC errors")
         return found
 
     since_start = errors(pynvml.NVML_VOLATILE_ECC)
     if since_start:
         yield Finding(
             Severity.BROKEN,
-            f"{name}: {since_start} uncorrectable memory errors (ECC) since the driver was loaded",
+            f"{gpu.name}: {since_start} uncorrectable memory errors (ECC) since the driver was loaded",
             "results may be wrong, and kernels that read this memory fail",
             _RESET,
         )
     elif ever := errors(pynvml.NVML_AGGREGATE_ECC):
         yield Finding(
             Severity.NOTE,
-            f"{name}: {ever} uncorrectable memory errors (ECC) in its life, none since the driver was loaded",
+            f"{gpu.name}: {ever} uncorrectable memory errors (ECC) in its life, none since the driver was loaded",
             "the pages or rows with errors were replaced",
             "watch whether the number grows: nvidia-smi -q -d ECC",
         )
-    remapped = _asked(pynvml.nvmlDeviceGetRemappedRows, handle)
+    remapped = gpu.ask(pynvml.nvmlDeviceGetRemappedRows, what="remapped rows")
     if remapped is not None:
         _, _, is_pending, has_failed = remapped
         if has_failed:
             why = "the GPU has no spare rows left for its broken memory"
-            yield Finding(Severity.BROKEN, f"{name}: a row of its memory could not be remapped", why, _REPLACE)
+            yield Finding(Severity.BROKEN, f"{gpu.name}: a row of its memory could not be remapped", why, _REPLACE)
         elif is_pending:
             why = "broken memory is replaced by spare rows only when the GPU is reset"
-            yield Finding(Severity.WARNING, f"{name}: a row of its memory is to be remapped", why, _RESET)
-    if _asked(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+            yield Finding(Severity.WARNING, f"{gpu.name}: a row of its memory is to be remapped", why, _RESET)
+    if gpu.ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, what="retired pages"):
         why = "broken pages are left out only after a restart"
-        yield Finding(Severity.WARNING, f"{name}: pages of its memory are to be retired", why, _RESET)
+        yield Finding(Severity.WARNING, f"{gpu.name}: pages of its memory are to be retired", why, _RESET)
 
 
-def _clocks(handle: Any, name: str) -> Iterator[Finding]:
+def _clocks(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
-    reasons = _asked(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    reasons = gpu.ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, what="throttling")
     if reasons is None:  # an older driver has the older name
-        reasons = _asked(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        reasons = gpu.ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, what="throttling") or 0
     for bit, reason, fix in _REASONS:
         if reasons & bit:
-            yield Finding(Severity.WARNING, f"{name}: throttled by {reason}", "all ranks wait for the slowest GPU", fix)
-    heat = _asked(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+            yield Finding(
+                Severity.WARNING, f"{gpu.name}: throttled by {reason}", "all ranks wait for the slowest GPU", fix
+            )
+    heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
     if heat is not None and heat >= _HOT:
         why = "near its limit the driver lowers the clock"
-        yield Finding(Severity.WARNING, f"{name}: {heat} °C", why, "look at the cooling of the machine")
+        yield Finding(Severity.WARNING, f"{gpu.name}: {heat} °C", why, "look at the cooling of the machine")
 
 
-def _links(handle: Any, name: str) -> Iterator[Finding]:
+def _links(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
     kinds = {
@@ -152,54 +172,56 @@ def _links(handle: Any, name: str) -> Iterator[Finding]:
         "recoveries": pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
         "CRC errors": pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT,
     }
-    states = [_asked(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(_MOST_NVLINKS)]
+    states = [gpu.ask(pynvml.nvmlDeviceGetNvLinkState, link) for link in range(_MOST_NVLINKS)]
     active = [link for link, state in enumerate(states) if state == pynvml.NVML_FEATURE_ENABLED]
     down = [link for link, state in enumerate(states) if state == pynvml.NVML_FEATURE_DISABLED]
     if active and down:
         yield Finding(
             Severity.WARNING,
-            f"{name}: NVLinks {', '.join(map(str, down))} are down, {len(active)} are up",
+            f"{gpu.name}: NVLinks {', '.join(map(str, down))} are down, {len(active)} are up",
             "GPUs exchange with less bandwidth",
             "nvidia-smi nvlink --status; restart Fabric Manager (systemctl restart nvidia-fabricmanager), then the "
             "machine",
         )
     for kind, code in kinds.items():
-        counts = {link: _asked(pynvml.nvmlDeviceGetNvLinkErrorCounter, handle, link, code) for link in active}
+        counts = {
+            link: gpu.ask(pynvml.nvmlDeviceGetNvLinkErrorCounter, link, code, what="NVLink errors") for link in active
+        }
         bad = {link: count for link, count in counts.items() if count}
         if bad:
             shown = ", ".join(f"{count} on link {link}" for link, count in bad.items())
             yield Finding(
                 Severity.WARNING,
-                f"{name}: NVLink errors, {kind}: {shown}",
+                f"{gpu.name}: NVLink errors, {kind}: {shown}",
                 "data is sent again, and a link that gets worse ends runs with Xid 74",
                 "nvidia-smi nvlink --errorcounters shows whether they grow; then reseat or replace the GPU or the "
                 "switch",
             )
 
 
-def _slot(handle: Any, name: str) -> Iterator[Finding]:
+def _slot(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
     lanes, most = (
-        _asked(ask, handle) for ask in (pynvml.nvmlDeviceGetCurrPcieLinkWidth, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
+        gpu.ask(ask) for ask in (pynvml.nvmlDeviceGetCurrPcieLinkWidth, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
     )
     if lanes and most and lanes < most:  # the generation is lowered while the GPU is idle, the width is not
         yield Finding(
             Severity.WARNING,
-            f"{name}: its slot uses {lanes} of {most} PCIe lanes",
+            f"{gpu.name}: its slot uses {lanes} of {most} PCIe lanes",
             "copies to and from the host are slower",
             "reseat the card, or move it to a slot with all lanes",
         )
 
 
-def _others(handle: Any, name: str) -> Iterator[Finding]:
+def _others(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
-    for process in _asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+    for process in gpu.ask(pynvml.nvmlDeviceGetComputeRunningProcesses, what="other programs") or ():
         used = size(process.usedGpuMemory) if process.usedGpuMemory else "some memory"
         yield Finding(
             Severity.WARNING,
-            f"{name}: process {process.pid} uses {used}",
+            f"{gpu.name}: process {process.pid} uses {used}",
             "plans assume that a run has the GPU alone",
             f"`ps -fp {process.pid}`; end it if it is left over from a run",
         )

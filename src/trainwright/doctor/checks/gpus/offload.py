@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.doctor.checks.child import answer_of
 from trainwright.machine.links import Link
 
@@ -15,13 +15,13 @@ _COPIES = 8
 _LOW = 0.5  # of the slot's rate; protocols take a fifth of it
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Copy to the first GPU and back in a process of its own."""
-    values = answer_of(_measure, "pinned memory", surroundings)
-    return judged(values, surroundings.machine.gpus[0].host_link)
+    values = answer_of(_measure, "pinned memory", context)
+    return judged(values, context.machine.gpus[0].host_link)
 
 
-def judged(values: Mapping[str, float], link: Link | None) -> Found:
+def judged(values: Mapping[str, float], link: Link | None) -> CheckResult:
     """Compare measured bytes per second with those of the slot."""
     datasheet = "" if link is None else f" ({link.describe()} by its datasheet)"
     facts = (f"to the GPU {values['to'] / 1e9:.1f} GB/s, from it {values['from'] / 1e9:.1f} GB/s{datasheet}",)
@@ -42,7 +42,7 @@ def judged(values: Mapping[str, float], link: Link | None) -> Found:
                 "cores of the GPU's NUMA node (nvidia-smi topo -m; numactl)",
             )
         )
-    return Found(facts, tuple(findings))
+    return CheckResult(facts, tuple(findings))
 
 
 def _measure(answer: Path) -> None:

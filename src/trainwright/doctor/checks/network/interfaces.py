@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.machine.system_files import read
 
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -43,19 +43,19 @@ class Interface:
         return self.is_up and self.has_carrier
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Look at every interface that has an address or that a variable selects."""
     interfaces = _interfaces()
-    selected = [name for variable in _SELECTING for name in _names(surroundings.variables.get(variable, ""))]
+    selected = [name for variable in _SELECTING for name in _names(context.variables.get(variable, ""))]
     shown = [one for one in interfaces.values() if one.name != "lo" and (one.addresses or one.name in selected)]
     findings = (
-        *_selections(surroundings.variables, interfaces),
+        *_selections(context.variables, interfaces),
         *_dead(shown),
         *_failing(shown),
         *_name_of_machine(),
         *_adapters(),
     )
-    return Found(tuple(one.describe() for one in shown) or ("no interface but loopback",), findings)
+    return CheckResult(tuple(one.describe() for one in shown) or ("no interface but loopback",), findings)
 
 
 def _interfaces() -> dict[str, Interface]:
@@ -89,12 +89,18 @@ def _selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface
     for variable in _SELECTING:
         text = variables.get(variable, "")
         exact = variable != "NCCL_SOCKET_IFNAME" or text.strip().startswith("=")
+        if variable != "NCCL_SOCKET_IFNAME" and text.strip().startswith(("^", "=")):
+            what = f"{variable}={text}: only NCCL_SOCKET_IFNAME may begin with {text.strip()[0]}"
+            why = "processes fail to start with `Unable to find address`"
+            yield Finding(
+                Severity.BROKEN, what, why, f"name those to use: {variable}={_usable(interfaces) or 'INTERFACE'}"
+            )
+            continue
         for name in _names(text):
             found = [
                 one for one in interfaces.values() if one.name == name or (not exact and one.name.startswith(name))
             ]
-            alive = [one.name for one in interfaces.values() if one.is_alive and one.addresses and one.name != "lo"]
-            choose = f"set {variable} to one that is up ({', '.join(alive) or 'there is none'}), or unset it"
+            choose = f"set {variable} to one that is up ({_usable(interfaces) or 'there is none'}), or unset it"
             if not found:
                 why = "processes fail to start with `no socket interface found` or `Unable to find address`"
                 yield Finding(Severity.BROKEN, f"{variable}={text}: there is no interface {name}", why, choose)
@@ -102,6 +108,10 @@ def _selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface
                 why = "processes cannot connect through an interface that is down, and wait until they time out"
                 what = f"{variable}={text}: dead interface: {found[0].describe()}"
                 yield Finding(Severity.BROKEN, what, why, f"`ip link set {found[0].name} up` (as root), or {choose}")
+
+
+def _usable(interfaces: Mapping[str, Interface]) -> str:
+    return ",".join(one.name for one in interfaces.values() if one.is_alive and one.addresses and one.name != "lo")
 
 
 def _dead(interfaces: list[Interface]) -> Iterator[Finding]:

@@ -7,108 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
+from trainwright.doctor.checks.network.nccl_variables import EFFECTS, OLD_NAMES
 
-# What each variable does (NCCL's user guide, "Environment Variables"; torch/csrc/distributed/c10d).
-EFFECTS = {
-    "NCCL_SOCKET_IFNAME": "the interfaces that NCCL connects through",
-    "NCCL_SOCKET_FAMILY": "IPv4 or IPv6 for NCCL's sockets",
-    "NCCL_SOCKET_NTHREADS": "threads for each connection of the network",
-    "NCCL_NSOCKS_PERTHREAD": "sockets of each of these threads",
-    "NCCL_SOCKET_RETRY_CNT": "how often a failed connection is tried again",
-    "NCCL_COMM_ID": "address and port where a communicator without torch's store meets",
-    "NCCL_NET": "the network's implementation: IB, Socket or a plugin's name",
-    "NCCL_NET_PLUGIN": "the library with the network's implementation, such as that of a cloud's network",
-    "NCCL_TUNER_PLUGIN": "the library that chooses algorithms",
-    "NCCL_CROSS_NIC": "whether a ring may use another adapter on each node",
-    "NCCL_IB_DISABLE": "1: no InfiniBand or RoCE, sockets instead",
-    "NCCL_IB_HCA": "the InfiniBand adapters to use",
-    "NCCL_IB_GID_INDEX": "the index of the address for RoCE",
-    "NCCL_IB_TIMEOUT": "how long InfiniBand waits for an answer, as a power of two",
-    "NCCL_IB_RETRY_CNT": "how often InfiniBand sends again",
-    "NCCL_IB_SL": "the service level of InfiniBand",
-    "NCCL_IB_TC": "the traffic class of InfiniBand",
-    "NCCL_IB_QPS_PER_CONNECTION": "queue pairs of each connection",
-    "NCCL_IB_PCI_RELAXED_ORDERING": "whether PCIe may reorder writes",
-    "NCCL_IB_ADAPTIVE_ROUTING": "whether the switch chooses paths",
-    "NCCL_IB_CUDA_SUPPORT": "old name of NCCL_NET_GDR_LEVEL",
-    "NCCL_NET_GDR_LEVEL": "up to which distance an adapter reads GPU memory directly",
-    "NCCL_NET_GDR_READ": "whether an adapter also reads GPU memory to send it",
-    "NCCL_NET_SHARED_BUFFERS": "whether connections share their buffers",
-    "NCCL_P2P_DISABLE": "1: GPUs of a node exchange through the host's memory instead of directly",
-    "NCCL_P2P_LEVEL": "up to which distance GPUs exchange directly",
-    "NCCL_P2P_DIRECT_DISABLE": "1: threads of one process do not write into each other's memory",
-    "NCCL_SHM_DISABLE": "1: no shared memory between GPUs of a node, the network instead",
-    "NCCL_NVLS_ENABLE": "whether NVSwitch adds up gradients",
-    "NCCL_CUMEM_ENABLE": "whether memory is allocated by CUDA's virtual memory functions",
-    "NCCL_CUMEM_HOST_ENABLE": "the same for the host's memory",
-    "NCCL_MNNVL_ENABLE": "whether NVLink between nodes is used",
-    "NCCL_COLLNET_ENABLE": "whether switches of the network add up gradients",
-    "NCCL_ALGO": "the algorithms that NCCL may use",
-    "NCCL_PROTO": "the protocols that NCCL may use",
-    "NCCL_NTHREADS": "threads of each of NCCL's blocks on the GPU",
-    "NCCL_MIN_NCHANNELS": "the least number of channels, which use the GPU's multiprocessors",
-    "NCCL_MAX_NCHANNELS": "the largest number of channels",
-    "NCCL_MIN_CTAS": "the least number of blocks on the GPU",
-    "NCCL_MAX_CTAS": "the largest number of blocks on the GPU",
-    "NCCL_BUFFSIZE": "bytes of the buffer between two GPUs",
-    "NCCL_CHECKS_DISABLE": "old; has no effect",
-    "NCCL_CHECK_POINTERS": "1: check the pointers of every call, which is slow",
-    "NCCL_LAUNCH_MODE": "how kernels of several GPUs of one process are launched",
-    "NCCL_GRAPH_FILE": "a file with the rings and trees to use",
-    "NCCL_GRAPH_DUMP_FILE": "where the rings and trees are written",
-    "NCCL_GRAPH_REGISTER": "whether buffers of CUDA graphs are registered",
-    "NCCL_GRAPH_MIXING_SUPPORT": "whether calls with and without CUDA graphs may be mixed",
-    "NCCL_LOCAL_REGISTER": "whether buffers that the user registered are used",
-    "NCCL_TOPO_FILE": "a file with the topology, read instead of looking at the machine",
-    "NCCL_TOPO_DUMP_FILE": "where the topology is written",
-    "NCCL_IGNORE_CPU_AFFINITY": "1: bind threads to the GPU's cores, whatever the process may use",
-    "NCCL_SET_THREAD_NAME": "whether threads have names",
-    "NCCL_CONF_FILE": "a file with further variables",
-    "NCCL_DEBUG": "what NCCL prints: VERSION, WARN, INFO or TRACE",
-    "NCCL_DEBUG_FILE": "where NCCL prints",
-    "NCCL_DEBUG_SUBSYS": "the parts that print",
-    "NCCL_DMABUF_ENABLE": "whether adapters reach GPU memory through the kernel's DMA-BUF",
-    "NCCL_RAS_ENABLE": "whether the service that ncclras asks runs",
-    "NCCL_RUNTIME_CONNECT": "1: connections are made when they are first used",
-    "NCCL_WORK_FIFO_BYTES": "bytes of the queue of work",
-    "NCCL_PXN_DISABLE": "1: a GPU does not send through another one's adapter",
-    "NCCL_NVB_DISABLE": "1: a GPU does not send through another one's NVLink",
-    "NCCL_PROFILER_PLUGIN": "the library that records events",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "what a failed collective does: 0 nothing, 1 ends the process, 3 (usual) ends "
-    "it after others could finish",
-    "TORCH_NCCL_BLOCKING_WAIT": "1: wait for every collective on the host, which is slow",
-    "TORCH_NCCL_ENABLE_MONITORING": "whether a thread ends a process whose watchdog hangs",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "seconds until that thread ends it",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "whether the last collectives are written when one times out",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "how many collectives are remembered for that",
-    "TORCH_NCCL_DESYNC_DEBUG": "1: report which rank was behind after a timeout",
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1: create communicators without blocking",
-    "TORCH_NCCL_AVOID_RECORD_STREAMS": "whether memory of collectives is reused earlier",
-    "TORCH_NCCL_HIGH_PRIORITY": "1: collectives run on a stream of high priority",
-    "TORCH_DISTRIBUTED_DEBUG": "OFF, INFO or DETAIL: checks of every collective",
-    "TORCH_CPP_LOG_LEVEL": "what torch's process groups print",
-    "GLOO_SOCKET_IFNAME": "the interface that Gloo connects through",
-    "GLOO_DEVICE_TRANSPORT": "the transport of Gloo",
-    "TP_SOCKET_IFNAME": "the interface of torch's RPC",
-    "CUDA_LAUNCH_BLOCKING": "1: the host waits for every kernel, which is slow",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "queues between the host and a GPU",
-    "CUDA_VISIBLE_DEVICES": "the GPUs that programs see",
-    "CUDA_DEVICE_ORDER": "how GPUs are counted",
-    "PYTORCH_CUDA_ALLOC_CONF": "options of the GPU memory's allocator",
-    "PYTORCH_ALLOC_CONF": "options of the memory's allocator",
-    "OMP_NUM_THREADS": "threads of a process on the CPU",
-}
-_OLD = {
-    name: f"TORCH_{name}"
-    for name in (
-        "NCCL_ASYNC_ERROR_HANDLING",
-        "NCCL_BLOCKING_WAIT",
-        "NCCL_DESYNC_DEBUG",
-        "NCCL_ENABLE_TIMING",
-        "NCCL_AVOID_RECORD_STREAMS",
-    )
-}
 # Variable, pattern of its values, why such a value is a problem, and the fix.
 _COSTLY = (
     ("NCCL_P2P_DISABLE", "1", "GPUs of a node exchange through the host's memory, which is several times as slow"),
@@ -119,25 +20,26 @@ _COSTLY = (
     ("NCCL_ALGO", ".+", "NCCL cannot choose the fastest algorithm for each size"),
     ("NCCL_PROTO", ".+", "NCCL cannot choose the fastest protocol for each size"),
     ("NCCL_MAX_NCHANNELS", "[1-3]", "so few channels do not reach the speed of the links"),
+    ("TORCH_NCCL_NAN_CHECK", "1", "every tensor is searched for NaN before it is exchanged"),
     ("TORCH_NCCL_BLOCKING_WAIT", "1", "the host waits for every collective"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "a failed collective hangs until someone ends the run"),
     ("TORCH_DISTRIBUTED_DEBUG", "(?i)detail", "every collective is compared between ranks first"),
     ("CUDA_LAUNCH_BLOCKING", "1", "the host waits for every kernel"),
 )
 _OURS = re.compile(
-    r"(?:TORCH_)?NCCL_\w+|(?:GLOO|TP)_\w+|TORCH_DISTRIBUTED_DEBUG|TORCH_CPP_LOG_LEVEL|CUDA_\w+|PYTORCH_\w*ALLOC_CONF|OMP_NUM_THREADS"
+    r"(?:TORCH_)?NCCL_\w+|(?:GLOO|TP|TORCH_FR|TORCH_GLOO)_\w+|TORCH_DISTRIBUTED_DEBUG|TORCH_CPP_LOG_LEVEL|CUDA_\w+|PYTORCH_\w*ALLOC_CONF|OMP_NUM_THREADS"
 )
 _FILES = ("/etc/nccl.conf", "~/.nccl.conf")
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Explain every variable that is set, in the environment or in NCCL's files."""
-    given = dict(_of_files(surroundings.variables))
-    given |= {name: (value, "") for name, value in surroundings.variables.items() if _OURS.fullmatch(name)}
+    given = dict(_of_files(context.variables))
+    given |= {name: (value, "") for name, value in context.variables.items() if _OURS.fullmatch(name)}
     known = {name: place for name, place in given.items() if name in EFFECTS}
     facts = [f"{name}={value}{place}: {EFFECTS[name]}" for name, (value, place) in sorted(known.items())]
     findings = (*_unknown(given), *_costly(given))
-    return Found(tuple(facts) or ("none is set",), findings)
+    return CheckResult(tuple(facts) or ("none is set",), findings)
 
 
 def _of_files(variables: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -158,9 +60,11 @@ def _unknown(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
     for name, (value, place) in sorted(given.items()):
         if name in EFFECTS or not name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")):
             continue
-        if name in _OLD:
+        if name in OLD_NAMES:
             why = "torch reads it under its new name, and may ignore the old one"
-            yield Finding(Severity.WARNING, f"{name}={value}{place} is an old name", why, f"set {_OLD[name]} instead")
+            yield Finding(
+                Severity.WARNING, f"{name}={value}{place} is an old name", why, f"set {OLD_NAMES[name]} instead"
+            )
             continue
         near = difflib.get_close_matches(name, EFFECTS, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else f"look it up in NCCL's user guide, or unset {name}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 
 _DEFAULT = 29500  # of torchrun and Accelerate
 _LOOPBACK = "127.0.0.1"
@@ -16,20 +16,20 @@ _SECONDS = 5.0
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Listen on every port for a moment, and exchange a byte over the loopback interface."""
-    chosen = surroundings.ports or _from_variables(surroundings)
+    chosen = context.ports or _from_variables(context)
     ports = chosen or (_DEFAULT,)
     severity = Severity.BROKEN if chosen else Severity.WARNING
     busy = {port: holder for port in ports if (holder := _holder(port)) is not None}
     findings = [_taken(port, holder, severity) for port, holder in busy.items()]
     free = [str(port) for port in ports if port not in busy]
     facts = [f"port {', '.join(free)} free"] if free else []
-    return Found(tuple(facts), (*findings, *_loopback()))
+    return CheckResult(tuple(facts), (*findings, *_loopback()))
 
 
-def _from_variables(surroundings: Surroundings) -> tuple[int, ...]:
-    text = surroundings.variables.get("MASTER_PORT", "").strip()
+def _from_variables(context: CheckContext) -> tuple[int, ...]:
+    text = context.variables.get("MASTER_PORT", "").strip()
     return (int(text),) if text.isdigit() and 0 < int(text) < 65536 else ()
 
 

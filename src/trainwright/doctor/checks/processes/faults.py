@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.doctor.checks.processes.starting import PROCESSES, ready
 from trainwright.text import span
 
@@ -24,29 +24,29 @@ _FAULTY = 1  # the rank that fails
 _HEADROOM, _ASKED = 2**28, 2**32  # bytes that rank 1 may still allocate, and that it asks for
 
 
-def out_of_memory(surroundings: Surroundings) -> Found:
+def out_of_memory(context: CheckContext) -> CheckResult:
     """Let memory run out on one rank: by a limit of its own on a CPU, by asking for more than a GPU has."""
-    return _provoked(surroundings, "memory that runs out on one rank", _run_out, _is_out_of_memory)
+    return _provoked(context, "memory that runs out on one rank", _run_out, _is_out_of_memory)
 
 
-def killed_rank(surroundings: Surroundings) -> Found:
+def killed_rank(context: CheckContext) -> CheckResult:
     """Kill one rank, as the kernel or a scheduler would."""
-    return _provoked(surroundings, "a rank that is killed", _die, _is_killed)
+    return _provoked(context, "a rank that is killed", _die, _is_killed)
 
 
 def _provoked(
-    surroundings: Surroundings, what: str, fault: Callable[[], None], is_named: Callable[[Failure], bool]
-) -> Found:
-    device = ready(surroundings)
+    context: CheckContext, what: str, fault: Callable[[], None], is_named: Callable[[Failure], bool]
+) -> CheckResult:
+    device = ready(context)
     from trainwright.doctor.checks.processes.watching import watched
     from trainwright.launch.ending.failure import Failure
     from trainwright.launch.local import launch_once
 
-    logs = surroundings.work / fault.__name__
+    logs = context.work / fault.__name__
     begun = time.monotonic()
-    with watched(what, _SECONDS, surroundings.end):
+    with watched(what, _SECONDS, context.end):
         entry = functools.partial(_entry, device, fault, logs)
-        ended = launch_once(entry, processes=PROCESSES, logs=logs, stopping=surroundings.stopping)
+        ended = launch_once(entry, processes=PROCESSES, logs=logs, stopping=context.stopping)
     failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else begun
     took = time.monotonic() - failed_at
     message = ended.message if isinstance(ended, Failure) else "the launch ended as if nothing had happened"
@@ -55,7 +55,7 @@ def _provoked(
         findings.append(_not_named(what, message))
     if left := [child.pid for child in multiprocessing.active_children()]:
         findings.append(_left(what, left))
-    return Found((f"reported after {span(took)}: {_in_short(message)}",), tuple(findings))
+    return CheckResult((f"reported after {span(took)}: {_in_short(message)}",), tuple(findings))
 
 
 def _in_short(message: str) -> str:

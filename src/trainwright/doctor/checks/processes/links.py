@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.doctor.checks.processes.starting import ready
 
 _SECONDS = 30.0
@@ -16,21 +16,21 @@ _ROUNDS = 5
 _LOW = 0.3  # of the link's rate
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Add up tensors of two processes."""
-    device = ready(surroundings)
+    device = ready(context)
     from trainwright.doctor.checks.processes.watching import watched
     from trainwright.errors import TrainwrightError
     from trainwright.launch.local import launch
 
-    logs, answer = surroundings.work / "links", surroundings.work / "links.json"
+    logs, answer = context.work / "links", context.work / "links.json"
     try:
-        with watched("two processes that add up tensors", _SECONDS, surroundings.end):
+        with watched("two processes that add up tensors", _SECONDS, context.end):
             entry = functools.partial(_entry, device, answer)
-            launch(entry, processes=2, logs=logs, stopping=surroundings.stopping)
+            launch(entry, processes=2, logs=logs, stopping=context.stopping)
     except TrainwrightError as error:
-        return Found((), (_failed(str(error)),))
-    return _judged(json.loads(answer.read_text(encoding="utf-8")), surroundings, device)
+        return CheckResult((), (_failed(str(error)),))
+    return _judged(json.loads(answer.read_text(encoding="utf-8")), context, device)
 
 
 def _entry(device: str, answer: Path) -> int:
@@ -66,10 +66,10 @@ def _entry(device: str, answer: Path) -> int:
     return EXIT_FINISHED
 
 
-def _judged(values: dict[str, Any], surroundings: Surroundings, device: str) -> Found:
+def _judged(values: dict[str, Any], context: CheckContext, device: str) -> CheckResult:
     # Of two processes each sends the whole tensor once, half in reducing and half in gathering.
     rate = _BYTES[device] / values["seconds"]
-    link = surroundings.machine.gpus[0].link if device == "cuda" else None
+    link = context.machine.gpus[0].link if device == "cuda" else None
     reference = (
         f", {link.describe()} by the datasheet" if link is not None else " through the memory of this machine (Gloo)"
     )
@@ -87,7 +87,7 @@ def _judged(values: dict[str, Any], surroundings: Surroundings, device: str) -> 
         fix = "`nvidia-smi topo -m` and `nvidia-smi nvlink --status`; look at `trainwright doctor nccl`; on virtual "
         fix += "machines, ACS or the IOMMU may stand in the way of direct access"
         findings.append(Finding(Severity.WARNING, what, why, fix))
-    return Found(facts, tuple(findings))
+    return CheckResult(facts, tuple(findings))
 
 
 def _failed(message: str) -> Finding:

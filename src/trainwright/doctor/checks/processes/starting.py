@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from trainwright.doctor.checks.check import Surroundings
+from trainwright.doctor.checks.check import CheckContext
 from trainwright.launch.limits import check_limits
-from trainwright.launch.process import limit_threads, preload_libraries
+from trainwright.launch.process import preload_libraries, prepare_environment
 
 PROCESSES = 2
 
 
-def ready(surroundings: Surroundings) -> str:
+def ready(context: CheckContext) -> str:
     """Raise limits, share the cores, and import what workers need; return the type of the devices of the workers.
 
     Raises:
         MachineError: a limit is too low.
     """
     check_limits(PROCESSES, PROCESSES)
-    limit_threads(surroundings.machine.cpu_cores, PROCESSES)
+    prepare_environment(context.machine.cpu_cores, PROCESSES)
     preload_libraries()
-    return two_devices(surroundings)
+    return two_devices(context)
 
 
-def two_devices(surroundings: Surroundings) -> str:
+def two_devices(context: CheckContext) -> str:
     """Return "cuda" if there is a GPU for each of the two workers, otherwise "cpu"."""
-    return "cuda" if len(surroundings.machine.gpus) >= PROCESSES else "cpu"
+    return "cuda" if len(context.machine.gpus) >= PROCESSES else "cpu"

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainwright.doctor.checks.check import Broken, CannotCheck, Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import Broken, CannotCheck, CheckContext, CheckResult, Finding, Severity
 from trainwright.doctor.checks.processes.starting import ready, two_devices
 from trainwright.launch.process import preload_worker, run_in_child
 from trainwright.text import span
 
 if TYPE_CHECKING:
-    from trainwright.doctor.verify import Side
+    from trainwright.doctor.verify import ComparedRun
     from trainwright.recipe.schema import Recipe
 
 _STEPS = 2
@@ -34,28 +34,28 @@ logging: {tensorboard: false}
 """
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Compare the first steps of every strategy on two ranks with those on one process."""
     from trainwright.recipe.strategy_spec import all_specs
 
-    ready(surroundings)
+    ready(context)
     specs = all_specs()
     names = [n for n, spec in specs.items() if spec.least_processes <= 2 <= (spec.most_processes or 2)]
     missing = {n: spec.library for n in names if (spec := specs[n]).library is not None and spec.library.is_missing}
     alone = next(name for name, spec in specs.items() if spec.is_one_process)
-    reference = _side(surroundings, alone, 1)
+    reference = _side(context, alone, 1)
     preload_worker(reference.recipe)
-    work = functools.partial(_prepare, surroundings, reference.recipe)
-    run_in_child(work, surroundings.work / "prepare.log", surroundings.stopping)
-    if (finding := _run(surroundings, reference, f"one process ({alone})")) is not None:
-        return Found((), (finding,))
+    work = functools.partial(_prepare, context, reference.recipe)
+    run_in_child(work, context.work / "prepare.log", context.stopping)
+    if (finding := _run(context, reference, f"one process ({alone})")) is not None:
+        return CheckResult((), (finding,))
     facts, findings, late = [], [], []
     for name in (name for name in names if name not in missing):
-        if time.monotonic() > surroundings.end:
+        if time.monotonic() > context.end:
             late.append(name)
             continue
         try:
-            fact, found = _compared(surroundings, reference, name)
+            fact, found = _compared(context, reference, name)
         except CannotCheck:
             late.append(name)
             continue
@@ -63,19 +63,19 @@ def check(surroundings: Surroundings) -> Found:
         findings += found
     facts += [f"not run: {name}: {library.title} is not installed" for name, library in missing.items() if library]
     facts += [f"not run for lack of time: {', '.join(late)}"] if late else []
-    return Found(tuple(facts), tuple(findings))
+    return CheckResult(tuple(facts), tuple(findings))
 
 
-def _side(surroundings: Surroundings, strategy: str, processes: int) -> Side:
+def _side(context: CheckContext, strategy: str, processes: int) -> ComparedRun:
     """Return the run of the tiny recipe under a strategy."""
-    from trainwright.doctor.verify import Side
+    from trainwright.doctor.verify import ComparedRun
     from trainwright.planning.resolve import resolve
     from trainwright.recipe.loading import load_recipe
 
-    file, rows = surroundings.work / "recipe.yaml", surroundings.work / "rows.jsonl"
+    file, rows = context.work / "recipe.yaml", context.work / "rows.jsonl"
     file.write_text(_RECIPE, encoding="utf-8")
     rows.write_text("".join(f"{json.dumps(row)}\n" for row in _rows()), encoding="utf-8")
-    device = two_devices(surroundings)
+    device = two_devices(context)
     overrides = (
         f"data.train={rows}",
         f"parallel.strategy={strategy}",
@@ -83,9 +83,9 @@ def _side(surroundings: Surroundings, strategy: str, processes: int) -> Side:
         f"parallel.device={device}",
     )
     # A machine that is not here is not measured: the plan only fills in values.
-    recipe = resolve(load_recipe(file, overrides), replace(surroundings.machine, is_here=False)).recipe
+    recipe = resolve(load_recipe(file, overrides), replace(context.machine, is_here=False)).recipe
     name = strategy + (f" x {processes}" if processes > 1 else "")
-    return Side(name, recipe, surroundings.work / f"run-{strategy}")
+    return ComparedRun(name, recipe, context.work / f"run-{strategy}")
 
 
 def _rows() -> Iterator[dict[str, str]]:
@@ -93,27 +93,27 @@ def _rows() -> Iterator[dict[str, str]]:
         yield {"question": f"What is {number} times {number}?", "answer": f"{number * number}, which is {number}^2."}
 
 
-def _prepare(surroundings: Surroundings, recipe: Recipe) -> None:
+def _prepare(context: CheckContext, recipe: Recipe) -> None:
     """Prepare data and weights in a child process."""
     from trainwright.launch import run_directory
     from trainwright.launch.run_worker import prepare
     from trainwright.recipe.loading import dump_recipe
 
-    directory = surroundings.work / "prepared"
+    directory = context.work / "prepared"
     directory.mkdir()
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
 
 
-def _run(surroundings: Surroundings, side: Side, what: str) -> Finding | None:
+def _run(context: CheckContext, side: ComparedRun, what: str) -> Finding | None:
     """Run a side; return a finding if it fails."""
     from trainwright.doctor.checks.processes.watching import watched
     from trainwright.doctor.verify import run_side
     from trainwright.errors import Stopped, TrainwrightError
 
     try:
-        with watched(what, _SECONDS, surroundings.end):
-            run_side(side, _STEPS, surroundings.stopping, is_shown=False)
+        with watched(what, _SECONDS, context.end):
+            run_side(side, _STEPS, context.stopping, is_shown=False)
     except Broken as broken:
         return broken.finding
     except Stopped:
@@ -123,18 +123,18 @@ def _run(surroundings: Surroundings, side: Side, what: str) -> Finding | None:
     return None
 
 
-def _compared(surroundings: Surroundings, reference: Side, name: str) -> tuple[str, list[Finding]]:
+def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple[str, list[Finding]]:
     from trainwright.doctor.comparison import TOLERANCES, Comparison
     from trainwright.errors import Stopped, TrainwrightError
 
     begun, what = time.monotonic(), f"two ranks of {name}"
     try:
-        side = _side(surroundings, name, 2)
+        side = _side(context, name, 2)
     except Stopped:
         raise
     except TrainwrightError as error:
         return f"{name}: not possible", [_failed(what, str(error))]
-    if (finding := _run(surroundings, side, what)) is not None:
+    if (finding := _run(context, side, what)) is not None:
         return f"{name}: failed", [finding]
     compared = Comparison.of_runs((reference.name, side.name), (reference.run, side.run), TOLERANCES["no"])
     fact = f"{name}: {span(time.monotonic() - begun)}, with {_STEPS} steps whose losses differ by at most "

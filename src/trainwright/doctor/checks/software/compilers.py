@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.machine.accelerators import installed_build
 
 _SECONDS = 30.0
@@ -31,22 +31,22 @@ _USES = (
 )
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Compile a small library, and look for the other programs."""
     facts: list[str] = []
     findings: list[Finding] = []
-    compiler = surroundings.variables.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    compiler = context.variables.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         findings.append(_warning("there is no C++ compiler", "apt-get install g++ (or conda install cxx-compiler)"))
     else:
-        problem = _compile(compiler, surroundings.work)
+        problem = _compile(compiler, context.work)
         facts.append(f"{compiler} {_version([compiler, '--version'])}".rstrip())
         findings += [] if problem is None else [problem]
     if shutil.which("ninja") is None:
         findings.append(_warning("ninja is not in PATH", "pip install ninja, with the environment's bin in PATH"))
-    if surroundings.machine.gpus:
+    if context.machine.gpus:
         findings += _of_cuda(facts)
-    return Found(tuple(facts), tuple(findings))
+    return CheckResult(tuple(facts), tuple(findings))
 
 
 def _compile(compiler: str, work: Path) -> Finding | None:

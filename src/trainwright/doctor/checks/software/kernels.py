@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.doctor.checks.child import answer_of
 from trainwright.machine.machine import Machine
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 # Relative difference of a result or a gradient, in the Euclidean norm: from rounding inputs and sums.
 TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 4e-2}
-_DOCUMENTS = ((70, 186), (128, 128), (600, 424))  # lengths; short, equal, and long ones take different kernels
+_SEQUENCES = ((70, 186), (128, 128), (600, 424))  # lengths; short, equal, and long ones take different kernels
 _HEADS, _KEY_HEADS, _CHANNELS = 4, 2, 64
 _TOKENS, _HIDDEN, _VOCABULARY = 128, 256, 1000
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Run every kernel in a process of its own, on the device that training uses."""
-    work = functools.partial(_compare_all, surroundings.machine.device, precisions(surroundings.machine))
-    values = answer_of(work, "kernels", surroundings)
+    work = functools.partial(_compare_all, context.machine.device, precisions(context.machine))
+    values = answer_of(work, "kernels", context)
     findings = [finding for row in values["rows"] if (finding := _judged(row, values["device"])) is not None]
     worst = dict.fromkeys(TOLERANCES, 0.0)
     for row in values["rows"]:
@@ -36,7 +36,7 @@ def check(surroundings: Surroundings) -> Found:
             worst[row["precision"]] = max(worst[row["precision"]], row["difference"])
     used = [name for name in worst if any(row["precision"] == name for row in values["rows"])]
     shown = ", ".join(f"{name} {worst[name]:.1e} (tolerance {TOLERANCES[name]:.0e})" for name in used)
-    return Found(
+    return CheckResult(
         (f"{len(values['rows'])} kernels on {values['device']}, largest difference: {shown}",), tuple(findings)
     )
 
@@ -89,12 +89,12 @@ def kernels(device: torch.device) -> Iterator[Kernel]:
     yield Kernel(
         "SiLU gates", (hidden, hidden.flip(0)), lambda x, y: F.silu(x) * y, lambda x, y: x / (1 + (-x).exp()) * y
     )
-    for lengths in _DOCUMENTS:
+    for lengths in _SEQUENCES:
         tokens = sum(lengths)
         shapes = [(1, heads, tokens, _CHANNELS) for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS)]
         parts = tuple(torch.randn(shape) for shape in shapes)
         attend, plain = functools.partial(_attention, lengths, device), functools.partial(_plain_attention, lengths)
-        yield Kernel(f"attention in documents of {' and '.join(map(str, lengths))} tokens", parts, attend, plain)
+        yield Kernel(f"attention in sequences of {' and '.join(map(str, lengths))} tokens", parts, attend, plain)
     yield Kernel(
         "cross-entropy",
         (hidden, weight),
@@ -166,10 +166,10 @@ def _attention(
 
     import torch
 
-    from trainwright.models.attention.packs import document_attention
+    from trainwright.models.attention.packs import packed_attention
 
     edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    output, _ = document_attention(
+    output, _ = packed_attention(
         torch.nn.Module(), query, key, value, None, cu_seq_lens_q=edges, max_length_q=max(lengths)
     )
     return output
@@ -178,13 +178,13 @@ def _attention(
 def _plain_attention(
     lengths: tuple[int, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Return softmax(QK^T / sqrt(D)) V over the earlier tokens of each document, [1, T, H, D]."""
+    """Return softmax(QK^T / sqrt(D)) V over the earlier tokens of each sequence, [1, T, H, D]."""
     import torch
 
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    allowed = (document[:, None] == document).tril()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    allowed = (sequence[:, None] == sequence).tril()
     scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
     return (scores.softmax(-1) @ value).transpose(1, 2)
 

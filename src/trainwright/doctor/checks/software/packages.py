@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 
-from trainwright.doctor.checks.check import CannotCheck, Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
 
 _SECONDS = 60.0
 _DIFFERS = re.compile(
@@ -19,7 +19,7 @@ _SHOWN = ("torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandby
 _OWN = "trainwright"
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Name every requirement of an installed package that another one does not meet."""
     command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "check"]
     try:
@@ -28,7 +28,7 @@ def check(surroundings: Surroundings) -> Found:
         raise CannotCheck(f"pip check: {error}") from None
     if "No module named pip" in ended.stderr:
         raise CannotCheck("pip is not installed in this environment; `uv pip check` does the same")
-    return Found((", ".join(_versions()),), tuple(_findings(ended.stdout)))
+    return CheckResult((", ".join(_versions()),), tuple(_findings(ended.stdout)))
 
 
 def _versions() -> Iterator[str]:

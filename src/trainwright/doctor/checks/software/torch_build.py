@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from trainwright.diagnosis.explain import explain
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.machine.accelerators import HIDE, installed_build
 
 _SECONDS = 120.0
@@ -33,9 +33,9 @@ print(json.dumps({
 """
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Import torch in a process of its own, and compare what it was built for with what is here."""
-    findings = [*_mixed(), *_unusable(surroundings.machine.unusable)]
+    findings = [*_mixed(), *_unusable(context.machine.unusable)]
     command = [sys.executable, "-P", "-c", _CODE]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
@@ -48,12 +48,12 @@ def check(surroundings: Surroundings) -> Found:
                 "move the environment to a local disk; look for messages of the driver with dmesg",
             )
         )
-        return Found((), tuple(findings))
+        return CheckResult((), tuple(findings))
     if ended.returncode:
-        return Found((), (*findings, _not_imported(ended)))
+        return CheckResult((), (*findings, _not_imported(ended)))
     values = json.loads(ended.stdout.splitlines()[-1])
-    findings += _of_build(values, len(surroundings.machine.gpus))
-    return Found(tuple(_facts(values)), tuple(findings))
+    findings += _of_build(values, len(context.machine.gpus))
+    return CheckResult(tuple(_facts(values)), tuple(findings))
 
 
 def _mixed() -> Iterator[Finding]:

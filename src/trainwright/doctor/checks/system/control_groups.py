@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.machine import cgroups
 from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.system_files import read
@@ -16,7 +16,7 @@ _PIDS = 256  # two processes with their threads
 _ASK = "docker run {}, resources.limits of the pod, or {} of the Slurm job"
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Read the limits of memory, cores and processes of this process's groups."""
     memory, free, cores = cgroups.memory_limit(), cgroups.memory_free(), cgroups.cpu_limit()
     pids = tuple(_pids())
@@ -26,7 +26,7 @@ def check(surroundings: Surroundings) -> Found:
         "processes: no limit" if not pids else f"processes {pids[0][0]} of {pids[0][1]}",
     ]
     findings = (*_of_memory(memory, free), *_of_cores(cores), *_of_pids(pids))
-    return Found(("; ".join(shown),), findings)
+    return CheckResult(("; ".join(shown),), findings)
 
 
 def _of_memory(limit: int | None, free: int | None) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trainwright.doctor.checks.check import CannotCheck, Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
 from trainwright.machine.measured.contention import CpuContention
 from trainwright.machine.system_files import read
 from trainwright.text import plural
@@ -24,17 +24,21 @@ _CAPPED = 0.95  # of the largest clock
 _SYSTEM = Path("/sys/devices/system/cpu")
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Compute for a moment on every core, alone."""
     if not hasattr(os, "sched_setaffinity"):
         raise CannotCheck("this system does not bind processes to cores")
     cores = _chosen(sorted(os.sched_getaffinity(0)))
     heat, before = _heat(cores), CpuContention.now()
+    begun, used = time.perf_counter(), time.thread_time()
     rates = _rates(cores)
+    ran = (time.thread_time() - used) / (time.perf_counter() - begun)
     shares = CpuContention.now().since(before)
+    if "waited" in shares:  # what is not counted at all: the process was stopped
+        shares["stopped"] = max(0.0, 1 - ran / max(1 - shares["waited"], 1e-6))
     hotter = {core: count - heat.get(core, 0) for core, count in _heat(cores).items()}
     findings = (*_slow(rates), *_shares(shares), *_hot(hotter), *_capped(cores))
-    return Found(tuple(_facts(rates, shares)), findings)
+    return CheckResult(tuple(_facts(rates, shares)), findings)
 
 
 def _chosen(cores: list[int]) -> list[int]:
@@ -95,6 +99,16 @@ def _shares(shares: Mapping[str, float]) -> Iterator[Finding]:
             "steps take longer, by another amount each time",
             "use an instance with cores of its own, or stop others on this host",
         )
+    explained = shares.get("throttled", 0.0) > _THROTTLED or shares.get("stolen", 0.0) > _TAKEN
+    if shares.get("stopped", 0.0) > _TAKEN and not explained:
+        yield Finding(
+            Severity.WARNING,
+            f"throttled: this process stood still for {shares['stopped']:.0%} of the time that was measured, though no "
+            "other program had its core",
+            "steps take longer, and all ranks wait for a process that stands still",
+            "find what stops processes in turns: cpulimit, a debugger, a scheduler that suspends jobs (SIGSTOP), a "
+            "host that pauses this virtual machine",
+        )
     if shares.get("waited", 0.0) > _TAKEN:
         yield Finding(
             Severity.NOTE,
@@ -150,7 +164,12 @@ def _facts(rates: Mapping[int, float], shares: Mapping[str, float]) -> Iterator[
         f"{plural(len(rates), 'core')} measured, {middle / 1e9:.2f} GB/s of SHA-256 each; the slowest: core {slowest} "
         f"with {rates[slowest] / middle:.0%}"
     )
-    named = {"throttled": "by a quota", "stolen": "to the hypervisor", "waited": "to other programs"}
+    named = {
+        "throttled": "by a quota",
+        "stolen": "to the hypervisor",
+        "waited": "to other programs",
+        "stopped": "stopped",
+    }
     taken = [f"{share:.0%} {named[name]}" for name, share in shares.items() if share >= 0.01]
     if taken:
         yield f"time lost: {', '.join(taken)}"

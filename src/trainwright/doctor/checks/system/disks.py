@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.machine.links import pcie
 from trainwright.machine.system_files import read
 from trainwright.text import size, span
@@ -37,11 +37,11 @@ class Speed:
     read: float | None
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Write and read a temporary file in every directory, past the page cache where the file system can."""
     facts: list[str] = []
     findings: list[Finding] = []
-    for place, (directory, asked) in _by_file_system(surroundings.directories).items():
+    for place, (directory, asked) in _by_file_system(context.directories).items():
         named = " and ".join(map(str, asked))
         try:
             speed = measure(directory)
@@ -54,7 +54,7 @@ def check(surroundings: Surroundings) -> Found:
             f"{named}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {size(free)} free; {_device(place, directory)}"
         )
         findings += [*_slow(named, speed), *_full(named, free)]
-    return Found(tuple(facts), tuple(findings))
+    return CheckResult(tuple(facts), tuple(findings))
 
 
 def measure(directory: Path) -> Speed:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from trainwright.doctor.checks.check import Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.launch.limits import needed_files
 from trainwright.text import size
 
@@ -26,12 +26,12 @@ _UNEXPECTED = (
 )
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Compare the limits with what processes of training need."""
-    processes = max(_PROCESSES, len(surroundings.machine.gpus))
+    processes = max(_PROCESSES, len(context.machine.gpus))
     facts = [f"open files {_shown(resource.RLIMIT_NOFILE)}, processes {_shown(resource.RLIMIT_NPROC)}"]
     findings = [*_files(processes), *_threads(processes), *_others(), *_locked(facts)]
-    return Found(tuple(facts), tuple(findings))
+    return CheckResult(tuple(facts), tuple(findings))
 
 
 def _files(processes: int) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainwright.doctor.checks.check import CannotCheck, Finding, Found, Severity, Surroundings
+from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
 from trainwright.launch.limits import shortage
 from trainwright.text import size
 
@@ -18,11 +18,11 @@ _AMPLE, _AMPLE_A_GPU = 64 * 2**20, 256 * 2**20
 _FIX = "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
 
 
-def check(surroundings: Surroundings) -> Found:
+def check(context: CheckContext) -> CheckResult:
     """Compare its size with what NCCL, data loaders and Trainwright need."""
     if not sys.platform.startswith("linux"):
         raise CannotCheck("this system has other shared memory")
-    gpus = len(surroundings.machine.gpus)
+    gpus = len(context.machine.gpus)
     try:
         found = os.statvfs(_SHARED)
     except OSError as error:
@@ -32,10 +32,10 @@ def check(surroundings: Surroundings) -> Found:
             "processes of one machine exchange locks and data there",
             f"mount -t tmpfs tmpfs {_SHARED}",
         )
-        return Found((), (finding,))
+        return CheckResult((), (finding,))
     whole, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     fact = f"{size(whole)}, {size(free)} free"
-    return Found((fact,), tuple(_findings(whole, free, gpus)))
+    return CheckResult((fact,), tuple(_findings(whole, free, gpus)))
 
 
 def _findings(whole: int, free: int, gpus: int) -> Iterator[Finding]:

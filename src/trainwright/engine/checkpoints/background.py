@@ -1,0 +1,185 @@
+"""Checkpoints that are written while training goes on: at most one at a time, the same file format.
+
+The next forward and backward passes only read what a checkpoint holds, so a thread copies it meanwhile to memory that
+is shared with a process; only the next update of the weights waits for the copy. The process of each rank writes that
+rank's file. The ranks tell one another that their files are complete in the report that they exchange at every step
+anyway; then the process of rank 0 adds the manifest and renames the checkpoint. So no rank waits for a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainwright.engine.checkpoints.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    SavedCheckpoint,
+    attempt,
+    entries,
+    make_scratch,
+    own_blocks,
+    part_name,
+)
+from trainwright.engine.checkpoints.directories import remove
+from trainwright.engine.checkpoints.writer import Task, Writer
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+
+_WRITING, _PART, _COMPLETE = 0.0, 1.0, 2.0  # what a rank reports
+
+
+@dataclass
+class _InFlight:
+    """A checkpoint that is being written. ``part``: the work on this rank's file, or why it could not begin."""
+
+    step: int
+    blocks: dict[str, Shard]  # without their tensors
+    state: dict[str, Any]
+    recipe: str
+    part: Task | str
+    begun: float = field(default_factory=time.monotonic)
+    parts_complete: bool = False
+    completion: Task | None = None  # on rank 0
+
+
+class Background:
+    """Write the checkpoints of a run in the background. Every rank must call ``begin``, ``advance`` and ``flush``.
+
+    Attributes:
+        usable: false once the process of any rank has ended, or any rank had no memory for a copy.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, world: World) -> None:
+        self.usable = True
+        self._checkpoints = checkpoints
+        self._world = world
+        self._writer: Writer | None = None
+        self._flight: _InFlight | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint that is being written; None if there is none."""
+        return None if self._flight is None else self._flight.step
+
+    @property
+    def report(self) -> float:
+        """What this rank tells the others at the next step."""
+        flight = self._flight
+        if flight is None:
+            return _WRITING
+        if flight.completion is not None and flight.completion.done:
+            return _COMPLETE
+        return _PART if isinstance(flight.part, str) or flight.part.done else _WRITING
+
+    def begin(
+        self, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str, changing: Set[int]
+    ) -> None:
+        """Begin to write the checkpoint of ``step``; for the arguments see ``Checkpoints.save`` and ``Writer.write``.
+
+        What fails is raised by the ``advance`` or ``flush`` that concludes it.
+        """
+        assert self._flight is None
+        blocks, scratch = own_blocks(shards), self._checkpoints.scratch(step)
+        part: Task | str | None = self._checkpoints.prepare(self._world)
+        if part is None:
+            part = attempt(lambda: self._write(scratch, blocks, changing), scratch)
+        assert part is not None
+        described = {name: _without_tensor(shard) for name, shard in blocks.items()}
+        self._flight = _InFlight(step, described, state, recipe, part)
+
+    def _write(self, scratch: Path, blocks: Mapping[str, Shard], changing: Set[int]) -> Task:
+        make_scratch(scratch)
+        self._writer = self._writer or Writer()
+        tensors = {name: shard.local for name, shard in blocks.items()}
+        return self._writer.write(scratch / part_name(self._world.rank), tensors, changing)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the tensors may change."""
+        return self._writer is None or self._writer.copied.is_set()
+
+    def wait_copied(self) -> None:
+        """Wait until the tensors may change."""
+        if self._writer is not None:
+            self._writer.copied.wait()
+
+    def advance(self, reports: Sequence[float]) -> SavedCheckpoint | None:
+        """Do what the ranks' reports allow; return the checkpoint if it is complete now.
+
+        Raises:
+            CheckpointError: on every rank; see ``Checkpoints.save``.
+        """
+        flight = self._flight
+        if flight is None:
+            return None
+        if not flight.parts_complete:
+            if all(report == _PART for report in reports):
+                self._complete(flight)
+            return None
+        return self._conclude(flight) if reports[0] == _COMPLETE else None
+
+    def flush(self) -> SavedCheckpoint | None:
+        """Wait for the checkpoint that is being written, if there is one; return it. Raises like ``advance``."""
+        flight = self._flight
+        if flight is None:
+            return None
+        if not flight.parts_complete:
+            self._complete(flight)
+        return self._conclude(flight)
+
+    def remove(self, path: Path) -> None:
+        """Remove a directory, which takes long for large files; in the background if there is a process for it."""
+        writer = self._writer
+        if writer is None or not writer.usable:
+            remove(path)
+        else:
+            Task(lambda: writer.ask(job="remove", place=str(path)))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _complete(self, flight: _InFlight) -> None:
+        """Collect the entries of all ranks' files and have rank 0 complete the checkpoint."""
+        found = flight.part if isinstance(flight.part, str) else flight.part.wait()
+        if isinstance(found, dict):
+            found = entries(part_name(self._world.rank), found["size"], found["sha256"], flight.blocks)
+        parts = self._world.gather(found)
+        failure = next((part for part in parts if isinstance(part, str)), None)
+        if failure is not None:
+            self._end(flight, failure)
+        flight.parts_complete = True
+        if self._world.is_main:
+            writer = self._writer
+            assert writer is not None
+            scratch, final = self._checkpoints.scratch(flight.step), self._checkpoints.path(flight.step)
+            state = json.dumps(flight.state, indent=1)
+            flight.completion = Task(
+                lambda: writer.ask(
+                    job="finish", place=str(scratch), final=str(final), parts=parts, state=state, recipe=flight.recipe
+                )
+            )
+
+    def _conclude(self, flight: _InFlight) -> SavedCheckpoint:
+        outcome = None if flight.completion is None else flight.completion.wait()
+        return self._end(flight, outcome if isinstance(outcome, str) else None)
+
+    def _end(self, flight: _InFlight, failure: str | None) -> SavedCheckpoint:
+        self._flight = None
+        try:
+            self._checkpoints.conclude(self._world, flight.step, failure)
+        except CheckpointError:
+            self.usable = all(self._world.gather(self._writer is not None and self._writer.usable))
+            raise
+        return SavedCheckpoint(self._checkpoints.path(flight.step), time.monotonic() - flight.begun)
+
+
+def _without_tensor(shard: Shard) -> Shard:
+    """Return the shard with an empty tensor of the same shape: the tensor itself may be released."""
+    return Shard(shard.local.new_empty(shard.local.shape, device="meta"), shard.shape, shard.offset)

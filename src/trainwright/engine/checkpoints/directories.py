@@ -1,0 +1,72 @@
+"""Complete, rename and remove the directories of checkpoints. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from trainwright.engine.checkpoints.manifest import FORMAT, MANIFEST, RECIPE, STATE, seal_of
+
+
+def finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: str, recipe: str) -> None:
+    """Add the files other than tensors, then the manifest, and rename the checkpoint to its final name.
+
+    Args:
+        parts: the ranks' entries for the manifest.
+        state: the JSON of the state other than tensors.
+    """
+    manifest: dict[str, Any] = {"format": FORMAT, "files": {}, "tensors": {}}
+    for part in parts:
+        manifest["files"].update(part["files"])
+        for name, block in part["tensors"].items():
+            manifest["tensors"].setdefault(name, []).append(block)
+    for name, text in ((STATE, state), (RECIPE, recipe)):
+        _write_text(scratch / name, text)
+        with (scratch / name).open("rb") as file:
+            size, digest = checksum(file)
+        manifest["files"][name] = {"size": size, "sha256": digest}
+    _write_text(scratch / MANIFEST, json.dumps({**manifest, "sha256": seal_of(manifest)}))
+    sync_directory(scratch)
+    old = final.with_name(f".removing-{final.name}")
+    if os.path.lexists(final):  # a checkpoint that was rejected when the run resumed from an earlier step
+        final.rename(old)
+    scratch.rename(final)
+    sync_directory(final.parent)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with its contents, a file, or a link (never its target), as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def checksum(file: BufferedReader) -> tuple[int, str]:
+    """Return the size in bytes and SHA-256 of an open file."""
+    digest = hashlib.file_digest(file, "sha256")
+    return os.fstat(file.fileno()).st_size, digest.hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    """Sync the entries of a directory to disk, not only the files they refer to."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,114 @@
+"""The process that writes checkpoints in the background: it reads requests from its input and answers each.
+
+Imports no torch: it needs a few megabytes, whatever the size of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainwright.engine.checkpoints.directories import finish, remove
+
+_PIECE = 8 * 2**20
+_UNSYNCED = 64 * 2**20  # most bytes that wait in memory for the disk
+_PR_SET_PDEATHSIG = 1
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_NICENESS = 10
+
+
+def main(memory: int, parent: int) -> None:
+    """Answer requests until the input ends.
+
+    Args:
+        memory: file descriptor of the memory with the bytes of the tensors.
+        parent: process that this one ends with.
+    """
+    for name in _IGNORED:  # they reach the whole group of processes; the parent decides what follows
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    _end_with(parent)
+    os.nice(_NICENESS)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = _JOBS[request.pop("job")](memory, **request)
+        except OSError as error:
+            answer = {"error": f"{error.strerror or error} ({error.filename or request.get('place', '')})"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _end_with(parent: int) -> None:
+    """Have this process killed with its parent: after a resume it must not write to the same files."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _check_parent(parent)
+
+
+def _check_parent(parent: int) -> None:
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _part(memory: int, place: str, head: str, size: int) -> dict[str, Any]:
+    """Write the first ``size`` bytes of the memory to a file after its head, read the file again, and compare."""
+    path, parent = Path(place), os.getppid()
+    digest, unsynced, offset = hashlib.sha256(), 0, 0
+    buffer = memoryview(bytearray(_PIECE))
+    with path.open("wb", buffering=0) as file:
+        data = memoryview(base64.b64decode(head))
+        while True:
+            digest.update(data)
+            unsynced += len(data)
+            while data:
+                data = data[file.write(data) :]
+            if unsynced >= _UNSYNCED:
+                os.fdatasync(file.fileno()) if hasattr(os, "fdatasync") else os.fsync(file.fileno())
+                unsynced = 0
+            _check_parent(parent)
+            if offset == size:
+                break
+            count = os.preadv(memory, [buffer[: size - offset]], offset)
+            if not count:
+                raise OSError(f"the copy of the state in memory has {offset} of {size} bytes")
+            data, offset = buffer[:count], offset + count
+        os.fsync(file.fileno())
+    if _read_again(path, buffer) != digest.digest():
+        raise OSError(f"{path} reads back differently from what was written")
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _read_again(path: Path, buffer: memoryview) -> bytes:
+    """Return the SHA-256 of a file, read from the disk where the system allows that."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.digest()
+
+
+def _finish(
+    memory: int, place: str, final: str, parts: list[dict[str, Any]], state: str, recipe: str
+) -> dict[str, Any]:
+    finish(Path(place), Path(final), parts, state, recipe)
+    return {}
+
+
+def _remove(memory: int, place: str) -> dict[str, Any]:
+    remove(Path(place))
+    return {}
+
+
+_JOBS: dict[str, Callable[..., dict[str, Any]]] = {"part": _part, "finish": _finish, "remove": _remove}

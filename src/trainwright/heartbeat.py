@@ -1,0 +1,256 @@
+"""The heartbeat of a worker: what it does now, in a small file that a watcher outside the process reads.
+
+A thread of the worker could not tell that its interpreter is blocked, so another process watches. The file is mapped
+into memory, normally under /dev/shm; writing costs a few microseconds and never waits. A reader that meets a write
+reads again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+FINISHED = "finished"
+# The part of a phase that is spent waiting for other ranks has a history of its own.
+WAITING = "waiting"
+
+_HEAD = struct.Struct("<QQQQ?qq32s24s48s160s")
+_PHASE = struct.Struct("<32sQd")
+_PHASES = 24
+_COLLECTIVE = struct.Struct("<Q?24s48s160s")
+_COLLECTIVES = 32
+_PHASES_AT = 512
+_COLLECTIVES_AT = _PHASES_AT + 2048
+_SIZE = 16384
+_LOCK = struct.Struct("<Q")
+_SHARED_MEMORY = Path("/dev/shm")
+# The share of the longest time that is left after another, in the first times and later: the first may include
+# compilation, and a single slow one should not count for ever.
+_FIRST_TIMES, _FIRST_DECAY, _DECAY = 4, 0.5, 0.99
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a rank has entered.
+
+    Attributes:
+        number: how many collectives of all ranks this rank has entered, with this one.
+        name: the function of torch.distributed.
+        tensor: type and shape; "" if they are not known.
+        line: file and line of the call.
+        same_shape: whether the tensor must have the same type and shape on every rank.
+    """
+
+    number: int
+    name: str
+    tensor: str
+    line: str
+    same_shape: bool
+
+
+@dataclass(frozen=True)
+class Times:
+    """How often this phase has been seen, and the most seconds it has taken, with older times counting less."""
+
+    count: int
+    longest: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank did when its file was read.
+
+    Attributes:
+        marks: counts everything the rank has reported; it does not change while the rank is stuck.
+        entered: the number of collectives of all ranks that it has entered.
+        waiting: whether it is inside a collective.
+        step, micro_batch: -1 outside a step.
+        times: of phases by name.
+        collectives: the last ones by number.
+    """
+
+    pid: int
+    marks: int
+    entered: int
+    waiting: bool
+    step: int
+    micro_batch: int
+    phase: str
+    collective: Collective | None
+    times: dict[str, Times]
+    collectives: dict[int, Collective]
+
+
+class Heartbeat:
+    """Write what this process does to ``file``, which is made anew.
+
+    Raises:
+        OSError: there is no space.
+    """
+
+    def __init__(self, file: Path) -> None:
+        scratch = file.with_name(f".{file.name}.{os.getpid()}")
+        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            # Without space, writing to the mapping would kill the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, _SIZE)
+            else:
+                os.write(descriptor, bytes(_SIZE))
+            self._memory = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        self._pid = os.getpid()
+        self._marks = self._entered = 0
+        self._waiting = False
+        self._step = self._micro_batch = -1
+        self._phase = "start"
+        self._phase_bytes = b"start"
+        self._collective = (b"", b"", b"")
+        self._times: dict[str, tuple[int, int, float]] = {}  # place in the file, count, longest
+        self._since = time.monotonic()
+        self._write()
+        scratch.replace(file)  # readers see it complete
+
+    def phase(self, name: str, step: int = -1, micro_batch: int = -1) -> None:
+        """Begin a phase; the one before ends."""
+        self._took(self._phase)
+        self._phase, self._phase_bytes = name, name.encode()
+        self._step, self._micro_batch = step, micro_batch
+        self._write()
+
+    def enter(self, name: str, tensor: str, line: str, *, counted: bool, same_shape: bool) -> None:
+        """Enter a collective; ``counted``: all ranks take part."""
+        self._took(self._phase)
+        self._collective = (name.encode()[:24], tensor.encode()[:48], line.encode()[-160:])
+        if counted:
+            self._entered += 1
+            place = _COLLECTIVES_AT + self._entered % _COLLECTIVES * _COLLECTIVE.size
+            _COLLECTIVE.pack_into(self._memory, place, self._entered, same_shape, *self._collective)
+        self._waiting = True
+        self._write()
+
+    def leave(self) -> None:
+        """Leave the collective."""
+        self._took(WAITING)
+        self._waiting = False
+        self._write()
+
+    def _took(self, phase: str) -> None:
+        """Add the time since the last mark to the history of a phase."""
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        known = self._times.get(phase)
+        if known is None:
+            if len(self._times) == _PHASES:
+                return
+            known = (len(self._times), 0, 0.0)
+        place, count, longest = known
+        longest = max(seconds, longest * (_FIRST_DECAY if count < _FIRST_TIMES else _DECAY))
+        self._times[phase] = (place, count + 1, longest)
+        _PHASE.pack_into(self._memory, _PHASES_AT + place * _PHASE.size, phase.encode()[:32], count + 1, longest)
+
+    def _write(self) -> None:
+        self._marks += 1
+        _LOCK.pack_into(self._memory, 0, self._marks * 2 - 1)
+        _HEAD.pack_into(
+            self._memory,
+            0,
+            self._marks * 2 - 1,
+            self._pid,
+            self._marks,
+            self._entered,
+            self._waiting,
+            self._step,
+            self._micro_batch,
+            self._phase_bytes,
+            *self._collective,
+        )
+        _LOCK.pack_into(self._memory, 0, self._marks * 2)
+
+
+_own: Heartbeat | None = None
+
+
+def begin(directory: Path | None, rank: int) -> None:
+    """Write this worker's heartbeat to a file in ``directory``; without space there, the worker is not watched."""
+    global _own
+    _own = None
+    if directory is not None:
+        with suppress(OSError):
+            _own = Heartbeat(heartbeat_file(directory, rank))
+
+
+def own() -> Heartbeat | None:
+    """Return the heartbeat of this process; None if it is not watched."""
+    return _own
+
+
+def phase(name: str, step: int = -1, micro_batch: int = -1) -> None:
+    """Report that a phase begins."""
+    if _own is not None:
+        _own.phase(name, step, micro_batch)
+
+
+def finish() -> None:
+    """Report that this worker has no more work, so that it is not watched any longer."""
+    phase(FINISHED)
+
+
+def heartbeat_directory(run: Path) -> Path | None:
+    """Return the directory of the run's heartbeats on this machine, created if missing; None if there is none."""
+    name = hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()[:16]
+    for base in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+        directory = base / f"trainwright-{os.getuid()}-{name}"
+        with suppress(OSError):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            found = directory.lstat()
+            if found.st_uid == os.getuid() and directory.is_dir() and not directory.is_symlink():
+                return directory
+    return None
+
+
+def heartbeat_file(directory: Path, rank: int) -> Path:
+    """Return the file of a rank."""
+    return directory / f"rank-{rank}"
+
+
+def read(file: Path) -> Beat | None:
+    """Return what a rank does; None if it has not begun, or is writing all the time."""
+    for _ in range(8):
+        try:
+            data = file.read_bytes()
+            again = file.read_bytes()
+        except OSError:
+            return None
+        if len(data) == _SIZE and data == again and _LOCK.unpack_from(data)[0] % 2 == 0:
+            return _beat(data)
+    return None
+
+
+def _beat(data: bytes) -> Beat:
+    _, pid, marks, entered, waiting, step, micro_batch, phase, name, tensor, line = _HEAD.unpack_from(data)
+    current = Collective(entered, _text(name), _text(tensor), _text(line), same_shape=False)
+    times = {}
+    for place in range(_PHASES):
+        of, count, longest = _PHASE.unpack_from(data, _PHASES_AT + place * _PHASE.size)
+        if count:
+            times[_text(of)] = Times(count, longest)
+    collectives = {}
+    for place in range(_COLLECTIVES):
+        number, same, name, tensor, line = _COLLECTIVE.unpack_from(data, _COLLECTIVES_AT + place * _COLLECTIVE.size)
+        if number:
+            collectives[number] = Collective(number, _text(name), _text(tensor), _text(line), same)
+    fields = pid, marks, entered, waiting, step, micro_batch, _text(phase), current if current.name else None
+    return Beat(*fields, times, collectives)
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")

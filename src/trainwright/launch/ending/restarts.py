@@ -1,0 +1,77 @@
+"""Decide whether a run that failed is restarted from its newest checkpoint, without its user."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trainwright.engine.events import Restart
+from trainwright.launch.ending.failure import FROM_OUTSIDE, Cause, Failure
+from trainwright.observe.reader import read_events
+from trainwright.recipe.sections.fields import rate_of
+
+
+class Restarts:
+    """Count the restarts of a run, and compare each failure with the ones before it.
+
+    Args:
+        allowed: ``faults.restarts``.
+        clock: returns seconds since the epoch, as the run's events have them.
+    """
+
+    def __init__(self, run: Path, allowed: str, clock: Callable[[], float] = time.time) -> None:
+        self._run, self._allowed, self._clock = run, allowed, clock
+        self._rate = rate_of(allowed)
+        self._times: list[float] = []
+        self._failures: set[tuple[int | None, str]] = set()
+        self._begun = clock()
+
+    def decide(self, failure: Failure) -> Restart | str:
+        """Return the event of a restart, or a text for the end of the message that says why there is none, if there is
+        something to say.
+
+        An exception before the first step of a launch, and any failure from within that has happened at this step
+        before, would happen again.
+        """
+        if failure.cause is None or self._rate.times == 0:
+            return ""
+        now, step = self._clock(), self._last_step()
+        if failure.cause not in FROM_OUTSIDE:
+            if failure.cause is Cause.ERROR and step is None:
+                return ""
+            key = step, _essence(failure.message)
+            if key in self._failures:
+                return f"\nnot restarted again: the same error happened twice after {_at(step)}"
+            self._failures.add(key)
+        recent = [each for each in self._times if now - each < self._rate.seconds]
+        if len(recent) >= self._rate.times:
+            return f"\nnot restarted again: faults.restarts allows {self._allowed}"
+        self._times.append(now)
+        self._begun = now
+        return Restart(
+            cause=str(failure.cause),
+            detail=failure.message.splitlines()[0],
+            number=len(self._times),
+            allowed=self._allowed,
+            after_step=step,
+        )
+
+    def _last_step(self) -> int | None:
+        """Return the last step that this launch has recorded."""
+        try:
+            events = read_events(self._run / "events.jsonl")
+        except OSError:
+            return None
+        steps = [event["step"] for event in events if event["event"] == "step" and event["time"] >= self._begun]
+        return steps[-1] if steps else None
+
+
+def _essence(message: str) -> str:
+    """Return the part of a failure's message that is the same on every rank and in every launch."""
+    lines = [line for line in message.splitlines() if line and not line[0].isspace() and "log: " not in line]
+    return lines[-1].partition(" at 0x")[0] if lines else ""
+
+
+def _at(step: int | None) -> str:
+    return "the start" if step is None else f"step {step}"

@@ -1,0 +1,107 @@
+"""The sequences of a pack, whose edges the host knows, so that it never waits for a GPU to read them.
+
+The edges are computed with the batch and moved to the device once in a forward pass; what else a kernel needs of them,
+such as blocks of allowed pairs, is computed from the host's copy and shared by all layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_BLOCK = 128  # tokens; the default of flex_attention
+
+
+class Sequences:
+    """The sequences of a pack.
+
+    Args:
+        edges: int32 [D + 1] on the host: where each sequence begins, and the number of tokens.
+        longest: tokens of the longest sequence.
+        device: of the queries.
+    """
+
+    def __init__(self, edges: torch.Tensor, longest: int, device: torch.device) -> None:
+        assert edges.device.type == "cpu"
+        self._host = edges
+        self.longest = longest
+        self.boundaries = _moved(edges, device)  # the same on ``device``
+        self._made: dict[tuple[str, int | None], Any] = {}
+
+    @cached_property
+    def edges(self) -> list[int]:
+        """Where each sequence begins, and the number of tokens."""
+        edges: list[int] = self._host.tolist()
+        return edges
+
+    def in_chunks(self, size: int) -> Sequences:
+        """Return the sequences with a cut after every ``size`` tokens of each."""
+        key = ("chunks", size)
+        if key not in self._made:
+            cut = [place for begin, end in itertools.pairwise(self.edges) for place in range(begin, end, size)]
+            chunks = torch.tensor([*cut, self.edges[-1]], dtype=torch.int32)
+            self._made[key] = Sequences(chunks, min(size, self.longest), self.boundaries.device)
+        made: Sequences = self._made[key]
+        return made
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Return the allowed pairs of tokens for flex_attention; a token attends to at most ``window`` tokens."""
+        key = ("blocks", window)
+        if key not in self._made:
+            self._made[key] = _block_mask(self.edges, window, self.boundaries.device)
+        mask: BlockMask = self._made[key]
+        return mask
+
+
+def _block_mask(edges: Sequence[int], window: int | None, device: torch.device) -> BlockMask:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first = first_allowed(edges, window)
+    table = _moved(torch.from_numpy(first), device)
+
+    def allowed(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (key >= table[query])
+
+    partly, fully = (_ordered(blocks, device) for blocks in allowed_blocks(first))
+    return BlockMask.from_kv_blocks(*partly, *fully, _BLOCK, allowed, (len(first), len(first)))
+
+
+def first_allowed(edges: Sequence[int], window: int | None) -> np.ndarray[Any, Any]:
+    """Return the first token to which each token of a pack attends [T], int32; the last one is itself."""
+    first = np.repeat(edges[:-1], np.diff(edges))
+    if window is not None:
+        first = np.maximum(first, np.arange(len(first)) - window + 1)
+    return first.astype(np.int32)
+
+
+def allowed_blocks(first: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return which blocks of keys are partly and which fully allowed to each block of queries, bool [n, n] each.
+
+    ``first`` never falls, so that the first and the last query of a block limit the others.
+    """
+    begins = np.arange(0, len(first), _BLOCK)
+    ends = np.minimum(begins + _BLOCK, len(first)) - 1
+    row, column = np.arange(len(begins))[:, None], np.arange(len(begins))[None]
+    some = (column >= first[begins][:, None] // _BLOCK) & (column <= row)
+    fully = (column * _BLOCK >= first[ends][:, None]) & (column < row)
+    return some & ~fully, fully
+
+
+def _ordered(blocks: np.ndarray[Any, Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of set blocks in each row [1, 1, n], and their indices, the set ones first [1, 1, n, n]."""
+    counts = blocks.sum(1, dtype=np.int32)
+    indices = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return _moved(torch.from_numpy(counts)[None, None], device), _moved(torch.from_numpy(indices)[None, None], device)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on a GPU without waiting for it; on a CPU, the tensor itself."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,95 @@
+"""Report the collectives of a worker to its heartbeat, also those of libraries, by name, tensor and line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainwright import heartbeat
+
+# Name and position of the tensor in a call; ranks must agree on the tensor's shape, except where it is None.
+_SAME_SHAPE = {
+    "all_reduce": ("tensor", 0),
+    "broadcast": ("tensor", 0),
+    "reduce": ("tensor", 0),
+    "all_gather_into_tensor": ("input_tensor", 1),
+    "all_gather_single": ("input_tensor", 1),
+    "reduce_scatter_single": ("input", 1),
+    "reduce_scatter_tensor": ("input", 1),
+}
+_OTHERS = (
+    "all_gather",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object_list",
+)
+_TORCH = os.path.dirname(torch.__file__)
+_OURS = str(Path(__file__).parent / "world.py")
+_lines: dict[tuple[Any, int], str] = {}
+
+
+def report_collectives() -> None:
+    """Replace the collectives of torch.distributed by functions that report and call them."""
+    for name in (*_SAME_SHAPE, *_OTHERS):
+        function = getattr(dist, name, None)  # some are new in torch 2.13
+        if function is not None and not hasattr(function, "reports_to_heartbeat"):
+            setattr(dist, name, _reporting(function, name))
+
+
+def _reporting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    argument, position = _SAME_SHAPE.get(name, (None, 0))
+
+    @functools.wraps(function)
+    def collective(*given: Any, **named: Any) -> Any:
+        own = heartbeat.own()
+        if own is None:
+            return function(*given, **named)
+        tensor = "" if argument is None else _described(named.get(argument, given[position : position + 1]))
+        group = named.get("group")
+        counted = group is None or group.size() == dist.get_world_size()
+        own.enter(name, tensor, _line(), counted=counted, same_shape=argument is not None)
+        try:
+            return function(*given, **named)
+        finally:
+            own.leave()
+
+    collective.reports_to_heartbeat = True  # type: ignore[attr-defined]
+    return collective
+
+
+def _described(given: Any) -> str:
+    tensor = given[0] if isinstance(given, tuple) and given else given
+    if not isinstance(tensor, torch.Tensor):
+        return ""
+    return _type_and_shape(tensor.dtype, tensor.shape)
+
+
+@functools.lru_cache(4096)
+def _type_and_shape(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def _line() -> str:
+    """Return the file and line that call the collective, outside torch and our own wrappers of it."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+        frame = frame.f_back
+    key = frame.f_code, frame.f_lineno
+    found = _lines.get(key)
+    if found is None:
+        found = _lines[key] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return found

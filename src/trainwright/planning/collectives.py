@@ -1,0 +1,99 @@
+"""The collectives of a step by kind: how many a rank calls, and with how many bytes. Imports no torch.
+
+The schedules are those of planning/step_time/exchange.py, counted instead of timed; bytes are those of the full tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from trainwright.parallel.matrices.owners import assign, rows_of
+from trainwright.planning.memory.fsdp import ShardedUnit, units
+from trainwright.planning.memory.inventory import OUTSIDE, Inventory, inventory, partly_trained
+from trainwright.planning.memory.matrices import exchanged_width, orthogonalized
+from trainwright.planning.workload import Choice, Workload
+
+_WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
+_REDUCED = 4  # bytes of an element whose gradient is reduced
+
+
+class Count(NamedTuple):
+    """A number of collectives, and their bytes together."""
+
+    number: int = 0
+    bytes: int = 0
+
+
+def collectives(workload: Workload, choice: Choice) -> dict[str, Count] | None:
+    """Return the collectives of parameters and gradients in a step, by kind; None for a strategy that is not counted.
+
+    The few bytes that ranks exchange about a step, such as its loss, are left out.
+    """
+    if choice.num_processes == 1:
+        return {}
+    width = _WIDTHS[choice.mixed_precision]
+    whole = inventory(workload.architecture, width, workload.adapter is None, workload.adapter, workload.quantisation)
+    held = partly_trained(whole, workload.trained)
+    updates = {} if workload.optimizer == "adamw" else _updates(held, choice)
+    if choice.spec.gathers_blocks:
+        return {**_sharded(held, choice, width), **updates}
+    if any(one.when == "buckets" for one in choice.spec.collectives):
+        return {"all_reduce": _buckets(held, choice.spec.bucket_bytes), **updates}
+    return None
+
+
+def _sharded(held: Inventory, choice: Choice, width: int) -> dict[str, Count]:
+    """Count FSDP2's collectives: a unit is gathered as one, and its gradients are reduced as one."""
+    found, passes = units(held, choice.shards), choice.gradient_accumulation_steps
+    blocks = [unit for number, unit in found.items() if number != OUTSIDE]
+    everything, trained = list(found.values()), [unit for unit in found.values() if unit.trained]
+    counts: dict[str, Count] = {}
+    if choice.shards > 1:
+        times = passes if choice.reshard_after_forward else 1
+        gathered = _sum(everything, "padded", width, times)
+        if choice.reshard_after_forward:  # blocks are gathered again for the backward pass
+            again = _sum(blocks, "padded", width, times)
+            gathered = Count(gathered.number + again.number, gathered.bytes + again.bytes)
+        counts["all_gather"] = gathered
+        counts["reduce_scatter"] = _sum(trained, "trained", _REDUCED, times)
+    if choice.replicate_size > 1:
+        counts["all_reduce"] = _sum(trained, "own_trained", _REDUCED, 1)
+    return counts
+
+
+def _sum(those: list[ShardedUnit], size: str, width: int, times: int) -> Count:
+    return Count(times * len(those), times * width * sum(getattr(unit, size) for unit in those))
+
+
+def _updates(held: Inventory, choice: Choice) -> dict[str, Count]:
+    """Count the exchange of matrices and their updates on rank 0 (parallel/matrices/exchange.py), on GPUs.
+
+    An all-to-all has the bytes that the rank receives.
+    """
+    shapes, shards = orthogonalized(held), choice.shards
+    width = exchanged_width(on_gpu=True)
+    numbers, sizes = Counter[str](), Counter[str]()
+    for one in assign(shapes, choice.num_processes):
+        for begin in range(0, len(one), shards):
+            those = [shapes[index] for owned in one[begin : begin + shards] for index in owned]
+            size = width * sum(rows_of(rows, shards, 0) * columns for rows, columns in those)
+            if shards > 1 and begin == 0 and size:
+                taken = width * sum(shapes[index][0] * shapes[index][1] for index in one[0])
+                numbers["all_to_all"] += 2
+                sizes["all_to_all"] += taken + size
+            if shards < choice.num_processes and size:
+                numbers["broadcast"] += 1
+                sizes["broadcast"] += size
+    return {kind: Count(number, sizes[kind]) for kind, number in numbers.items()}
+
+
+def _buckets(held: Inventory, most: int | None) -> Count:
+    """Count the buckets of parallel/replicated/gradients.py."""
+    sizes = [_REDUCED * weight.numel for weight in reversed(held.weights) if weight.trainable]
+    number, left = 0, 0
+    for size in sizes:
+        if most is None or size > left:
+            number, left = number + 1, most if most is not None else sum(sizes)
+        left -= size
+    return Count(number if most is not None else 1, sum(sizes))

@@ -1,0 +1,1 @@
+"""A plan for people: a table and a chart."""

@@ -1,0 +1,27 @@
+"""The section `faults` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from trainwright.recipe.sections.fields import Restarts, Section
+
+
+class FaultsSection(Section):
+    """What to do when something goes wrong while training."""
+
+    restarts: Restarts = Field(
+        "3 per hour",
+        description="How often the run is restarted from its newest checkpoint if a process is killed, crashes, hangs "
+        "(on_hang: restart) or loses its connection: a number per hour or per day, or off. Errors of the recipe, the "
+        "data or the numbers are not retried, and an error that repeats at the same step ends the run.",
+    )
+    on_hang: Literal["warn", "restart", "stop"] = Field(
+        "warn",
+        description="What to do if a process hangs: one that makes no progress for longer than its current phase has "
+        "ever taken, and some seconds. The rank, the phase and the stack of every rank are printed. warn: wait on. "
+        "restart: go on from the newest checkpoint, as often as faults.restarts allows. stop: end the run "
+        "with exit code 4.",
+    )

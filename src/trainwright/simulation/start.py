@@ -1,0 +1,183 @@
+"""A simulation from the request to its report, in a process of its own. Imports no torch before the shim."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.activity import doing
+from trainwright.errors import RequestError, TrainingError, TrainwrightError
+from trainwright.machine.describe import Cluster
+from trainwright.machine.machine_file import VARIABLE
+from trainwright.recipe.yaml_text import Tree
+from trainwright.simulation.machine import simulated_machine, write_machine
+from trainwright.simulation.report import Simulation
+
+if TYPE_CHECKING:
+    from trainwright.planning.plan import Plan
+    from trainwright.recipe.schema import Recipe
+    from trainwright.simulation.device.mode import Logs
+
+
+# A schedule of any length: those of recipes are longer than the steps that are simulated.
+_CONSTANT = {"schedule": "constant", "warmup_steps": 0, "decay_steps": 0.1, "final_learning_rate_ratio": 0.0}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request to simulate. ``steps``: optimizer steps to take; ``force``: even if the plan says it does not fit."""
+
+    recipe: Path | Tree
+    overrides: Sequence[str]
+    on: str
+    steps: int = 2
+    force: bool = False
+
+
+def simulate(asked: Asked) -> Simulation:
+    """Simulate a run; changes this process, which must not have imported torch.
+
+    Raises:
+        RequestError: the recipe or the machine is wrong.
+        MachineError: the recipe does not fit the machine, or this machine cannot simulate.
+    """
+    cluster = simulated_machine(asked.on)
+    os.environ["OMP_NUM_THREADS"] = "1"  # nothing is computed
+    os.environ["HF_HUB_OFFLINE"] = "1"  # and nothing downloaded
+    from trainwright.simulation.shim.load import load
+
+    load()
+    with tempfile.TemporaryDirectory(prefix="trainwright-simulation-") as place:
+        directory = Path(place)
+        write_machine(cluster, directory / "machine.json")
+        os.environ[VARIABLE] = str(directory / "machine.json")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(cluster.devices_per_node)))
+        return _Simulating(asked, cluster, directory).run()
+
+
+class _Simulating:
+    """The parts of a simulation, in order."""
+
+    def __init__(self, asked: Asked, cluster: Cluster, directory: Path) -> None:
+        self._asked = asked
+        self._cluster = cluster
+        self._directory = directory
+        self._notes: list[str] = []
+
+    def run(self) -> Simulation:
+        from trainwright.launch import run_directory
+        from trainwright.machine.cache import cache_root
+        from trainwright.simulation import training
+        from trainwright.simulation.device.cuda import Card
+        from trainwright.simulation.device.groups import Rank
+
+        card, each = self._cluster.card, self._cluster.devices_per_node
+        rank = Rank(Card(card.name, card.memory_bytes, card.capability, each))
+        doing("importing torch")
+        logs = training.install(rank)
+        asked = self._recipe()
+        doing("planning")
+        recipe = self._to_run(self._planned(asked), asked)
+        doing("preparing the model and the data")
+        with training.simulated(rank, logs):
+            failed = _attempted(lambda: training.prepare(recipe, cache_root()))
+        if failed is not None:
+            raise TrainingError(f"the simulated preparation failed: {failed}")
+        plan = self._planned(asked)  # with the lengths of the rows, which are known now
+        recipe = self._to_run(plan, asked)
+        if not self._asked.force:
+            plan.refuse_shortage()
+        rank.world = int(recipe.parallel.num_processes)
+        rank.local = min(rank.world, each)
+        run = self._directory / "run"
+        run.mkdir()
+        run_directory.record(run, run_directory.recipe_text(recipe), "simulated", (), plan.as_json())
+        doing(f"simulating {recipe.parallel.strategy} on {rank.world}")
+        with training.simulated(rank, logs):
+            error = _attempted(lambda: training.train(run, cache_root(), rank, logs))
+        return _report(self._cluster, recipe, plan, logs, error, tuple(self._notes))
+
+    def _recipe(self) -> Recipe:
+        """Return the recipe, with what is not here replaced."""
+        from trainwright.recipe.loading import load_recipe
+        from trainwright.recipe.schema import EvaluateSection
+        from trainwright.simulation.data import with_fresh_model, with_rows, with_tokenizer
+
+        recipe = load_recipe(self._asked.recipe, list(self._asked.overrides))
+        if recipe.train.compile is True:
+            self._notes.append("train.compile: compiled code is not simulated; the blocks run as they are written")
+        recipe = with_fresh_model(with_rows(recipe, self._directory, self._notes), self._notes)
+        recipe = with_tokenizer(recipe, self._notes)
+        if recipe.evaluate.prompts or recipe.evaluate.metrics:
+            self._notes.append("evaluate: texts and answers are not generated")
+        # All of the section: the length of answers, for instance, contradicts a recipe that asks for none.
+        recipe = recipe.model_copy(update={"evaluate": EvaluateSection()})
+        return _changed(recipe, train={"compile": False})
+
+    def _planned(self, recipe: Recipe) -> Plan:
+        from trainwright.planning.facts import facts_of
+        from trainwright.planning.plan import constraints_of, make_plan
+        from trainwright.planning.resolve import possible
+
+        recipe, _ = possible(recipe, self._cluster)
+        facts = facts_of(recipe)
+        return make_plan(constraints_of(recipe), facts.workload, self._cluster, facts.assumptions)
+
+    def _to_run(self, plan: Plan, asked: Recipe) -> Recipe:
+        """Return the resolved recipe of a few steps, with an evaluation before and after them."""
+        from trainwright.planning.resolve import filled, possible
+
+        recipe = filled(possible(asked, self._cluster)[0], plan)
+        train = {"max_steps": self._asked.steps, "epochs": None, "max_tokens": None}
+        train |= {"initial_batch_size": None, "batch_warmup_steps": 0}
+        logging = {"tensorboard": False, "observers": []}
+        return _changed(recipe, train=train, optimizer=_CONSTANT, logging=logging)
+
+
+def _changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
+    return recipe.model_copy(update=changed)
+
+
+def _attempted(work: Callable[[], None]) -> str | None:
+    """Do a part of the run; return the error that ended it, with its place."""
+    from trainwright.simulation.recorders.places import place_of
+
+    try:
+        work()
+    except TrainwrightError as error:
+        if isinstance(error, RequestError):
+            raise
+        return str(error)
+    except Exception as error:  # whatever a GPU would have made of it
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}; at {place_of(error)}"
+    return None
+
+
+def _report(
+    cluster: Cluster, recipe: Recipe, plan: Plan, logs: Logs, error: str | None, notes: tuple[str, ...]
+) -> Simulation:
+    from trainwright.planning.collectives import collectives
+
+    planned = collectives(plan.workload, plan.chosen.choice)
+    return Simulation(
+        machine=cluster.name,
+        card_bytes=cluster.card.memory_bytes,
+        task=recipe.task,
+        strategy=recipe.parallel.strategy,
+        world=int(recipe.parallel.num_processes),
+        mixed_precision=recipe.train.mixed_precision,
+        micro_batches=plan.chosen.choice.gradient_accumulation_steps,
+        steps=logs.phases.finished,
+        memory=dict(logs.memory.peaks),
+        planned_memory={name: int(size) for name, size in plan.chosen.memory.phases.items()},
+        collectives=logs.collectives.of_step(logs.phases.finished),
+        planned_collectives=None if planned is None else {k: (v.number, v.bytes) for k, v in planned.items()},
+        waits=logs.waits.of_step(logs.phases.finished),
+        error=error,
+        notes=notes,
+    )

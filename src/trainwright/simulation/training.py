@@ -1,0 +1,91 @@
+"""A run of one simulated rank: the worker that every run has, on a device that is not there.
+
+Imports torch, so the shim must be loaded before it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo  # asks for a CUDA build when it is imported, which this is not
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainwright.simulation.device import cuda, groups, tensors
+from trainwright.simulation.device.groups import Rank
+from trainwright.simulation.device.mode import Logs, Simulated
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import Recipe
+
+
+def install(rank: Rank) -> Logs:
+    """Replace what of torch would ask a driver or another process; once, before models and strategies are imported.
+
+    The size of the world may be set in ``rank`` later, before a process group exists.
+    """
+    logs = Logs()
+    groups.install(rank)
+    cuda.install(rank.card, logs)
+    tensors.install(logs)
+    torch.autograd.set_multithreading_enabled(False)
+    # Libraries ask where data is to compare it; no data is read.
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor is deprecated", UserWarning)
+    from trainwright.simulation.device import files, kernels
+
+    files.install()
+    kernels.install(rank.card.capability)
+    return logs
+
+
+@contextmanager
+def simulated(rank: Rank, logs: Logs) -> Iterator[None]:
+    """Make all tensors within the context fake, and note what is done with them."""
+    from trainwright.parallel.zero import deepspeed_engine
+
+    fake, noted = FakeTensorMode(allow_non_fake_inputs=True), Simulated(logs, rank.card.capability)
+
+    @contextmanager
+    def only_these() -> Iterator[None]:
+        with _disable_current_modes(), fake, noted:
+            yield
+
+    # ZeRO-3 hides what it gathers from other modes, and would from these.
+    hides: Any = deepspeed_engine
+    hides._disable_current_modes = only_these
+    with fake, noted:
+        yield
+
+
+def prepare(recipe: Recipe, cache: Path) -> None:
+    """Prepare the data and check the model, as before every run."""
+    from trainwright.tasks.registry import task_module
+
+    task_module(recipe).prepare_once(recipe, cache)
+
+
+def train(directory: Path, cache: Path, rank: Rank, logs: Logs) -> None:
+    """Train the run in ``directory`` as rank 0, to its export.
+
+    Raises:
+        TrainwrightError: as for a run.
+        RuntimeError: an operation mixes devices or dtypes, or a kernel refuses its arguments.
+    """
+    from trainwright.launch.run_worker import run_worker
+    from trainwright.parallel.world import RankInfo
+
+    run_worker(
+        directory,
+        cache=cache,
+        resume=False,
+        reasons=(),
+        observers=lambda recipe: [],
+        stop_requested=lambda: False,
+        rank_info=RankInfo(rank=0, size=rank.world, local_rank=0, local_size=rank.local, gpu=0, alone=True),
+        watch=logs.phases.watch,
+    )

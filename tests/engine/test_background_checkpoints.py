@@ -1,0 +1,204 @@
+"""Checkpoints that a process of its own writes while training goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.support.forked import wait_for
+from tests.support.runs import Runs, column, events
+from trainwright.engine.checkpoints.background import Background
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
+from trainwright.engine.checkpoints.writer import Writer
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+
+WORLD = World(0, 1, 0, 1, torch.device("cpu"))
+MIB = 2**20
+KEPT = "checkpoint={every: 3, keep_last: 50, keep_best: false, background: %s}"
+FILES = ("state.json", "rank-00000.safetensors", "rank-00001.safetensors")
+
+
+def writers(group: int) -> list[psutil.Process]:
+    """The processes that write checkpoints in this group of processes."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any("writer_process" in part for part in process.info["cmdline"] or ()):
+            try:
+                if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_they_have_the_same_bytes_as_those_that_training_waits_for(runs: Runs, strategy: str) -> None:
+    fixed = (f"parallel={{strategy: {strategy}, num_processes: 2}}", "train.max_steps=12")
+    waited = runs.trained(*fixed, KEPT % "false")
+    background = runs.trained(*fixed, KEPT % "true")
+    for name in ("loss", "grad_norm", "tokens"):
+        assert column(background, name) == column(waited, name)
+    assert [event["step"] for event in events(background, "checkpoint")] == [3, 6, 9, 12]
+    assert not events(background, "fault")
+    for step in (3, 6, 9, 12):
+        ours, theirs = (run / "checkpoints" / f"step-{step:08d}" for run in (background, waited))
+        assert {file.name for file in ours.iterdir()} == {*FILES, "recipe.yaml", "manifest.json"}
+        for name in FILES:
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+def test_a_run_that_is_killed_while_it_writes_goes_on_as_if_it_had_not_been(runs: Runs, seed: int) -> None:
+    fixed = ("parallel={strategy: fsdp, num_processes: 2}", "train.max_steps=20")
+    often = "checkpoint={every: 1, background: true}"
+    undisturbed = runs.trained(*fixed)
+    chance = random.Random(seed)
+    started = runs.train(*fixed, often)
+    started.wait_for_step(chance.randint(3, 10))  # the third step comes after the first checkpoint is complete
+    wait_for(lambda: started.ended or any(chance.random() < 0.01 for _ in range(10)), every=0.001)
+    started.kill()
+    run = started.run
+    assert run is not None
+    wait_for(lambda: not writers(started.pid))
+    complete = sorted((run / "checkpoints").glob("step-*"))
+    assert complete
+    for path in complete:
+        Checkpoint.open(path)
+    runs.resumed(run)
+    for name in ("loss", "grad_norm", "tokens"):
+        assert column(run, name) == column(undisturbed, name)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_a_stop_waits_for_what_is_being_written(runs: Runs) -> None:
+    started = runs.train("parallel.num_processes=2", "checkpoint={every: 1, background: true}")
+    started.wait_for_step(5)
+    started.kill(signal.SIGTERM)
+    ended = started.wait()
+    run = started.run
+    assert run is not None
+    assert ended.code == 75, ended.stdout + ended.stderr
+    last = events(run, "finish")[-1]["step"]
+    Checkpoint.open(run / "checkpoints" / f"step-{last:08d}")
+    assert not list((run / "checkpoints").glob(".*"))
+    wait_for(lambda: not writers(started.pid))
+
+
+def test_training_goes_on_when_the_process_that_writes_is_killed(runs: Runs) -> None:
+    fixed = ("parallel.num_processes=2", "train.max_steps=20")
+    undisturbed = runs.trained(*fixed)
+    started = runs.train(*fixed, "checkpoint={every: 1, keep_last: 50, background: true}")
+    started.wait_for_step(3)
+    found = writers(started.pid)
+    assert len(found) == 2
+    found[1].kill()
+    ended = started.wait()
+    assert ended.code == 0 and started.run is not None, ended.stderr
+    (fault,) = events(started.run, "fault")
+    assert fault["kind"] == "checkpoint" and fault["action"] == "continue"
+    assert "killed by signal 9" in fault["detail"] and "waits for checkpoints from now on" in fault["detail"]
+    written = [event["step"] for event in events(started.run, "checkpoint")]
+    assert written[-1] == 20 and len(written) == 19, "one is lost, and those after it are written"
+    assert column(started.run, "loss") == column(undisturbed, "loss")
+
+
+@pytest.fixture
+def background(tmp_path: Path) -> Iterator[tuple[Background, Checkpoints]]:
+    made = Checkpoints(tmp_path / "checkpoints", keep_last=2, keep_best=False)
+    one = Background(made, WORLD)
+    yield one, made
+    one.close()
+
+
+def state(value: float) -> dict[str, Shard]:
+    """48 MiB in 12 tensors."""
+    return {f"model.{index}": Shard.full(torch.full((MIB,), value + index)) for index in range(12)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_kill_at_any_byte_loses_that_checkpoint_alone(background: tuple[Background, Checkpoints], seed: int) -> None:
+    one, made = background
+    one.begin(1, state(1.0), {}, "", set())
+    assert one.flush() is not None
+    one.begin(2, state(2.0), {}, "", set())
+    limit = random.Random(seed).randrange(48 * MIB)
+    file = made.scratch(2) / "rank-00000.safetensors"
+    (writer,) = writers(os.getpgid(0))
+    # It may be over before this process sees it: then the kill meets the checksums, or the rename.
+    wait_for(lambda: made.path(2).exists() or (file.exists() and file.stat().st_size >= limit), every=0.0)
+    writer.kill()
+    try:
+        one.flush()
+    except CheckpointError as error:
+        assert "killed by signal 9" in str(error)
+        assert not one.usable
+    found, refused = made.latest()
+    assert found is not None and not refused
+    with found.reader() as read:
+        value = 2.0 if made.path(2).exists() else 1.0
+        shard = state(value)["model.3"]
+        assert torch.equal(read("model.3", shard), shard.local)
+
+
+def test_what_changes_once_the_copy_is_done_does_not_reach_the_checkpoint(
+    background: tuple[Background, Checkpoints],
+) -> None:
+    one, _ = background
+    shards = state(1.0)
+    buffer = shards["model.5"].local
+    one.begin(1, shards, {}, "", {buffer.data_ptr()})
+    buffer.fill_(-1.0)  # as a forward pass may
+    one.wait_copied()
+    for shard in shards.values():
+        shard.local.fill_(-1.0)
+    saved = one.flush()
+    assert saved is not None
+    with Checkpoint.open(saved.path).reader() as read:
+        for name, shard in state(1.0).items():
+            assert torch.equal(read(name, shard), shard.local), name
+
+
+def test_no_space_fails_that_checkpoint_and_not_the_next(
+    background: tuple[Background, Checkpoints], tmp_path: Path
+) -> None:
+    one, made = background
+    one.begin(1, state(1.0), {}, "", set())
+    assert one.flush() is not None
+    (made.scratch(2) / "rank-00000.safetensors").mkdir(parents=True)
+    one.begin(2, state(2.0), {}, "", set())  # removes it
+    assert one.flush() is not None
+    tmp_path.joinpath("checkpoints").rename(tmp_path / "away")
+    tmp_path.joinpath("checkpoints").write_text("")
+    one.begin(3, state(3.0), {}, "", set())
+    with pytest.raises(CheckpointError, match="checkpoint of step 3 was not written"):
+        one.flush()
+    assert one.usable
+    tmp_path.joinpath("checkpoints").unlink()
+    one.begin(4, state(4.0), {}, "", set())
+    assert one.flush() is not None
+
+
+def test_the_copy_is_no_memory_of_this_process_and_the_writer_needs_little(tmp_path: Path) -> None:
+    writer = Writer()
+    try:
+        tensors = {name: shard.local for name, shard in state(1.0).items()}
+        before = psutil.Process().memory_info().rss
+        writer.write(tmp_path / "x", tensors, set()).wait()
+        assert psutil.Process().memory_info().rss - before < 16 * MIB
+        assert psutil.Process(writer.pid).memory_info().rss < 40 * MIB
+    finally:
+        writer.close()
+
+
+def test_it_is_refused_with_an_adapter(runs: Runs) -> None:
+    ended = runs.train("model.adapter={type: lora, rank: 4}", "checkpoint.background=true").wait()
+    assert ended.code == 2
+    assert "checkpoint.background: true cannot be used with an adapter" in ended.stderr

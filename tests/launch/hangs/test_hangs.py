@@ -1,0 +1,153 @@
+"""Runs that hang: the late rank, its phase and the stacks are reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import ROOT, descendants, environment, wait_for
+from tests.support.forked import Finished, Started
+from tests.support.runs import ON_ROWS, TINY, Runs, events
+from tests.support.workers import srun, start_workers
+from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
+
+POLICY = "train.step_policies=['tests.support.hanging:Hanging']"
+
+
+def train(runs: Runs, hang: str, *overrides: str, seconds: float = 600) -> Started:
+    run = runs.new_directory("run")
+    fixed = (f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS, "data.validation=8")
+    two = ("parallel.num_processes=2", "train.max_steps=12", "train.global_batch_size=4", POLICY)
+    variables = {"HANG": hang, "HANG_SECONDS": str(seconds)}
+    started = runs.command("train", str(TINY), *fixed, *two, *overrides, **variables)
+    started.run = run
+    return started
+
+
+def stops(runs: Runs, hang: str, *overrides: str) -> tuple[Finished, Path]:
+    """What a run that ends when it hangs has written."""
+    started = train(runs, hang, "faults.on_hang=stop", *overrides)
+    ended = started.wait()
+    assert ended.code == 4, ended.stdout + ended.stderr
+    assert started.run is not None
+    return ended, started.run
+
+
+def test_a_suspended_worker_is_reported_and_the_run_ends(runs: Runs) -> None:
+    started = train(runs, "none:0:0", "faults.on_hang=stop", "train.max_steps=100000")
+    started.wait_for_step(3)
+    assert started.run is not None
+    directory = heartbeat_directory(started.run)
+    assert directory is not None
+    beats = {rank: read(heartbeat_file(directory, rank)) for rank in range(2)}
+    worker = beats[1]
+    assert worker is not None and worker.pid in [process.pid for process in descendants(started.pid)]
+    os.kill(worker.pid, signal.SIGSTOP)
+    ended = started.wait()
+    assert ended.code == 4
+    assert "rank 1 has been suspended by a signal (SIGSTOP)" in ended.stderr
+    assert re.search(r"rank 0 has entered \w+.* at \S+\.py:\d+ \(number \d+\), which rank 1 has not", ended.stderr)
+    assert "in forward_backward" in (started.run / "logs" / "rank-0.stacks").read_text()
+    (fault,) = events(started.run, "fault")
+    assert (fault["kind"], fault["rank"], fault["action"]) == ("hang", 1, "stop")
+    assert not directory.exists()
+    wait_for(lambda: not any(psutil.pid_exists(each.pid) for each in beats.values() if each is not None))
+
+
+@pytest.mark.slow
+def test_a_run_that_only_warns_goes_on_to_the_same_losses(runs: Runs) -> None:
+    started = train(runs, "data:1:4", seconds=14)
+    ended = started.wait()
+    assert ended.code == 0, ended.stderr
+    assert "warning: the run hangs: rank 1 has made no progress" in ended.stderr
+    assert "in phase data of step 4" in ended.stderr
+    assert "hanging.py" in ended.stderr and "in _hang" in ended.stderr
+    assert "the run goes on" in ended.stderr
+    assert started.run is not None
+    (fault,) = events(started.run, "fault")
+    assert (fault["kind"], fault["rank"], fault["action"]) == ("hang", 1, "warn")
+    assert [event["step"] for event in events(started.run, "step")] == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_a_slow_first_step_is_no_hang(runs: Runs) -> None:
+    started = train(runs, "data:1:1", "faults.on_hang=stop", "train.max_steps=3", seconds=14)
+    ended = started.wait()
+    assert ended.code == 0 and "hangs" not in ended.stderr, ended.stderr
+    assert started.run is not None and not events(started.run, "fault")
+
+
+def test_nothing_is_left_in_shared_memory_by_processes_that_nobody_watches(runs: Runs) -> None:
+    workers = start_workers(runs, srun(2, "417"), ON_ROWS, "parallel.num_processes=2", "train.max_steps=2")
+    for worker in workers:
+        ended = worker.wait()
+        assert ended.code == 0, ended.stderr
+    assert workers[0].run is not None
+    directory = heartbeat_directory(workers[0].run)
+    assert directory is not None and not list(directory.iterdir())
+    directory.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_sample_of_the_bench_is_named_right(tmp_path: Path) -> None:
+    """A hang of each of the twelve kinds, as `bench/hangs.py` draws them."""
+    where = ["--results", str(tmp_path / "hangs.jsonl"), "--output", str(tmp_path / "hangs.json")]
+    command = [sys.executable, str(ROOT / "bench" / "hangs.py"), "--trials", "12", *where]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1400)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert json.loads((tmp_path / "hangs.json").read_text())["right"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "phase", "frame"),
+    [
+        ("data", "data", "_hang"),
+        ("forward", "forward", "_hang"),
+        ("optimizer", "optimizer", "_hang"),
+        ("collective", "step policies and observers", "_hang"),
+        ("checkpoint", "checkpoint", "_hang"),
+        ("evaluation", "evaluation", "_hang"),
+        ("generation", "generation", "_hang"),
+        ("missing", "", None),
+        ("gil", "data", "before"),
+        ("loop", "metrics", "metrics"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_rank_and_the_phase_of_a_hang_are_named(
+    runs: Runs, kind: str, phase: str, frame: str | None, strategy: str
+) -> None:
+    often = ("checkpoint.every=3", "evaluate.every=3", "evaluate.prompts=[a, b]", f"parallel.strategy={strategy}")
+    ended, run = stops(runs, f"{kind}:1:6", *often)
+    (fault,) = events(run, "fault")
+    assert (fault["kind"], fault["rank"]) == ("hang", 1)
+    assert f"in phase {phase}" in fault["detail"]
+    assert frame is None or f"in {frame}" in ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["order", pytest.param("shape", marks=pytest.mark.slow)])
+def test_different_collectives_are_named_by_rank_and_line(runs: Runs, kind: str) -> None:
+    ended, _ = stops(runs, f"{kind}:1:4")
+    line = r"\S+/hanging\.py:\d+"
+    one = {"order": r"broadcast of float32\[5\]", "shape": r"all_reduce of float32\[1000000\]"}[kind]
+    three = r"all_reduce of float32\[3\]"
+    pairs = [(three, one), (one, three)]
+    found = [rf"rank [01] has entered {a} at {line}, and rank [01] {b} at {line}" for a, b in pairs]
+    assert any(re.search(pattern, ended.stderr) for pattern in found), ended.stderr
+
+
+@pytest.mark.slow
+def test_a_collective_fails_after_the_timeout_of_the_recipe(runs: Runs) -> None:
+    ended = train(runs, "data:1:4", "parallel.timeout=3 s").wait()
+    assert ended.code == 4
+    assert "Timed out" in ended.stderr or "timed out" in ended.stderr, ended.stderr

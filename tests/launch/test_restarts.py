@@ -1,0 +1,137 @@
+"""A run whose worker is killed, crashes or hangs is restarted from its newest checkpoint; other failures end it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import descendants, wait_for
+from tests.support.forked import Started
+from tests.support.runs import ON_ROWS, Runs, column, events
+from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
+from trainwright.launch.ending.failure import Cause, Failure
+from trainwright.launch.ending.restarts import Restarts
+
+SETTINGS = ("parallel.num_processes=2", ON_ROWS, "data.validation=null", "train.max_steps=40", "checkpoint.every=4")
+
+
+def kill(started: Started, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to the worker of a rank, once the current launch has written its heartbeat."""
+    run = started.run
+    assert run is not None
+
+    def worker() -> int | None:
+        directory = heartbeat_directory(run)
+        beat = None if directory is None else read(heartbeat_file(directory, rank))
+        if beat is None or beat.pid not in [process.pid for process in descendants(started.pid)]:
+            return None
+        return beat.pid
+
+    pid = wait_for(worker)
+    assert pid is not None
+    os.kill(pid, number)
+
+
+def test_killed_workers_are_replaced_and_the_losses_are_those_of_the_undisturbed_run(runs: Runs) -> None:
+    undisturbed = runs.trained(*SETTINGS)
+    started = runs.train(*SETTINGS)
+    for step, rank in ((3, 1), (14, 0), (26, 1)):
+        started.wait_for_step(step)
+        kill(started, rank)
+    ended = started.wait()
+    assert ended.code == 0, ended.stderr
+    run = started.run
+    assert run is not None
+    assert [event["number"] for event in events(run, "restart")] == [1, 2, 3]
+    assert "restart 3 from the newest checkpoint (faults.restarts: 3 per hour)" in ended.stderr
+    assert column(run, "loss") == column(undisturbed, "loss")
+
+
+def test_kills_beyond_the_limit_end_the_run_with_the_last_failure(runs: Runs) -> None:
+    started = runs.train(*SETTINGS, "train.max_steps=5000", "faults.restarts=1 per hour")
+    for step in (3, 12):
+        started.wait_for_step(step)
+        kill(started, 1)
+    ended = started.wait()
+    assert ended.code == 4
+    assert "rank 1 was killed by an external SIGKILL" in ended.stderr
+    assert "faults.restarts allows 1 per hour" in ended.stderr
+
+
+@pytest.mark.parametrize("off", ["0", "off"])
+def test_restarts_can_be_turned_off(runs: Runs, off: str) -> None:
+    started = runs.train(*SETTINGS, "train.max_steps=5000", f"faults.restarts={off}")
+    started.wait_for_step(3)
+    kill(started, 1)
+    assert started.wait().code == 4
+    assert started.run is not None
+    assert not events(started.run, "restart")
+
+
+def test_an_exception_that_repeats_at_the_same_step_ends_the_run_with_that_exception(runs: Runs) -> None:
+    policy = "train.step_policies=['tests.support.hanging:Failing']"
+    ended = (started := runs.train(*SETTINGS, policy)).wait()
+    assert ended.code == 4
+    assert "ValueError: this step always fails" in ended.stderr
+    assert "the same error happened twice after step" in ended.stderr
+    assert started.run is not None
+    assert [event["cause"] for event in events(started.run, "restart")] == ["error"]
+
+
+@pytest.mark.slow
+def test_a_suspended_worker_is_killed_and_the_run_goes_on(runs: Runs) -> None:
+    undisturbed = runs.trained(*SETTINGS)
+    started = runs.train(*SETTINGS, "faults.on_hang=restart")
+    started.wait_for_step(5)
+    kill(started, 1, signal.SIGSTOP)
+    ended = started.wait()
+    assert ended.code == 0, ended.stderr
+    assert started.run is not None
+    assert [event["cause"] for event in events(started.run, "restart")] == ["hang"]
+    assert column(started.run, "loss") == column(undisturbed, "loss")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def at(step: int, log: Path, clock: list[float]) -> None:
+    with log.open("a") as file:
+        file.write(f'{{"event": "step", "step": {step}, "time": {clock[0]}}}\n')
+
+
+def test_the_same_error_at_the_same_step_ends_the_run_and_at_another_step_does_not(log: Path) -> None:
+    clock = [100.0]
+    restarts = Restarts(log.parent, "9 per hour", lambda: clock[0])
+    error = Failure("rank 1 failed\nTraceback\n  File x\nValueError: a bad row", 4, cause=Cause.ERROR)
+    at(7, log, clock)
+    assert restarts.decide(error)
+    clock[0] += 10
+    at(9, log, clock)
+    assert not isinstance(restarts.decide(error), str)
+    clock[0] += 10
+    at(7, log, clock)
+    refused = restarts.decide(error)
+    assert isinstance(refused, str) and "the same error happened twice after step 7" in refused
+
+
+def test_kills_at_one_step_are_counted_but_never_compared(log: Path) -> None:
+    clock = [100.0]
+    restarts = Restarts(log.parent, "2 per hour", lambda: clock[0])
+    killed = Failure("rank 1 was killed by an external SIGKILL", 4, cause=Cause.PROCESS)
+    for _ in range(2):
+        at(7, log, clock)
+        assert not isinstance(restarts.decide(killed), str)
+    assert isinstance(restarts.decide(killed), str)
+    clock[0] += 3601
+    assert not isinstance(restarts.decide(killed), str)
+
+
+def test_known_errors_and_exceptions_before_the_first_step_are_not_retried(log: Path) -> None:
+    restarts = Restarts(log.parent, "9 per hour")
+    assert restarts.decide(Failure("data.train: row 3 is no JSON", 2)) == ""
+    assert restarts.decide(Failure("rank 0 failed\nValueError: x", 4, cause=Cause.ERROR)) == ""

@@ -1,0 +1,66 @@
+"""Matrices that are orthogonalized by one rank for all: to the bit as by each for itself, and evenly divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.runs import Runs
+from trainwright.parallel.matrices.owners import assign, operations, rows_of, slowest
+from trainwright.planning.architectures.catalog import find_model
+from trainwright.planning.memory.inventory import inventory
+
+FSDP: tuple[str, dict[str, Any]] = ("fsdp", {})
+DDP: tuple[str, dict[str, Any]] = ("ddp", {})
+
+
+@pytest.mark.parametrize(
+    ("processes", "cases"),
+    [
+        (1, [FSDP]),
+        (2, [DDP, FSDP]),
+        (3, [DDP, FSDP, ("fsdp", {"reshard_after_forward": False, "offload_parameters": True})]),
+        (4, [("fsdp", {"replicate_size": 2})]),
+    ],
+)
+def test_updates_are_those_of_one_process_and_divided(
+    runs: Runs, processes: int, cases: list[tuple[str, dict[str, Any]]]
+) -> None:
+    runs.function("tests.parallel.matrices:update_as_one", cases, processes=processes)
+
+
+def shapes_of(name: str) -> tuple[tuple[int, int], ...]:
+    weights = inventory(find_model(name).architecture(), 4, True).weights
+    return tuple((one.rows, one.columns) for one in weights if one.is_orthogonalized)
+
+
+@pytest.mark.parametrize(("ranks", "longest"), [(2, 1.01), (8, 1.01), (48, 1.1), (64, 1.1)])
+def test_a_real_architecture_is_divided_evenly(ranks: int, longest: float) -> None:
+    """Time and memory: no round waits long for its slowest rank, and no rank has more than the largest matrix in it."""
+    shapes = shapes_of("meta-llama/Llama-3.1-8B")
+    rounds = assign(shapes, ranks)
+    assert sorted(index for one in rounds for owned in one for index in owned) == list(range(len(shapes)))
+    costs = [operations(*shape) for shape in shapes]
+    assert slowest(rounds, costs) <= longest * sum(costs) / ranks
+    most = max(rows * columns for rows, columns in shapes)
+    for one in rounds:
+        assert len(one) == ranks
+        assert max(sum(shapes[index][0] * shapes[index][1] for index in owned) for owned in one) <= most
+
+
+def test_more_ranks_than_matrices_take_one_each_and_one_rank_takes_one_at_a_time() -> None:
+    shapes = ((8, 8), (4, 8), (2, 8))
+    (only,) = assign(shapes, 5)
+    assert only == ((0,), (1,), (2,), (), ())
+    assert assign(shapes, 1) == (((0,),), ((1,),), ((2,),))
+    assert assign((), 3) == ()
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(8, 2), (7, 3), (2, 4), (1, 1), (10, 4)])
+def test_rows_are_those_that_torch_gives_each_rank(rows: int, ranks: int) -> None:
+    import torch
+
+    parts = [len(part) for part in torch.zeros(rows, 1).chunk(ranks)]
+    parts += [0] * (ranks - len(parts))
+    assert [rows_of(rows, ranks, rank) for rank in range(ranks)] == parts
