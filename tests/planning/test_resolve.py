@@ -111,7 +111,9 @@ def test_batch_sizes_that_are_written_out_decide_the_number_that_fits(
 
 def test_where_no_number_fits_the_contradiction_is_told_in_its_own_words() -> None:
     wanted = recipe({"micro_batch_size": 2, "gradient_accumulation_steps": 1})
-    with pytest.raises(RequestError, match=r"gradient_accumulation_steps 1, .*for a global batch of 8"):
+    with pytest.raises(
+        RequestError, match=r"gradient_accumulation_steps 1 x .* is not equal to train.global_batch_size 8"
+    ):
         resolve(wanted, machine(cores=2))
 
 
