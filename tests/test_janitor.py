@@ -26,6 +26,7 @@ def test_it(runs, tmp_path):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processes", [pytest.param((), id="alone"), pytest.param(("-n", "1"), id="of xdist", marks=pytest.mark.slow)]
 )

@@ -42,6 +42,7 @@ def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) ->
     assert f"{found}\n\n{out}/\n" == again.stdout and list(found.rows) == table
 
 
+@pytest.mark.slow
 def test_a_value_that_is_written_in_several_ways_is_trained_once(runs: Runs, tmp_path: Path) -> None:
     few = (*SHORT, "optimizer.warmup_steps=0", "data.validation=0.02")  # the recipe's own rate is 1e-3
     values = "--over", "optimizer.learning_rate=0.0020,2e-3,0.001,2.0e-03"

@@ -310,6 +310,7 @@ def smollm2() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(str(place.parent), gguf_file=place.name)
 
 
+@pytest.mark.slow
 def test_pydoc_with_the_tokenizer_of_a_real_model(tmp_path: Path) -> None:
     tokenizer = smollm2()
     found = prepare(DataSection(train="pydoc", max_length=512), tokenizer, seed=0, cache=tmp_path)

@@ -371,6 +371,7 @@ def test_a_plain_text_ends_with_the_end_of_text() -> None:
         assert all(targets)
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_a_real_model() -> None:
     """SmolLM2's, out of the package that carries it."""
     from importlib.metadata import distribution

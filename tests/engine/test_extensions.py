@@ -100,6 +100,7 @@ def test_a_policy_and_an_observer_come_in_by_entry_points(runs: Runs, place: Pat
     assert [seen for seen in (run / "seen.txt").read_text().split() if seen != "phase"] == written
 
 
+@pytest.mark.slow
 def test_a_policy_goes_on_with_its_state(place: Path) -> None:
     run, ended = train(place, "train.step_policies=['somebody:EverySecond']", "train.max_steps=2")
     assert ended.returncode == 0, ended.stderr
@@ -108,7 +109,7 @@ def test_a_policy_goes_on_with_its_state(place: Path) -> None:
     assert column(run, "metrics")[2:] == [{"skipped_before": 1.0}] * 2
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("asked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_torch_is_told_to_be_deterministic_if_the_recipe_asks(runs: Runs, place: Path, asked: bool) -> None:
     override = f"train.deterministic={str(asked).lower()}"
     run, ended = train(place, "train.step_policies=['somebody:Torch']", override)

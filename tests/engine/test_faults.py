@@ -243,7 +243,7 @@ def test_a_model_that_cannot_be_written_is_told_with_the_checkpoint_that_there_i
     assert column(runs.resumed(started.run), "loss") == column(uninterrupted, "loss")
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_more_open_files_cost_checkpoints_or_end_the_run_in_words(runs: Runs, count: int) -> None:
     settings = (processes(count), ON_ROWS, "train.max_steps=60", "checkpoint.every=4")
     uninterrupted = runs.trained(*settings)
@@ -283,6 +283,7 @@ def test_a_disk_that_fills_and_then_a_stop_is_one_message(runs: Runs, tmp_path: 
     assert "Traceback" not in ended.stderr and "Logging error" not in ended.stderr and len(said) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 def test_a_run_whose_output_cannot_be_written_goes_on(runs: Runs, tmp_path: Path) -> None:
     settings = (processes(1), ON_ROWS, "train.max_steps=3")

@@ -92,13 +92,14 @@ def halvings(run: Path) -> list[EventRecord]:
 
 
 def test_one_process_goes_on_with_half_the_micro_batch(runs: Runs) -> None:
-    unlimited = runs.trained(*WIDE, *spread(1, "single"))
-    run, ended = limited(runs, ROOM, *WIDE, *spread(1, "single"))
+    few = (*WIDE, "train.global_batch_size=8", "data.validation=4", *spread(1, "single"))
+    unlimited = runs.trained(*few)
+    run, ended = limited(runs, ROOM, *few)
     assert ended.code == 0, ended.stdout + ended.stderr
     fault, *_ = halvings(run)
     assert fault["rank"] == 0 and "requested" in fault["detail"] and "ulimit -d" in fault["detail"]
     step = fault["step"]
-    assert fault["action"] == f"micro-batch 8 -> 4, accumulation 2 -> 4; step {step} is repeated"
+    assert fault["action"] == f"micro-batch 8 -> 4, accumulation 1 -> 2; step {step} is repeated"
     assert fault["action"] in ended.stdout
     same_run(run, unlimited)
     assert len(events(run, "start")) == 1

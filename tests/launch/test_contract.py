@@ -65,6 +65,7 @@ def test_as_many_processes_as_were_asked_for(runs: Runs, asked: int, started: in
     assert f"processes: number: the recipe asks for {asked}, and it is {started} on rank" in said
 
 
+@pytest.mark.slow
 def test_an_environment_variable_on_one_rank_ends_every_worker_with_3(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

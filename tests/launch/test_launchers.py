@@ -110,6 +110,7 @@ def test_what_only_preparation_can_refuse_leaves_nothing_behind(runs: Runs, tmp_
     assert workers[0].run is not None and not workers[0].run.exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_named(runs: Runs) -> None:
     (worker,) = start_workers(runs, srun(3, next(_jobs))[:1], "--rendezvous-timeout", "2")
     finished = worker.wait()
@@ -129,6 +130,7 @@ def test_a_run_whose_directory_is_gone_is_told_of_once(runs: Runs) -> None:
     assert not run.exists()
 
 
+@pytest.mark.slow
 def test_a_taken_port_ends_every_rank_soon(runs: Runs, listener: socket.socket) -> None:
     """The listener accepts and says nothing, which torch's own store would wait for without end."""
     port = listener.getsockname()[1]

@@ -202,6 +202,7 @@ def test_workers_are_killed_for_memory_before_their_launcher(tmp_path: Path) -> 
         assert oom_score(launcher.pid) == oom_score(os.getpid())
 
 
+@pytest.mark.slow
 def test_a_control_group_that_is_too_small_ends_in_words(tmp_path: Path) -> None:
     with real_group(1200 * 2**20) as group:
         into = "import os, sys; open(sys.argv[1], 'w').write('0'); os.execv(sys.argv[2], sys.argv[2:])"

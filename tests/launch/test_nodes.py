@@ -65,7 +65,14 @@ def test_ranks_follow_the_node_ranks_and_auto_counts_all_nodes(runs: Runs, place
     assert f"{each} on each of 2 nodes" in (nodes[0].run / "plan.json").read_text()
 
 
-@pytest.mark.parametrize(("present", "missing"), [((0,), "nodes 1, 2"), ((1,), "node 0"), ((0, 1), "node 2")])
+@pytest.mark.parametrize(
+    ("present", "missing"),
+    [
+        pytest.param((0,), "nodes 1, 2", marks=pytest.mark.slow),
+        ((1,), "node 0"),
+        pytest.param((0, 1), "node 2", marks=pytest.mark.slow),
+    ],
+)
 def test_nodes_that_do_not_come_are_named(runs: Runs, place: str, present: tuple[int, ...], missing: str) -> None:
     nodes = start(runs, place, "--num-processes", "3", "--rendezvous-timeout", "3", ranks=present, nodes=3)
     for finished in ended(nodes):

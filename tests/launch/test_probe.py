@@ -43,7 +43,9 @@ def spread(count: int, strategy: str) -> tuple[str, ...]:
     return f"parallel.num_processes={count}", f"parallel.strategy={strategy}"
 
 
-@pytest.mark.parametrize(("count", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("count", "strategy"), [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp")]
+)
 def test_what_fits_is_measured_and_what_does_not_is_said(runs: Runs, tmp_path: Path, count: int, strategy: str) -> None:
     settings = (ON_ROWS, *WIDE, *spread(count, strategy))
     (tmp_path / "1").mkdir()

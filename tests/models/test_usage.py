@@ -75,6 +75,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_what_cards_say_runs_and_is_the_model(tmp_path: Path) -> None:
     place = tmp_path / "anywhere"  # with the model under its name, and beside it the bases that are not published

@@ -54,6 +54,7 @@ def run(tmp_path: Path) -> Run:
 FLAT = ("-m", "trainwright", "train", str(TINY), ON_ROWS, "parallel.strategy=flat", "train.max_steps=3")
 
 
+@pytest.mark.slow
 def test_it_trains_to_the_losses_of_ddp(install: Install, run: Run, runs: Runs, tmp_path: Path) -> None:
     install()
     where = f"logging.run_directory={tmp_path / 'run'}"

@@ -220,6 +220,7 @@ def compare_adapters() -> None:
     assert not different
 
 
+@pytest.mark.slow
 def test_adapters_are_compared_on_one_device() -> None:
     # Builds of torch for CPUs index no tensor on a GPU without the shim, which is loaded before torch.
     code = "from trainwright.simulation.shim.load import load; load(); import tests.parallel.test_world as here; "

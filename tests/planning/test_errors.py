@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.class_errors import class_errors
-from tests.support.published_table import HALVES, compared
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
-from trainwright.planning.errors import FILE, Errors, Interval, classes_of, errors_of, interval_of
+from trainwright.planning.errors import Errors, Interval, classes_of, errors_of, interval_of
 from trainwright.planning.output.table import summary, table, words
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.workload import AdapterShape, Choice, Workload
@@ -37,17 +34,6 @@ def planned(cluster: Cluster, own: Errors | None = None, **fixed: Any) -> Plan:
 
 def with_memory(size: float) -> Cluster:
     return replace(H100, card=replace(H100.card, memory_bytes=int(size)))
-
-
-def test_the_file_is_what_published_runs_give() -> None:
-    made = class_errors([one for half in HALVES for one in compared(half)])["classes"]
-    kept = json.loads(FILE.read_text(encoding="utf-8"))["classes"]
-    assert made.keys() == kept.keys()
-    for kind, errors in made.items():
-        for what, interval in errors.items():
-            assert (interval is None) == (kept[kind][what] is None), (kind, what)
-            for end in ("low", "high") if interval else ():
-                assert kept[kind][what][end] == pytest.approx(interval[end], rel=0.02), (kind, what, end)
 
 
 def test_an_interval_has_eight_of_ten_runs_and_what_was_predicted() -> None:

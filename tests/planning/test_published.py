@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from tests.support.class_errors import class_errors
 from tests.support.published import Compared
 from tests.support.published_figures import CLASSES, class_of, figures, half_of, sources
 from tests.support.published_table import HALVES, by_class, compared, errors, median, summarize
+from trainwright.planning.errors import FILE
 
 _KINDS = {"allocated", "reserved", "nvidia-smi", "unspecified"}
 
@@ -66,3 +70,14 @@ def test_a_summary_counts_every_run_once(mended: list[Compared], checked: list[C
         assert sum(one.runs for one in classes.values()) == whole.runs == len(found)
         assert whole.ran + whole.ran_out + whole.unplanned == whole.runs
     assert HALVES == ("mend", "check")
+
+
+def test_the_intervals_of_plans_are_those_of_these_figures(mended: list[Compared], checked: list[Compared]) -> None:
+    made = class_errors([*mended, *checked])["classes"]
+    kept = json.loads(FILE.read_text(encoding="utf-8"))["classes"]
+    assert made.keys() == kept.keys()
+    for kind, of_class in made.items():
+        for what, interval in of_class.items():
+            assert (interval is None) == (kept[kind][what] is None), (kind, what)
+            for end in ("low", "high") if interval else ():
+                assert kept[kind][what][end] == pytest.approx(interval[end], rel=0.02), (kind, what, end)

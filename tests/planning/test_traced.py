@@ -64,6 +64,7 @@ def test_a_family_that_is_not_known_has_the_parameters_of_its_model(cache: Path)
     assert a.config and a.tied and a.learned_positions and not a.gated
 
 
+@pytest.mark.slow
 def test_the_second_plan_traces_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.dumps(OPT)
     first = traced.numbers(config, "none", 4, ROWS.planned, input_wants=True)
