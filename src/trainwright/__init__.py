@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainwright.api.recipe import Recipe
     from trainwright.api.run import Run
     from trainwright.api.simulation import simulate
+    from trainwright.api.stopping import stop
     from trainwright.api.studies.ablation import Ablation, ablate
     from trainwright.api.studies.unlearning import unlearn_study
     from trainwright.api.training import resume, train
@@ -61,6 +62,7 @@ __all__ = [
     "push",
     "resume",
     "simulate",
+    "stop",
     "train",
     "unlearn_study",
     "verify",
@@ -96,6 +98,7 @@ _MODULES = {
     "push": "api.publishing",
     "resume": "api.training",
     "simulate": "api.simulation",
+    "stop": "api.stopping",
     "train": "api.training",
     "unlearn_study": "api.studies.unlearning",
     "verify": "api.verification",

@@ -30,7 +30,15 @@ def main() -> None:
         with interruptible():
             recipe, overrides = split_words(arguments.recipe)
             seconds, force = arguments.rendezvous_timeout, arguments.force
-            asked = JoinRequest(recipe, tuple(overrides), arguments.resume, seconds, force)
+            asked = JoinRequest(
+                recipe,
+                tuple(overrides),
+                arguments.resume,
+                seconds,
+                force,
+                until=arguments.until,
+                time_limit=arguments.time_limit,
+            )
             code = run_joined(asked)[0]
     except TrainwrightError as error:
         if should_report(rank_from_variables(os.environ), str(error)):
@@ -63,6 +71,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
         metavar="SECONDS",
         help="seconds to wait for the other processes (600)",
     )
+    parser.add_argument("--until", metavar="TIME", help="stop after a checkpoint before this time, such as 06:00")
+    parser.add_argument("--time-limit", metavar="TIME", help="stop after a checkpoint within this time, such as 4h")
     following = [*given[1:], None]
     bare = [a == "--resume" and is_bare_resume(next_) for a, next_ in zip(given, following, strict=True)]
     return parser.parse_args(["--resume=" if is_bare else a for a, is_bare in zip(given, bare, strict=True)])

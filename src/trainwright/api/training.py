@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,8 @@ def train(
     accelerate_config: str | PathLike[str] | None = None,
     force: bool = False,
     progress: bool = False,
+    until: str | None = None,
+    time_limit: str | None = None,
 ) -> Run:
     """Train a recipe to the end; what ``trainwright train`` does.
 
@@ -51,6 +53,9 @@ def train(
         accelerate_config: a file of ``accelerate config``, for the number of processes, the strategy and so on.
         force: start even if the plan says that the run does not fit.
         progress: show the plan, the steps and the results during training.
+        until: stop after a checkpoint before this time, such as ``"06:00"`` or ``"2026-03-01T06:00"``. In a Slurm job,
+            its time limit counts as well.
+        time_limit: stop after a checkpoint within this time, such as ``"4h"``.
 
     Returns:
         The finished run.
@@ -78,6 +83,8 @@ def train(
         rendezvous_timeout,
         None if accelerate_config is None else Path(accelerate_config),
         force,
+        until,
+        time_limit,
     )
     return _run(options, progress)
 
@@ -89,6 +96,8 @@ def resume(
     num_processes: int | None = None,
     force: bool = False,
     progress: bool = False,
+    until: str | None = None,
+    time_limit: str | None = None,
 ) -> Run:
     """Continue a run from its newest checkpoint to the end; what ``trainwright train --resume RUN`` does.
 
@@ -102,6 +111,9 @@ def resume(
         num_processes: worker processes; short for ``parallel.num_processes``.
         force: start even if the plan says that the run does not fit.
         progress: show the plan, the steps and the results during training.
+        until: stop after a checkpoint before this time, such as ``"06:00"`` or ``"2026-03-01T06:00"``. In a Slurm job,
+            its time limit counts as well.
+        time_limit: stop after a checkpoint within this time, such as ``"4h"``.
 
     Raises:
         RequestError: the run does not exist, or a change would make it another run.
@@ -115,7 +127,9 @@ def resume(
         trainwright.errors.RequestError: --resume: nowhere is not a run: it has no recipe.yaml
     """
     source = None if recipe is None else source_of(recipe)
-    options = TrainingRequest(source, overrides, fspath(run), num_processes, force=force)
+    options = TrainingRequest(
+        source, overrides, fspath(run), num_processes, force=force, until=until, time_limit=time_limit
+    )
     return _run(options, progress)
 
 
@@ -138,6 +152,8 @@ class TrainingRequest:
     rendezvous_timeout: float | None = None
     accelerate_config: Path | None = None
     force: bool = False
+    until: str | None = None
+    time_limit: str | None = None
 
     def words(self) -> list[str]:
         """Return the request as words of a command line."""
@@ -196,6 +212,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
         MachineError: the machine lacks what is asked for. Too little memory is not reported here.
     """
     from trainwright.activity import doing
+    from trainwright.launch.ending.deadline import deadline_of
     from trainwright.launch.group.environment import refuse_worker
     from trainwright.launch.ignored_settings import refuse_more_nodes
     from trainwright.launch.request import check_request, for_nodes, request_of, resolve_request
@@ -219,7 +236,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     doing("reading the recipe")
     request = request_of(options.recipe, overrides, options.resume, translation)
     machine = with_device(detect(), request.recipe.parallel.device)
-    request = for_nodes(request, machine, count)
+    request = replace(for_nodes(request, machine, count), deadline=deadline_of(options.until, options.time_limit))
     doing("planning")
     resolved = resolve_request(request, machine, count)
     check_request(request, resolved.recipe, creates=not node_rank)

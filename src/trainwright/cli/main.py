@@ -26,6 +26,7 @@ from trainwright.cli import (
 )
 from trainwright.cli.data import rows as data
 from trainwright.cli.models import evaluate, generate, publish
+from trainwright.cli.runs import stop
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.text import say
 
@@ -38,6 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", cls=train.TrainCommand)(train.train)
+app.command("stop")(stop.stop)
 app.command("ablate")(ablate.ablate)
 app.command("collect")(collect.collect)
 app.command("plan", cls=names_in_help.NamesInHelp)(plan.plan)

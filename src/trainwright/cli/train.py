@@ -63,6 +63,13 @@ def train(
             help="Take the number of processes, strategy and related settings from this Accelerate file.",
         ),
     ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Stop after a checkpoint before this time: 06:00, or 2026-03-01T06:00."),
+    ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Stop after a checkpoint within this time, such as 4h.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Start even if the plan does not fit.")] = False,
     simulate: Annotated[
         str | None,
@@ -79,7 +86,7 @@ def train(
 ) -> None:
     """Train a recipe.
 
-    Ends with 0: finished, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
+    Ends with 0: finished, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped after a checkpoint.
     """
     from trainwright.api.training import TrainingRequest, prepare
     from trainwright.launch.request import split_words
@@ -91,6 +98,8 @@ def train(
             "--nodes": nodes,
             "--node-rank": node_rank,
             "--rendezvous": rendezvous,
+            "--until": until,
+            "--time-limit": time_limit,
         }
         elsewhere |= {"--rendezvous-timeout": rendezvous_timeout, "--accelerate-config": accelerate_config}
         given = [name for name, value in elsewhere.items() if value is not None] + ["--dry-run"] * dry_run
@@ -107,6 +116,8 @@ def train(
         rendezvous,
         rendezvous_timeout,
         accelerate_config,
+        until=until,
+        time_limit=time_limit,
     )
     with Activity(sys.stderr):
         prepared = prepare(asked)

@@ -29,6 +29,8 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.launch import run_directory
+from trainwright.launch.ending.deadline import deadline_of
+from trainwright.launch.ending.requests import take_stop_file
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
 from trainwright.launch.group.report_once import should_report
@@ -82,6 +84,7 @@ class JoinRequest:
         force: start even if the plan says that the run does not fit.
         number: of earlier runs that the same processes trained in sequence.
         launcher: pid of the launcher or of the process it started; None: this process's parent.
+        until, time_limit: when the run has to have stopped, see ``deadline_of``.
     """
 
     recipe: Path | Tree | None
@@ -91,6 +94,8 @@ class JoinRequest:
     force: bool = False
     number: int = 0
     launcher: int | None = None
+    until: str | None = None
+    time_limit: str | None = None
 
 
 def run_joined(
@@ -130,8 +135,10 @@ def run_joined(
     participant = _Participant(options, environment, rendezvous, failures, tell)
     with ExitStack() as held:
         try:
+            deadline = None
             if environment.rank == 0:
                 held.enter_context(_interruptible(failures))
+                deadline = deadline_of(options.until, options.time_limit)
                 opened, place = participant.open(translation, held)
             else:
                 opened, place = participant.follow()
@@ -146,7 +153,7 @@ def run_joined(
         try:
             from trainwright.launch.run_worker import train
 
-            code = train(run, opened.resume, rank_info)
+            code = train(run, opened.resume, rank_info, deadline=deadline)
         except Exception as error:
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
@@ -225,6 +232,7 @@ class _Participant:
             resolved.plan.refuse_shortage()
         run = request.directory(resolved)
         held.enter_context(run_directory.only_launch(run))
+        take_stop_file(run)  # of an earlier launch
         with run_directory.undone_on_error(run, created=request.run is None):
             text = request.record(run, resolved)
             logs = run / "logs"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch import run_directory
+from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.resuming import resumed_recipe
 from trainwright.machine.machine import Machine
 from trainwright.paths import user_path
@@ -30,6 +31,7 @@ class RunRequest:
     """A request. `run` is the run to continue, None for a new one; `stem` names a new one.
 
     `chosen`: the keys of the recipe whose values were chosen automatically when the run began, and not set since.
+    `deadline`: when the run has to have stopped.
     """
 
     recipe: Recipe
@@ -37,6 +39,7 @@ class RunRequest:
     run: Path | None
     reasons: tuple[str, ...] = field(default=())
     chosen: tuple[str, ...] = field(default=())
+    deadline: Deadline | None = None
 
     def directory(self, resolved: Resolved) -> Path:
         """Return the run's directory, created if the run is new."""

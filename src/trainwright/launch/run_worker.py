@@ -26,10 +26,19 @@ from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
 from trainwright.launch import run_directory
+from trainwright.launch.ending.deadline import Deadline
+from trainwright.launch.ending.requests import StopRequests
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.hangs.stacks import write_stacks_on_signal
 from trainwright.launch.limits import open_files_in_words
-from trainwright.launch.process import console, keep_freed_memory, set_fresh, stop_requested, threads_allowed
+from trainwright.launch.process import (
+    console,
+    keep_freed_memory,
+    request_stop,
+    set_fresh,
+    stop_requested,
+    threads_allowed,
+)
 from trainwright.launch.relaunch import is_replan_requested
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
@@ -56,6 +65,7 @@ from trainwright.tasks.registry import task_module
 from trainwright.text import say
 
 _NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS
+_STATE_BYTES = 12  # of a parameter that is trained, in a checkpoint: the weight and two moments
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -85,10 +95,12 @@ def train(
     reported: Event | None = None,
     may_change: bool = False,
     watched: bool = False,
+    deadline: Deadline | None = None,
 ) -> int:
     """Train this process's share of the run, with the recipe's observers, until it ends or a stop is requested.
 
-    ``watched``: whether the launcher reads heartbeats, and removes them. For the other arguments see ``run_worker``.
+    ``watched``: whether the launcher reads heartbeats, and removes them. ``deadline``: when the run has to have
+    stopped. For the other arguments see ``run_worker``.
     """
     rank_info = rank_info or RankInfo.from_variables()
     if watched:
@@ -106,7 +118,12 @@ def train(
         stop_requested=stop_requested,
         rank_info=rank_info,
         may_change=may_change,
+        requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user),
     )
+
+
+def _say_to_user(line: str) -> None:
+    say(f"\n{line}", file=console() or sys.stderr)
 
 
 def _observers(run: Path, recipe: Recipe) -> list[Observer]:
@@ -137,6 +154,7 @@ def run_worker(
     rank_info: RankInfo | None = None,
     may_change: bool = False,
     watch: Callable[[Task, Strategy], None] = lambda task, strategy: None,
+    requests: Callable[[int], StopRequests] | None = None,
 ) -> int:
     """Train this process's share of the run in directory ``run``, whose recipe is resolved.
 
@@ -149,6 +167,7 @@ def run_worker(
         rank_info: rank information of this process; None: read it from the environment.
         may_change: whether the launcher can relaunch the run with another plan, if train.replan asks for it.
         watch: called with the task and its strategy before they are used.
+        requests: called on rank 0 with the bytes of a checkpoint; looks for stop requests other than signals.
 
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
@@ -191,6 +210,10 @@ def run_worker(
         watched = Watched.of(run, run_directory.plan_of(run), may_change)
         if watched is not None:
             events.follow(PlanWatch(watched, events.emit))
+    if requests is not None and world.is_main:
+        found = requests(sizes[1] * _STATE_BYTES)
+        events.follow(found)
+        found.watch()
     checkpoints = Checkpoints(
         run / "checkpoints",
         keep_last=recipe.checkpoint.keep_last,

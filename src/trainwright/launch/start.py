@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch import run_directory
+from trainwright.launch.ending.requests import take_stop_file
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
@@ -132,6 +133,7 @@ class _Launch:
             def make() -> tuple[Path, str]:
                 run = request.directory(self.resolved)
                 held.enter_context(run_directory.only_launch(run))
+                take_stop_file(run)  # of an earlier launch
                 until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
                 (run / "logs").mkdir(exist_ok=True)
                 return run, request.record(run, self.resolved)
@@ -175,7 +177,9 @@ class _Launch:
         from trainwright.launch.relaunch import Relaunch, take_replan
         from trainwright.launch.run_worker import train
 
-        work = functools.partial(train, run, may_change=self.nodes is None, watched=True)
+        work = functools.partial(
+            train, run, may_change=self.nodes is None, watched=True, deadline=self.request.deadline
+        )
         again = functools.partial(work, True)
         recipe = self.resolved.recipe
         relaunch = Relaunch(run, lambda event: functools.partial(again, reported=event), recipe.faults.restarts)

@@ -36,6 +36,18 @@ def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iter
         os.close(descriptor)
 
 
+def is_locked(directory: Path) -> bool:
+    """Return whether a process has locked ``directory``. Raises OSError if it cannot be opened."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _locked(descriptor: int, deadline: float) -> bool:
     while True:
         try:

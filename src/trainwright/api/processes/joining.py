@@ -35,7 +35,15 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
     overrides = tuple(request.with_number())
     seconds = request.rendezvous_timeout or JoinRequest.seconds
     joined = JoinRequest(
-        request.recipe, overrides, request.resume, seconds, request.force, next(_started), os.getppid()
+        request.recipe,
+        overrides,
+        request.resume,
+        seconds,
+        request.force,
+        next(_started),
+        os.getppid(),
+        request.until,
+        request.time_limit,
     )
     return run_in_process(_join, joined, progress=progress)
 

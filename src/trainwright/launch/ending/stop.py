@@ -78,6 +78,11 @@ def set_fresh(fresh: bool) -> None:
     _fresh.value = int(fresh)
 
 
+def request_stop() -> None:
+    """Request a stop of the run from within one of its processes."""
+    _flag.value = 1
+
+
 def stop_requested() -> bool:
     """Return True once this run was asked to stop. Ranks may see it at different times: agree before acting."""
     return bool(_flag.value)
@@ -211,7 +216,7 @@ def _watch_termination(read: int, flags: Flags, ended: Callable[[signal.Signals]
 
 
 def _raise_flag(number: int, frame: FrameType | None) -> None:
-    _flag.value = 1
+    request_stop()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,105 @@
+"""When a run has to have stopped: at a time, after a time, or when its Slurm job ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from trainwright.errors import RequestError
+from trainwright.recipe.sections.fields import seconds_of
+
+_END, _JOB = "SLURM_JOB_END_TIME", "SLURM_JOB_ID"
+_SLURM_SECONDS = 10  # for the scheduler's answer
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A point of time by the monotonic clock, which no change of the system's time moves.
+
+    Attributes:
+        seconds: of ``time.monotonic``.
+        shown: the time of day, and what it is from.
+    """
+
+    seconds: float
+    shown: str
+
+
+def deadline_of(until: str | None, time_limit: str | None) -> Deadline | None:
+    """Return the earliest of ``until``, ``time_limit`` from now, and the end of this Slurm job; None without any.
+
+    Args:
+        until: a date and time in ISO 8601 (``2026-03-01T06:00``), or a time of day (``06:00``): its next occurrence.
+        time_limit: such as ``4 h`` or ``90 min``.
+
+    Raises:
+        RequestError: one of them is malformed or in the past.
+    """
+    now, monotonic = datetime.now().astimezone(), time.monotonic()
+    if (found := earliest(until, time_limit, now)) is None:
+        return None
+    end, source = found
+    return Deadline(monotonic + (end - now).total_seconds(), f"{end:%Y-%m-%d %H:%M:%S} ({source})")
+
+
+def earliest(until: str | None, time_limit: str | None, now: datetime) -> tuple[datetime, str] | None:
+    """Return the time of `deadline_of` and what it is from. Raises RequestError."""
+    ends: list[tuple[datetime, str]] = []
+    if until is not None:
+        ends.append((_time_of(until, now), f"--until {until}"))
+    if time_limit is not None:
+        try:
+            ends.append((now + timedelta(seconds=seconds_of(time_limit)), f"--time-limit {time_limit}"))
+        except (ValueError, OverflowError):
+            raise RequestError(f"--time-limit: expected a time such as 4 h or 90 min, not {time_limit!r}") from None
+    if (job := _end_of_job()) is not None:
+        ends.append(job)
+    return min(ends, default=None)
+
+
+def _time_of(until: str, now: datetime) -> datetime:
+    try:
+        found = datetime.fromisoformat(until).astimezone()
+    except (ValueError, OverflowError):
+        try:
+            of_day = datetime.strptime(until, "%H:%M").time()
+        except ValueError:
+            raise RequestError(
+                f"--until: expected a date and time such as 2026-03-01T06:00, or a time of day such as 06:00, "
+                f"not {until!r}"
+            ) from None
+        found = datetime.combine(now.date(), of_day).astimezone()
+        if found <= now:
+            found = datetime.combine(now.date() + timedelta(days=1), of_day).astimezone()
+    if found <= now:
+        raise RequestError(f"--until: {until} is in the past; it is {now:%Y-%m-%dT%H:%M} now")
+    return found
+
+
+def _end_of_job() -> tuple[datetime, str] | None:
+    """Return when Slurm ends the job of this process, or None if there is no job or no limit."""
+    job = os.environ.get(_JOB)
+    if job is None:
+        return None
+    end = os.environ.get(_END, "")
+    if not end.isdigit():
+        end = _ask_slurm(job)
+    try:
+        found = datetime.fromtimestamp(int(end)) if end.isdigit() else datetime.fromisoformat(end)
+    except (ValueError, OverflowError, OSError):  # no limit, or no scheduler that could be asked
+        return None
+    return found.astimezone(), f"the time limit of Slurm job {job}"
+
+
+def _ask_slurm(job: str) -> str:
+    """Return the end of the job as squeue shows it; older versions of Slurm do not set it in the environment."""
+    command = ("squeue", "--noheader", "--format", "%e", "--jobs", job)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    lines = done.stdout.split()
+    return lines[0] if lines else ""

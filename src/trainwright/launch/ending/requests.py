@@ -1,0 +1,94 @@
+"""Stop requests other than signals: a file in the run directory, and a deadline."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from trainwright.engine.events import Record
+from trainwright.launch.ending.deadline import Deadline
+
+STOP_FILE = "stop"
+_LOOK_SECONDS = 0.5
+# A step that has begun is finished, then the checkpoint is written, then the processes end.
+_STEPS = 20  # the longest of the last ones counts
+_STEP_FACTOR, _WRITE_FACTOR, _END_SECONDS = 1.5, 1.5, 3.0
+_BYTES_PER_SECOND = 200e6  # of a checkpoint, until one has been written
+
+
+class StopRequests:
+    """Request a stop when the file ``stop`` appears in the run directory, or early enough before a deadline.
+
+    An observer of the run's events, as a deadline has to leave the time that a step and a checkpoint take. One process
+    of the run looks; what it requests, all agree on.
+
+    Args:
+        state_bytes: size of a checkpoint, for the time before one has been written.
+        stop: requests the stop.
+        tell: called with the reason.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        deadline: Deadline | None,
+        state_bytes: int,
+        stop: Callable[[], None],
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._deadline, self._clock = run, deadline, clock
+        self._stop, self._tell = stop, tell
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._write = state_bytes / _BYTES_PER_SECOND
+
+    def __call__(self, event: Record) -> None:
+        """Take note of how long steps and checkpoints take."""
+        if event["event"] == "step":
+            self._steps.append(event["step_time"])
+        elif event["event"] == "checkpoint":
+            self._write = event["seconds"]
+
+    @property
+    def needed(self) -> float:
+        """The seconds from a request to the end of the run."""
+        step = max(self._steps, default=0.0)
+        return _STEP_FACTOR * step + _WRITE_FACTOR * self._write + _END_SECONDS
+
+    def watch(self) -> None:
+        """Look for requests in a thread until one is found."""
+        threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
+
+    def look(self) -> bool:
+        """Look once; return whether a stop is requested."""
+        reason = None
+        if take_stop_file(self._run):
+            reason = f"asked by {self._run / STOP_FILE}"
+        elif self._deadline is not None and self._deadline.seconds - self._clock() <= self.needed:
+            reason = f"the run has to end by {self._deadline.shown}"
+        if reason is not None:
+            self._tell(f"stopping: {reason}; each worker finishes its step and a checkpoint is written")
+            self._stop()
+        return reason is not None
+
+    def _watch(self) -> None:
+        while not self.look():
+            time.sleep(_LOOK_SECONDS)
+
+
+def take_stop_file(run: Path) -> bool:
+    """Remove the run's file ``stop``; return whether there was one."""
+    try:
+        # The directory is listed because a file system of several machines may remember that a name does not exist.
+        found = STOP_FILE in os.listdir(run)
+    except OSError:
+        return False
+    if found:
+        with suppress(OSError):
+            (run / STOP_FILE).unlink()
+    return found

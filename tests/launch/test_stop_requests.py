@@ -1,0 +1,134 @@
+"""A run stops for the file `stop` in its directory, and early enough before a deadline."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+import trainwright as tw
+from tests.support.runs import ON_ROWS, Runs, column, events
+from tests.support.workers import by_hand, start_workers
+from trainwright.errors import RequestError
+from trainwright.launch.ending.deadline import Deadline, deadline_of, earliest
+from trainwright.launch.ending.requests import StopRequests
+
+LONG = (ON_ROWS, "train.max_steps=400", "optimizer.schedule=constant", "evaluate.every=null", "checkpoint.every=null")
+
+
+def requests(run: Path, deadline: float | None, state_bytes: int = 0) -> tuple[StopRequests, list[str]]:
+    """Requests at the time 1,000 of a clock that stands still, and what they do."""
+    done: list[str] = []
+    given = None if deadline is None else Deadline(deadline, "six")
+    return StopRequests(run, given, state_bytes, lambda: done.append("stop"), done.append, lambda: 1000.0), done
+
+
+def test_a_file_is_a_request_once(tmp_path: Path) -> None:
+    found, done = requests(tmp_path, None)
+    assert not found.look() and not done
+    (tmp_path / "stop").touch()
+    assert found.look() and not list(tmp_path.iterdir())
+    assert done == [done[0], "stop"] and str(tmp_path / "stop") in done[0]
+    assert not found.look()
+
+
+def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> None:
+    # Before anything is measured: 3 s for the end, and 400 MB at 200 MB/s with a half more.
+    assert requests(tmp_path, 1006.0, 400_000_000)[0].look()
+    found, done = requests(tmp_path, 1006.1, 400_000_000)
+    assert not found.look()
+    found({"event": "step", "step_time": 1.0})
+    assert found.look() and "six" in done[0]
+    found({"event": "checkpoint", "seconds": 0.5})  # measured: less than assumed
+    assert not found.look() and found.needed == pytest.approx(1.5 + 0.75 + 3)
+
+
+NOW = datetime(2026, 2, 28, 22, 30).astimezone()
+
+
+def end(until: str | None, limit: str | None) -> tuple[str, str] | None:
+    found = earliest(until, limit, NOW)
+    return None if found is None else (f"{found[0]:%d %H:%M}", found[1])
+
+
+def test_a_deadline_is_the_earliest_of_all_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert end(None, None) is None
+    assert end(None, "2 h") == ("01 00:30", "--time-limit 2 h")
+    assert end("2026-03-01T06:00", "2h") == ("01 00:30", "--time-limit 2h")
+    assert end("2026-03-01T06:00", "1000 h") == ("01 06:00", "--until 2026-03-01T06:00")
+    assert end("23:00", None) == ("28 23:00", "--until 23:00")
+    assert end("22:30", None) == ("01 22:30", "--until 22:30")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(NOW.timestamp()) + 600))
+    assert end("23:00", "2 h") == ("28 22:40", "the time limit of Slurm job 7")
+
+
+def test_an_older_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho 2026-02-28T22:40:00\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert end(None, None) == ("28 22:40", "the time limit of Slurm job 7")
+    squeue.write_text("#!/bin/sh\necho NONE\n")  # no limit
+    assert end(None, None) is None
+
+
+def test_no_change_of_the_system_s_time_moves_a_deadline() -> None:
+    first, later = deadline_of(None, "1 h"), deadline_of(None, "2 h")
+    assert first is not None and later is not None
+    assert later.seconds - first.seconds == pytest.approx(3600, abs=60)
+
+
+@pytest.mark.parametrize(
+    ("until", "limit", "said"),
+    [
+        ("2001-01-01T00:00", None, "--until: 2001-01-01T00:00 is in the past"),
+        ("soon", None, "--until: expected a date and time such as"),
+        (None, "soon", "--time-limit: expected a time such as 4 h or 90 min, not 'soon'"),
+        (None, "99999999999999 h", "--time-limit: expected a time"),
+    ],
+)
+def test_what_is_no_time_is_refused(until: str | None, limit: str | None, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        earliest(until, limit, NOW)
+
+
+def test_a_run_is_stopped_by_name_and_goes_on(runs: Runs) -> None:
+    started = runs.train(*LONG, "parallel.num_processes=2")
+    assert started.run is not None
+    started.wait_for_step(3)
+    assert tw.stop(started.run) == "stopped"
+    finished = started.wait()
+    assert finished.code == 75 and "asked by" in finished.stdout + finished.stderr
+    step = events(started.run, "step")[-1]["step"]
+    assert 3 <= step < 400 and list(tw.Run(started.run).checkpoints) == [step]
+    with pytest.raises(RequestError, match="is not being trained"):
+        tw.stop(started.run)
+    (started.run / "stop").touch()  # left over, of no launch
+    resumed = runs.resume(started.run)
+    resumed.wait_for_step(step + 1)
+    assert tw.stop(started.run) == "stopped" and resumed.wait().code == 75
+    steps = column(started.run, "step")
+    assert steps == [*range(1, len(steps) + 1)] and len(steps) > step
+
+
+def test_a_run_ends_within_its_time(runs: Runs) -> None:
+    started = runs.train("--time-limit", "6 s", *LONG, "train.max_steps=100000", "parallel.num_processes=1")
+    finished = started.wait()
+    assert finished.code == 75 and "--time-limit 6 s" in finished.stdout + finished.stderr
+
+
+@pytest.mark.slow
+def test_ranks_of_another_launcher_stop_together(runs: Runs) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    workers = start_workers(runs, by_hand(2, port), *LONG)
+    run = workers[0].run
+    assert run is not None
+    workers[0].wait_for_step(3)
+    assert tw.stop(run) == "stopped"
+    assert [worker.wait().code for worker in workers] == [75, 75]
