@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.commands import PATIENCE, descendants, started, wait_for
-from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, events
+from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, difference, events
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
@@ -173,6 +174,65 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_are_touched(
             if name.endswith("embed_tokens.weight") and name.startswith("model."):
                 broken[ord("~")] = False  # as it was given
             assert not broken.any(), name
+
+
+def steps_of(run: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in events(run, "step")}
+
+
+def without_numbers(runs: Runs, poisoned: tuple[str, ...], policy: str, *more: str) -> Path:
+    return runs.trained(*poisoned, "checkpoint.every=4", "train.max_steps=16", f"faults.on_non_finite={policy}", *more)
+
+
+def test_a_run_that_rewinds_is_the_run_without_the_batch(runs: Runs, poisoned: tuple[str, ...]) -> None:
+    skipped = without_numbers(runs, poisoned, "skip", processes(1))
+    (fault,) = events(skipped, "fault")
+    bad = fault["step"]
+    assert fault["kind"] == "non_finite" and fault["action"] == "its update is skipped"
+    losses = steps_of(skipped)
+    assert [step for step, loss in losses.items() if not math.isfinite(loss)] == [bad]
+
+    rewound = without_numbers(runs, poisoned, "rewind", processes(1))
+    (fault,), (rewind,) = events(rewound, "fault"), events(rewound, "rewind")
+    assert "What is a tilde?" in fault["detail"]
+    assert fault["action"].endswith(f"; the global batch of step {bad} is left out")
+    assert rewind["left_out"] == [bad]
+    assert rewind["resumed_from"] == (bad - 1) // 4 * 4 if bad > 4 else "no checkpoint" in fault["action"]
+    assert steps_of(rewound) == {step: loss for step, loss in losses.items() if step != bad}
+    one, other = (load_file(run / "final" / "model.safetensors") for run in (rewound, skipped))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_rank_rewinds_and_a_killed_run_leaves_out_the_same(
+    runs: Runs, poisoned: tuple[str, ...], strategy: str
+) -> None:
+    alone = steps_of(without_numbers(runs, poisoned, "rewind", processes(1)))
+    settings = (processes(2), f"parallel.strategy={strategy}", "faults.restarts=off")
+    whole = without_numbers(runs, poisoned, "rewind", *settings)
+    assert steps_of(whole).keys() == alone.keys()
+    assert difference(list(steps_of(whole).values()), list(alone.values())) < 1e-5
+    policy = ("checkpoint.every=4", "train.max_steps=16", "faults.on_non_finite=rewind")
+    started = runs.train(*poisoned, *policy, *settings)
+    started.wait_for_step(14)
+    started.kill()
+    assert started.run is not None
+    assert steps_of(runs.resumed(started.run)) == steps_of(whole)
+
+
+def test_numbers_that_are_never_finite_end_the_run(runs: Runs) -> None:
+    for policy in ("skip", "rewind"):
+        started = runs.train(
+            ON_ROWS,
+            processes(1),
+            f"faults.on_non_finite={policy}",
+            "optimizer.learning_rate=1e30",
+            "checkpoint.every=4",
+        )
+        ended = started.wait()
+        assert ended.code == 4 and "in a row" in ended.stderr, ended.stdout + ended.stderr
 
 
 def test_the_examples_named_do_not_depend_on_the_number_of_processes(runs: Runs, poisoned: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _batch_statistics
 from trainwright.engine.events import Record
 from trainwright.engine.out_of_memory import MemoryShortage
-from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy
+from trainwright.engine.policies.base import RankReport, RewindRequested, StepGradients, StepPolicy, WrongNumbers
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
 from trainwright.engine.trainer import Trainer
 from trainwright.parallel.world import World
@@ -274,6 +274,25 @@ def test_a_skipped_spike_leaves_no_gradient_behind(make: Make) -> None:
     plain.progress.step = 1
     plain._step()
     assert_close(weights(trainer), weights(plain))
+
+
+def test_the_batch_of_a_spike_can_be_left_out(make: Make) -> None:
+    trainer, seen = make(NO_DROPOUT, "train.skip_loss_spikes=6", "faults.on_loss_spike=rewind")
+    trainer.progress.losses = LossStatistics(seen=100, mean=1.0, variance=1e-4)
+    before = weights(trainer)
+    with pytest.raises(RewindRequested, match="at step 1, mean of previous steps 1") as requested:
+        trainer._step()
+    trainer._rewind(requested.value)
+    fault = last(seen, "fault")
+    assert fault["kind"] == "loss_spike"
+    assert fault["action"] == "there is no checkpoint yet; the global batch of step 1 is left out"
+    trainer._step()
+    assert trainer.progress.step == 1 and not [event for event in seen if event["event"] == "step"]
+    assert_close(weights(trainer), before)
+    stopping = make(NO_DROPOUT, "train.skip_loss_spikes=6", "faults.on_loss_spike=stop")[0]
+    stopping.progress.losses = LossStatistics(seen=100, mean=1.0, variance=1e-4)
+    with pytest.raises(WrongNumbers, match="training stopped: loss"):
+        stopping._step()
 
 
 def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(make: Make) -> None:

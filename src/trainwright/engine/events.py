@@ -154,6 +154,22 @@ class Fault(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rewind(Event):
+    """The run went back to the checkpoint of step ``resumed_from``, and repeats the steps after it.
+
+    Attributes:
+        left_out: the steps whose global batches are not trained on.
+        pending: what is done again after that step, `evaluation` or `generation`.
+    """
+
+    kind_of_event = "rewind"
+
+    resumed_from: int
+    left_out: Sequence[int]
+    pending: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Restart(Event):
     """The launcher restarts the run from its newest checkpoint after the failure ``detail``.
 

@@ -13,18 +13,13 @@ import torch
 
 from trainwright import heartbeat
 from trainwright.data.stream.stream import GlobalBatch
-from trainwright.engine.events import Fault
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt, peak_memory
 from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy, Training
+from trainwright.engine.policies.builtin import handle_wrong_numbers
 from trainwright.engine.policies.halving import Halving
-from trainwright.errors import TrainingError
 
 _REPORT = len(RankReport._fields)
-
-
-class NonFinite(TrainingError):
-    """The loss or the norm of the gradient is not finite; raised on every rank."""
 
 
 class ShareSums(NamedTuple):
@@ -59,7 +54,7 @@ class StepPasses:
         """Return the gradients of a global batch, repeated while a policy asks for it.
 
         Raises:
-            NonFinite: the loss or the norm is not finite.
+            WrongNumbers, RewindRequested: the loss or the norm is not finite.
             TrainingError: memory ran out and nothing can be halved.
         """
         while True:
@@ -69,8 +64,8 @@ class StepPasses:
             if again is None:
                 break
             batch = again
-        if not (math.isfinite(found.loss) and math.isfinite(found.norm)):
-            self._refuse(step, found)
+        if not found.is_finite:
+            self._handle_non_finite(step, found)
         return found
 
     def _compute(self, step: int, batch: GlobalBatch) -> StepGradients:
@@ -128,8 +123,8 @@ class StepPasses:
         sums = torch.stack(statistics).sum(0) if statistics else torch.empty(0, device=world.device)
         return ShareSums(torch.stack(totals).double(), norm, sums.double())
 
-    def _refuse(self, step: int, found: StepGradients) -> None:
-        """Raise before a non-finite loss or gradient reaches the weights, naming the examples."""
+    def _handle_non_finite(self, step: int, found: StepGradients) -> None:
+        """Do what faults.on_non_finite says before the numbers reach the weights, naming the examples."""
         task, strategy = self.training.task, self.training.strategy
         world, batch = strategy.world, found.batch
         share = batch.for_rank(world.rank, world.size)
@@ -142,10 +137,9 @@ class StepPasses:
             f"loss {found.loss} and gradient norm {found.norm} at step {step}; the weights are those of step "
             f"{step - 1}. Examples in the batch: {', '.join(map(str, examples))} ({shown})"
         )
-        strategy.discard_gradients()
         rank = next((rank for rank, of_rank in enumerate(by_rank) if of_rank), world.rank)
-        self.training.events.emit(Fault(kind="non_finite", rank=rank, detail=detail, action="stop", step=step))
-        raise NonFinite(f"training stopped: {detail}")
+        what = self.training.recipe.faults.on_non_finite
+        handle_wrong_numbers(self.training, what, "non_finite", rank, detail, step)
 
 
 def _seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:

@@ -31,6 +31,8 @@ class LossStatistics:
         """Return whether a loss is ``deviations`` standard deviations above the mean; if not, include it in the
         mean.
         """
+        if not math.isfinite(loss):
+            return False
         above = loss - self.mean
         far = self.seen >= _FIRST and above > deviations * math.sqrt(self.variance)
         self.odd = self.odd + 1 if far else 0
@@ -61,6 +63,8 @@ class Noise:
         Return None while the estimate is only noise.
         """
         (norm, size), (full_norm, full_size) = small, large
+        if not (math.isfinite(norm) and math.isfinite(full_norm)):
+            return None
         squared = (full_size * full_norm**2 - size * norm**2) / (full_size - size)
         trace = (norm**2 - full_norm**2) / (1 / size - 1 / full_size)
         self.squared = 0.9 * self.squared + 0.1 * squared
@@ -81,6 +85,8 @@ class TrainingProgress:
     steps_at_scale: int = 0
     losses: LossStatistics = field(default_factory=LossStatistics)  # for train.skip_loss_spikes
     noise: Noise = field(default_factory=Noise)  # for train.gradient_noise_scale
+    non_finite: int = 0  # number of consecutive steps that were skipped because their numbers are not finite
+    left_out: list[int] = field(default_factory=list)  # steps whose global batches are not trained on
     pending: str | None = None  # what a stop interrupted after the step: EVALUATION, or GENERATION alone
 
     @classmethod
@@ -94,7 +100,10 @@ class TrainingProgress:
             raise ValueError(str(error)) from error
         for values in (found, losses, noise):
             for name, value in vars(values).items():
-                if name != "pending" and not isinstance(value, (int, float, LossStatistics, Noise, type(None))):
+                if name == "left_out":
+                    if not isinstance(value, list) or not all(isinstance(step, int) for step in value):
+                        raise ValueError("left_out is no list of steps")
+                elif name != "pending" and not isinstance(value, (int, float, LossStatistics, Noise, type(None))):
                     raise ValueError(f"{name} is no number")
         if not isinstance(found.step, int) or found.step < 0:
             raise ValueError(f"its step is {found.step}")

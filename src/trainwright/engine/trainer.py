@@ -14,13 +14,13 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
-from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Step
+from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Rewind, Step
 from trainwright.engine.measured import RunMeasurements
 from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
-from trainwright.engine.passes import NonFinite, StepPasses
-from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
-from trainwright.engine.policies.builtin import GradientNoise, LossScale, LossSpikes
+from trainwright.engine.passes import StepPasses
+from trainwright.engine.policies.base import RewindRequested, StepGradients, StepPolicy, Training, WrongNumbers
+from trainwright.engine.policies.builtin import MOST_IN_A_ROW, GradientNoise, LossScale, LossSpikes, NonFinite
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
 from trainwright.parallel.world import StopRequested
@@ -60,7 +60,7 @@ class Trainer:
         self.world = training.world
         self._memory_warned = False
         self._halving = Halving(self.training)
-        ours = (LossScale, GradientNoise, LossSpikes)
+        ours = (LossScale, GradientNoise, LossSpikes, NonFinite)
         self._policies = [self._halving, *(policy(self.training) for policy in (*ours, *self.policies))]
         self._checkpointing = Checkpointing(self.training, self.checkpoints, self._policies)
         self._passes = StepPasses(self.training, self._halving, self._policies, self._requests)
@@ -75,6 +75,10 @@ class Trainer:
     def max_steps(self) -> int:
         """Return the number of steps of the run."""
         return len(self.task.stream)
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint that verifies, the same on every rank, or None. Raises RequestError."""
+        return self._checkpointing.newest()
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Load the state of a checkpoint. Raises RequestError if it has other examples or other frozen weights."""
@@ -91,7 +95,7 @@ class Trainer:
             self.events.announce(f"writing the model to {final}", self.progress.step)
             heartbeat.phase("export", self.progress.step)
             export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
-        except NonFinite:
+        except WrongNumbers:
             self._checkpointing.close()  # what it wrote is still good
             raise
         except StopRequested:
@@ -111,7 +115,12 @@ class Trainer:
         self.strategy.module.train()
         self.events.announce("compiling" if self.training.recipe.train.compile is True else "the first step")
         while self.progress.step < self.max_steps:
-            result = self._step()
+            try:
+                result = self._step()
+            except RewindRequested as fault:
+                self._rewind(fault)
+                self._evaluate()  # what was pending at the checkpoint
+                continue
             self._checkpointing.advance(result.written)
             last = self.progress.step == self.max_steps
             every = self.training.recipe.evaluate.every
@@ -153,6 +162,9 @@ class Trainer:
     def _step(self) -> _StepResult:
         """Take one optimizer step; return the decisions that follow from it on every rank."""
         begun, step = time.perf_counter(), self.progress.step + 1
+        if step in self.progress.left_out:
+            self.progress.step = step
+            return _StepResult(stop=False, save=False, written=[0.0])  # the checkpoint being written goes on later
         heartbeat.phase("data", step)
         batch = self.task.stream.global_batch(step - 1)
         for policy in self._policies:
@@ -179,6 +191,30 @@ class Trainer:
             policy.after(step)
         reports = found.reports
         return _StepResult(any(rank.stop for rank in reports), bool(reports[0].save), [r.written for r in reports])
+
+    def _rewind(self, fault: RewindRequested) -> None:
+        """Go back to the newest checkpoint that verifies, and leave out the batch of the step that failed.
+
+        Without a checkpoint the run goes on from where it is, as the weights are still those of the step before.
+
+        Raises:
+            WrongNumbers: too many batches in a row would be left out.
+        """
+        step = self.progress.step + 1
+        self.strategy.discard_gradients()
+        left_out = sorted({*self.progress.left_out, step})
+        if all(step - before in left_out for before in range(MOST_IN_A_ROW + 1)):
+            raise WrongNumbers(f"training stopped after leaving out {MOST_IN_A_ROW} batches in a row: {fault.detail}")
+        checkpoint = self._checkpointing.newest()
+        back = "there is no checkpoint yet" if checkpoint is None else f"back to {checkpoint.path}"
+        action = f"{back}; the global batch of step {step} is left out"
+        # No field `step`: events of a step are discarded when that step is repeated.
+        self.events.emit(Fault(kind=fault.kind, rank=fault.rank, detail=fault.detail, action=action))
+        if checkpoint is not None:
+            self.resume(checkpoint)
+            rewound = Rewind(resumed_from=self.progress.step, left_out=left_out, pending=self.progress.pending)
+            self.events.emit(rewound)
+        self.progress.left_out = left_out
 
     def _requests(self, step: int) -> tuple[bool, bool, float]:
         return self.stop_requested(), self._checkpointing.is_due(step), self._checkpointing.report

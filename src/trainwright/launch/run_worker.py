@@ -16,15 +16,15 @@ import torch
 
 from trainwright import heartbeat
 from trainwright.activity import Activity, doing
-from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
+from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.event_log import EventLog
-from trainwright.engine.events import Event, Fault, Notice, Observer, Start
+from trainwright.engine.events import Event, Notice, Observer, Start
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.ending.requests import StopRequests
@@ -230,7 +230,7 @@ def run_worker(
         policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
     )
     task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
-    checkpoint = _latest(checkpoints, world, events) if resume else None
+    checkpoint = trainer.newest_checkpoint() if resume else None
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
         heartbeat.phase("loading")
@@ -289,24 +289,6 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Model
     setup = Setup(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
     strategy = build_strategy(setup)
     return strategy, check_layout(recipe, dtype, strategy)
-
-
-def _latest(checkpoints: Checkpoints, world: World, events: EventLog) -> Checkpoint | None:
-    """Return the newest checkpoint that verifies; rank 0 reads all of it, the others rely on rank 0."""
-    chosen: str | None = None
-    refused: list[str] = []
-    if world.is_main:
-        events.announce("checking the newest checkpoint")
-        found, refused = checkpoints.latest()
-        for reason in refused:
-            events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action="use the one before it"))
-        chosen = None if found is None else str(found.path)
-        if found is None and refused:
-            chosen = ""
-    chosen, refused = world.broadcast((chosen, refused))
-    if chosen == "":
-        raise RequestError(f"--resume: no checkpoint of this run can be used: {'; '.join(refused)}; start a new run")
-    return None if chosen is None else Checkpoint.open(Path(chosen), verify=False)
 
 
 def _keep_recipe(run: Path, world: World, recipe: Recipe, reason: str) -> str:

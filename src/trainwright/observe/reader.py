@@ -61,7 +61,7 @@ def _spans(events: Iterable[EventRecord]) -> Iterator[float]:
 def _history(events: Iterable[EventRecord]) -> list[EventRecord]:
     history: list[EventRecord] = []
     for event in events:
-        if event["event"] == "start":
+        if event["event"] in ("start", "rewind"):
             # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
             resumed = resumed_step(event)
             kept = -1 if resumed is None else resumed

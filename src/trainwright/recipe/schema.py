@@ -146,8 +146,8 @@ class TrainSection(Section):
     )
     skip_loss_spikes: Positive | None = Field(
         None,
-        description="Skip the update of a step whose loss is more than this many standard deviations above the mean "
-        "of previous steps. null: never skip.",
+        description="A loss more than this many standard deviations above the mean of previous steps is a spike: the "
+        "update of its step is skipped, or what faults.on_loss_spike says. null: no loss is a spike.",
     )
     step_policies: list[Text] = Field(
         [],

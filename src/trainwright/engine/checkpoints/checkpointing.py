@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from trainwright import heartbeat
@@ -169,6 +170,29 @@ class Checkpointing:
             own = sum(one.local.numel() * one.local.element_size() for one in own_blocks(shards).values())
             self._worth = max(self._training.world.gather(own)) >= _BACKGROUND_BYTES
         return self._worth
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that verifies, once the one that is being written is complete; None without any.
+
+        Rank 0 reads all of it, the others rely on rank 0.
+
+        Raises:
+            RequestError: there are checkpoints, and none can be used.
+        """
+        self._flush()
+        world, events = self._training.world, self._training.events
+        chosen: str | None = None
+        refused: list[str] = []
+        if world.is_main:
+            events.announce("checking the newest checkpoint")
+            found, refused = self._checkpoints.latest()
+            for reason in refused:
+                events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action="use the one before it"))
+            chosen = None if found is None else str(found.path)
+        chosen, refused = world.broadcast((chosen, refused))
+        if chosen is None and refused:
+            raise RequestError(f"no checkpoint of this run can be used: {'; '.join(refused)}; start a new run")
+        return None if chosen is None else Checkpoint.open(Path(chosen), verify=False)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Load the state of a checkpoint.

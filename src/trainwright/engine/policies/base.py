@@ -6,6 +6,7 @@ out-of-memory halving, the loss scale of fp16, the gradient noise scale, and los
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from trainwright.engine.event_log import EventLog
 from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.progress import TrainingProgress
 from trainwright.engine.task import Task
+from trainwright.errors import TrainingError
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.loading import dump_recipe
@@ -52,6 +54,29 @@ class StepGradients:
     losses: list[float]
     statistics: list[float] = field(default_factory=list)
     shortage: MemoryShortage | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether the loss and the norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class WrongNumbers(TrainingError):
+    """The loss or the gradient of a step ends the run; raised on every rank, before the weights are changed."""
+
+
+class RewindRequested(TrainingError):
+    """The run goes back to its newest checkpoint and leaves out the batch of the step; raised on every rank, before
+    the weights are changed.
+
+    Args:
+        kind: of the `fault` event.
+        rank: the first rank on which it was found.
+    """
+
+    def __init__(self, kind: str, rank: int, detail: str) -> None:
+        super().__init__(f"training stopped: {detail}")
+        self.kind, self.rank, self.detail = kind, rank, detail
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Built-in step policies: loss scale of fp16, gradient noise, loss spikes."""
+"""Built-in step policies: loss scale of fp16, gradient noise, loss spikes and numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
+from trainwright.engine.policies.base import RewindRequested, StepGradients, StepPolicy, Training, WrongNumbers
 
 # The values of torch.amp.GradScaler.
 _FIRST_LOSS_SCALE = 2.0**16
 _GROW_LOSS_SCALE_EVERY = 2000
+# Of steps that are skipped or left out because of their numbers; the next one ends the run.
+MOST_IN_A_ROW = 10
 
 
 class LossScale(StepPolicy):
@@ -76,14 +78,44 @@ class GradientNoise(StepPolicy):
 
 
 class LossSpikes(StepPolicy):
-    """Skip updates whose loss is far above the mean of the previous steps (train.skip_loss_spikes)."""
+    """Handle steps whose loss is far above the mean of the previous ones (train.skip_loss_spikes)."""
 
     def skips(self, step: int, found: StepGradients) -> bool:
-        """Return whether the loss is a spike."""
-        limit, losses = self.training.recipe.train.skip_loss_spikes, self.training.progress.losses
+        """Return whether the loss is a spike whose update is skipped."""
+        recipe, losses = self.training.recipe, self.training.progress.losses
+        limit = recipe.train.skip_loss_spikes
         if limit is None or not losses.is_spike(found.loss, limit):
             return False
         detail = f"loss {found.loss:.4g} at step {step}, mean of previous steps {losses.mean:.4g}"
-        fault = Fault(kind="loss_spike", rank=0, detail=detail, action="its update is skipped", step=step)
-        self.training.events.emit(fault)
+        handle_wrong_numbers(self.training, recipe.faults.on_loss_spike, "loss_spike", 0, detail, step)
         return True
+
+
+class NonFinite(StepPolicy):
+    """Skip updates from losses or gradients that are not finite (faults.on_non_finite: skip)."""
+
+    def skips(self, step: int, found: StepGradients) -> bool:
+        """Return whether the loss or the norm of the gradient is not finite."""
+        progress = self.training.progress
+        progress.non_finite = 0 if found.is_finite else progress.non_finite + 1
+        if progress.non_finite > MOST_IN_A_ROW:
+            raise WrongNumbers(f"training stopped: {MOST_IN_A_ROW} steps in a row have no finite numbers")
+        return not found.is_finite
+
+
+def handle_wrong_numbers(training: Training, what: str, kind: str, rank: int, detail: str, step: int) -> None:
+    """Report a step with wrong numbers; return if its update is to be skipped.
+
+    Args:
+        what: ``stop``, ``skip`` or ``rewind``.
+
+    Raises:
+        WrongNumbers: the run ends.
+        RewindRequested: the run goes back to its newest checkpoint.
+    """
+    if what == "rewind":
+        raise RewindRequested(kind, rank, detail)
+    action = "stop" if what == "stop" else "its update is skipped"
+    training.events.emit(Fault(kind=kind, rank=rank, detail=detail, action=action, step=step))
+    if what == "stop":
+        raise WrongNumbers(f"training stopped: {detail}")

@@ -25,3 +25,14 @@ class FaultsSection(Section):
         "restart: go on from the newest checkpoint, as often as faults.restarts allows. stop: end the run "
         "with exit code 4.",
     )
+    on_non_finite: Literal["stop", "skip", "rewind"] = Field(
+        "stop",
+        description="What to do if the loss or the gradient norm of a step is NaN or infinite. stop: end the run "
+        "with exit code 4, with the weights of the step before. skip: skip the update of the step. rewind: go back to "
+        "the newest checkpoint and leave the step's global batch out. Ten in a row end the run.",
+    )
+    on_loss_spike: Literal["stop", "skip", "rewind"] = Field(
+        "skip",
+        description="What to do if the loss of a step is a spike; train.skip_loss_spikes sets what counts as one. "
+        "The values are those of on_non_finite.",
+    )
