@@ -19,6 +19,7 @@ from trainwright.cli import (
     plan,
     recipe,
     setup,
+    stop,
     study,
     tensorboard,
     train,
@@ -26,7 +27,6 @@ from trainwright.cli import (
 )
 from trainwright.cli.data import rows as data
 from trainwright.cli.models import evaluate, generate, publish
-from trainwright.cli.runs import stop
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.text import say
 
