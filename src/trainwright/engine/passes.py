@@ -12,12 +12,15 @@ from typing import NamedTuple
 import torch
 
 from trainwright import heartbeat
-from trainwright.data.stream.stream import GlobalBatch
+from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt, peak_memory
 from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy, Training
 from trainwright.engine.policies.builtin import handle_wrong_numbers
 from trainwright.engine.policies.halving import Halving
+from trainwright.engine.policies.replay import Replay
+from trainwright.engine.task import LossSum
+from trainwright.parallel.strategy import Independent
 
 _REPORT = len(RankReport._fields)
 
@@ -39,6 +42,7 @@ class StepPasses:
     """Compute the gradients of global batches.
 
     Args:
+        replay: compares passes of this rank with those of others.
         policies: decide whether a batch is repeated.
         requests: returns for a step whether this rank was asked to stop, whether a checkpoint is due after it, and
             how far its part of the one in the background is.
@@ -46,6 +50,7 @@ class StepPasses:
 
     training: Training
     halving: Halving
+    replay: Replay
     policies: Sequence[StepPolicy]
     requests: Callable[[int], tuple[bool, bool, float]]
     _sums: int = field(default=0, init=False)  # number of the task's statistics; 0 before the first step
@@ -99,15 +104,15 @@ class StepPasses:
     def forward_backward(self, step: int, batch: GlobalBatch) -> ShareSums:
         """Add the gradients of this rank's share of a global batch to the model; the host waits for nothing."""
         task, strategy, progress = self.training.task, self.training.strategy, self.training.progress
-        world, seed = strategy.world, self.training.recipe.train.seed
+        world = strategy.world
         micro_batches = batch.for_rank(world.rank, world.size)
         task.before_passes(ForwardOnly(strategy), batch, validation=False)
         totals, statistics = [], []
+        checked = self.replay.is_due(step)
+        if checked:
+            self._repeat(step, self.replay.of_other_rank(batch), own=False)
         for position, micro in enumerate(micro_batches, 1):
-            # Seeded by micro-batch, not by rank: dropout is the same on any number of processes.
-            _seed_dropout(world.device, seed, step, micro.index)
-            heartbeat.phase("forward", step, position)
-            part = task.loss(strategy.module, micro, world.device)
+            part = self._forward(step, position, micro, own=True if checked and position == 1 else None)
             assert part.weight == micro.weight or not micro.weight, (
                 f"the loss counts {part.weight} target weight, the stream {micro.weight}"
             )
@@ -122,6 +127,32 @@ class StepPasses:
         norm = strategy.gradient_norm() / progress.loss_scale
         sums = torch.stack(statistics).sum(0) if statistics else torch.empty(0, device=world.device)
         return ShareSums(torch.stack(totals).double(), norm, sums.double())
+
+    def repeat(self, step: int, batch: GlobalBatch) -> None:
+        """Record this rank's passes that ``Replay`` compares once more; the gradients of the step are lost."""
+        share = batch.for_rank(self.training.world.rank, self.training.world.size)
+        self._repeat(step, self.replay.of_other_rank(batch), own=False)
+        self._repeat(step, share[0], own=True)
+
+    def _repeat(self, step: int, micro: MicroBatch, *, own: bool) -> None:
+        """Record the pass of a micro-batch that contributes nothing."""
+        strategy = self.training.strategy
+        part = self._forward(step, 0, micro, own)
+        if not isinstance(strategy, Independent):  # a backward pass ends the use of sharded weights
+            strategy.backward(part.total * 0.0, last=False)
+
+    def _forward(self, step: int, position: int, micro: MicroBatch, own: bool | None) -> LossSum:
+        """Return the losses of a micro-batch. ``own``: record it as this rank's or another's; None: do not."""
+        task, world, seed = self.training.task, self.training.world, self.training.recipe.train.seed
+        # Seeded by micro-batch, not by rank: dropout is the same on any number of processes.
+        _seed_dropout(world.device, seed, step, micro.index)
+        heartbeat.phase("forward", step, position)
+        if own is None:
+            return task.loss(self.training.strategy.module, micro, world.device)
+        with self.replay.recorded(own=own) as losses:
+            part = task.loss(self.training.strategy.module, micro, world.device)
+            losses.append(part.total)
+        return part
 
     def _handle_non_finite(self, step: int, found: StepGradients) -> None:
         """Do what faults.on_non_finite says before the numbers reach the weights, naming the examples."""

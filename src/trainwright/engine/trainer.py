@@ -22,6 +22,7 @@ from trainwright.engine.passes import StepPasses
 from trainwright.engine.policies.base import RewindRequested, StepGradients, StepPolicy, Training, WrongNumbers
 from trainwright.engine.policies.builtin import MOST_IN_A_ROW, GradientNoise, LossScale, LossSpikes, NonFinite
 from trainwright.engine.policies.halving import Halving
+from trainwright.engine.policies.replay import Replay
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
 from trainwright.parallel.world import StopRequested
 
@@ -59,11 +60,13 @@ class Trainer:
         self.task, self.strategy, self.events = training.task, training.strategy, training.events
         self.world = training.world
         self._memory_warned = False
-        self._halving = Halving(self.training)
+        self._halving, self._replay = Halving(self.training), Replay(self.training)
         ours = (LossScale, GradientNoise, LossSpikes, NonFinite)
-        self._policies = [self._halving, *(policy(self.training) for policy in (*ours, *self.policies))]
-        self._checkpointing = Checkpointing(self.training, self.checkpoints, self._policies)
-        self._passes = StepPasses(self.training, self._halving, self._policies, self._requests)
+        self._policies = [self._halving, self._replay, *(policy(self.training) for policy in (*ours, *self.policies))]
+        self._checkpointing = Checkpointing(
+            self.training, self.checkpoints, self._policies, lambda: self._replay.checked or None
+        )
+        self._passes = StepPasses(self.training, self._halving, self._replay, self._policies, self._requests)
         self._measured = RunMeasurements(self.world.device)
 
     @property
@@ -170,6 +173,9 @@ class Trainer:
         for policy in self._policies:
             policy.before(step, batch, functools.partial(self._passes.gradients, step))
         found = self._passes.gradients(step, batch)
+        if self._replay.is_due(step):
+            heartbeat.phase("replay", step)
+            self._replay.check(step, functools.partial(self._passes.repeat, step, found.batch))
         heartbeat.phase("metrics", step)
         metrics = self._metrics(step, found)
         learning_rate = self.schedule(step)
@@ -193,27 +199,31 @@ class Trainer:
         return _StepResult(any(rank.stop for rank in reports), bool(reports[0].save), [r.written for r in reports])
 
     def _rewind(self, fault: RewindRequested) -> None:
-        """Go back to the newest checkpoint that verifies, and leave out the batch of the step that failed.
+        """Go back to the newest checkpoint that verifies and, if asked to, leave out the batch of the step that failed.
 
-        Without a checkpoint the run goes on from where it is, as the weights are still those of the step before.
+        To leave out a batch before the first checkpoint, the run goes on from where it is: the weights are still those
+        of the step before.
 
         Raises:
-            WrongNumbers: too many batches in a row would be left out.
+            WrongNumbers: too many batches in a row would be left out, or there is no checkpoint that can be used.
         """
-        step = self.progress.step + 1
+        step, left_out = self.progress.step + 1, self.progress.left_out
         self.strategy.discard_gradients()
-        left_out = sorted({*self.progress.left_out, step})
+        if fault.leave_out:
+            left_out = sorted({*left_out, step})
         if all(step - before in left_out for before in range(MOST_IN_A_ROW + 1)):
             raise WrongNumbers(f"training stopped after leaving out {MOST_IN_A_ROW} batches in a row: {fault.detail}")
-        checkpoint = self._checkpointing.newest()
+        checkpoint = self._checkpointing.newest(fault.before)
         back = "there is no checkpoint yet" if checkpoint is None else f"back to {checkpoint.path}"
-        action = f"{back}; the global batch of step {step} is left out"
+        action = f"{back}; the global batch of step {step} is left out" if fault.leave_out else back
         # No field `step`: events of a step are discarded when that step is repeated.
         self.events.emit(Fault(kind=fault.kind, rank=fault.rank, detail=fault.detail, action=action))
         if checkpoint is not None:
             self.resume(checkpoint)
             rewound = Rewind(resumed_from=self.progress.step, left_out=left_out, pending=self.progress.pending)
             self.events.emit(rewound)
+        elif not fault.leave_out:
+            raise WrongNumbers(f"training stopped: {fault.detail}; there is no checkpoint from before; start a new run")
         self.progress.left_out = left_out
 
     def _requests(self, step: int) -> tuple[bool, bool, float]:

@@ -110,11 +110,14 @@ class Checkpoints:
         if world.is_main:
             self._known[step] = (_stamps(self.path(step)), True)
 
-    def prune(self, best: int | None, remove: Callable[[Path], None] = remove) -> None:
+    def prune(
+        self, best: int | None, remove: Callable[[Path], None] = remove, trusted_before: int | None = None
+    ) -> None:
         """Remove old checkpoints with ``remove``, except the last few usable ones and the best. Only rank 0 calls
         this, after a save.
 
-        Unusable checkpoints do not count, so the newest usable one is never removed.
+        Unusable checkpoints do not count, so the newest usable one is never removed. Neither is the newest one from
+        before step ``trusted_before``.
 
         Raises:
             OSError: some checkpoints could not be removed, and still exist.
@@ -124,13 +127,24 @@ class Checkpoints:
             if len(steps) <= self._keep_last - usable:
                 return  # all checkpoints are kept, usable or not
             usable += self._is_usable(steps.pop())
+        kept = {best} if self._keep_best else set()
+        if trusted_before is not None:
+            kept.add(max((step for step in self.steps() if step < trusted_before), default=None))
         for step in steps:
-            if self._keep_best and step == best:
-                continue
-            # Rename first, so that a kill during removal leaves no partial checkpoint under a valid name.
-            doomed = self._directory / f".removing-{self.path(step).name}"
-            self.path(step).rename(doomed)
-            remove(doomed)
+            if step not in kept:
+                self._remove(step, remove)
+
+    def remove_from(self, step: int) -> None:
+        """Remove the checkpoints of ``step`` and later ones. Raises OSError."""
+        for later in self.steps():
+            if later >= step:
+                self._remove(later, remove)
+
+    def _remove(self, step: int, remove: Callable[[Path], None]) -> None:
+        # Rename first, so that a kill during removal leaves no partial checkpoint under a valid name.
+        doomed = self._directory / f".removing-{self.path(step).name}"
+        self.path(step).rename(doomed)
+        remove(doomed)
 
     def _is_usable(self, step: int) -> bool:
         """Return whether the checkpoint verifies; one that this process wrote or read is not read again."""

@@ -32,11 +32,22 @@ _BACKGROUND_BYTES = 64 * 2**20
 class Checkpointing:
     """Save and resume a run.
 
+    Args:
+        policies: whose state is saved.
+        trusted_before: returns a step; the newest checkpoint from before it is kept.
+
     Attributes:
         step: the step of the newest checkpoint that is complete; None if there is none.
     """
 
-    def __init__(self, training: Training, checkpoints: Checkpoints, policies: Sequence[StepPolicy]) -> None:
+    def __init__(
+        self,
+        training: Training,
+        checkpoints: Checkpoints,
+        policies: Sequence[StepPolicy],
+        trusted_before: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._trusted_before = trusted_before
         self.step: int | None = None
         self._training = training
         self._checkpoints = checkpoints
@@ -171,10 +182,10 @@ class Checkpointing:
             self._worth = max(self._training.world.gather(own)) >= _BACKGROUND_BYTES
         return self._worth
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, before: int | None = None) -> Checkpoint | None:
         """Return the newest checkpoint that verifies, once the one that is being written is complete; None without any.
 
-        Rank 0 reads all of it, the others rely on rank 0.
+        Rank 0 reads all of it, the others rely on rank 0. Checkpoints of step ``before`` and later ones are removed.
 
         Raises:
             RequestError: there are checkpoints, and none can be used.
@@ -185,6 +196,8 @@ class Checkpointing:
         refused: list[str] = []
         if world.is_main:
             events.announce("checking the newest checkpoint")
+            if before is not None:
+                self._checkpoints.remove_from(before)
             found, refused = self._checkpoints.latest()
             for reason in refused:
                 events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action="use the one before it"))
@@ -251,7 +264,7 @@ class Checkpointing:
     def _prune(self) -> None:
         """Remove older checkpoints; if some cannot be removed they stay, and training continues."""
         try:
-            self._checkpoints.prune(self._training.progress.best_step, self._background.remove)
+            self._checkpoints.prune(self._training.progress.best_step, self._background.remove, self._trusted_before())
         except OSError as error:
             self._tell(f"older checkpoints were not removed: {error}", "continue")
 

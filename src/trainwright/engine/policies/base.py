@@ -66,17 +66,19 @@ class WrongNumbers(TrainingError):
 
 
 class RewindRequested(TrainingError):
-    """The run goes back to its newest checkpoint and leaves out the batch of the step; raised on every rank, before
-    the weights are changed.
+    """The run goes back to its newest checkpoint; raised on every rank, before the weights are changed.
 
     Args:
         kind: of the `fault` event.
         rank: the first rank on which it was found.
+        leave_out: whether to leave out the batch of the step.
+        before: later checkpoints, and that of this step, are not to be used; None: all can be.
     """
 
-    def __init__(self, kind: str, rank: int, detail: str) -> None:
+    def __init__(self, kind: str, rank: int, detail: str, *, leave_out: bool = True, before: int | None = None) -> None:
         super().__init__(f"training stopped: {detail}")
         self.kind, self.rank, self.detail = kind, rank, detail
+        self.leave_out, self.before = leave_out, before
 
 
 @dataclass

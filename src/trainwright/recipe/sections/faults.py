@@ -31,6 +31,18 @@ class FaultsSection(Section):
         "with exit code 4, with the weights of the step before. skip: skip the update of the step. rewind: go back to "
         "the newest checkpoint and leave the step's global batch out. Ten in a row end the run.",
     )
+    replay_every: int | None = Field(
+        200,
+        ge=1,
+        description="Number of steps between checks for silent corruption of memory and processors: a micro-batch of "
+        "each rank is computed on another rank too, and copies of the weights are compared, to the bit. null: never.",
+    )
+    on_corruption: Literal["rewind", "stop"] = Field(
+        "rewind",
+        description="What to do if replay_every finds something: go back to the newest checkpoint from before the last "
+        "check that found nothing, or end the run with exit code 4. If it is found at the same step again, the run "
+        "ends.",
+    )
     on_loss_spike: Literal["stop", "skip", "rewind"] = Field(
         "skip",
         description="What to do if the loss of a step is a spike; train.skip_loss_spikes sets what counts as one. "

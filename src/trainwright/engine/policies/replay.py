@@ -1,0 +1,217 @@
+"""Silent corruption: every few steps a micro-batch of each rank is computed on another rank too, and the copies of the
+weights are compared.
+
+A run is the same on any rank, so both must be equal to the bit. If they are not, memory or a processor has changed a
+number without an error (Dixit et al., arXiv 2102.11245).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from trainwright.data.stream.stream import GlobalBatch, MicroBatch
+from trainwright.engine.events import Fault
+from trainwright.engine.policies.base import RewindRequested, StepPolicy, Training, WrongNumbers
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_FACTOR = 1_000_003  # so that exchanging two tensors changes the checksum of all
+_PART, _MOST_PARTS = 4096, 256  # elements; how many are kept for the comparison
+_CHECKED = "checked"
+_WEIGHTS, _PASS = "corrupted_weights", "corrupted_computation"
+
+
+class Passes(NamedTuple):
+    """Checksums of the forward passes that a rank recorded: each block's output and the loss.
+
+    ``own``: of its first micro-batch. ``other``: of the first micro-batch of the next rank.
+    """
+
+    own: list[int]
+    other: list[int]
+
+
+class _Differing(NamedTuple):
+    """A part of a weight in which ranks differ. ``values``: [ranks, elements]."""
+
+    name: str
+    number: int
+    values: torch.Tensor
+
+
+class Replay(StepPolicy):
+    """Compare what ranks compute, and their copies of the weights (faults.replay_every)."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        every = training.recipe.faults.replay_every
+        self._every = None if every is None else int(every)
+        # Hooks on compiled blocks would compile them again; the loss is compared in any case.
+        self._blocks: Sequence[nn.Module] = () if training.recipe.train.compile is True else training.task.blocks()
+        self._outputs: list[torch.Tensor] = []
+        self._recorded: dict[bool, torch.Tensor] = {}  # by whether it is this rank's own micro-batch
+        self._compares_passes = True
+        self._suspected: dict[int, list[_Differing]] = {}  # by step, to be compared when it is repeated
+        self._failed: Counter[int] = Counter()  # by step
+
+    @property
+    def checked(self) -> int:
+        """Return the step of the last check that found nothing; 0 without any."""
+        return int(self.state.get(_CHECKED, 0.0))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this step is checked."""
+        return self._every is not None and step % self._every == 0
+
+    def of_other_rank(self, batch: GlobalBatch) -> MicroBatch:
+        """Return the micro-batch of the next rank that this rank computes too."""
+        world = self.training.world
+        return batch.for_rank((world.rank + 1) % world.size, world.size)[0]
+
+    @contextmanager
+    def recorded(self, *, own: bool) -> Iterator[list[torch.Tensor]]:
+        """Record the forward pass of a micro-batch; the caller appends its loss to the list."""
+        hooks = [block.register_forward_hook(self._record) for block in self._blocks]
+        loss: list[torch.Tensor] = []
+        try:
+            yield loss
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._recorded[own] = torch.stack([checksum(each) for each in (*self._outputs, *loss)])
+        self._outputs = []
+
+    def check(self, step: int, again: Callable[[], None]) -> None:
+        """Compare the weights of all ranks and the passes that they have recorded in this step.
+
+        Args:
+            again: records the same passes once more.
+
+        Raises:
+            RewindRequested: something is wrong, and the run goes back to a checkpoint from before the last check.
+            WrongNumbers: something is wrong, and the run ends.
+        """
+        world, passes = self.training.world, self._take()
+        weights: list[int] = world.gather(self._checksum_of_weights())
+        if len(set(weights)) > 1:
+            known = _odd_ones(weights)
+            self._suspected[step] = self._differing()
+            self._fail(_WEIGHTS, known or range(world.size), f"the weights of the ranks differ at step {step}", step)
+        everyone: list[Passes] = world.gather(passes)
+        if self._compares_passes and (wrong := _mismatches(everyone)):
+            again()
+            second: list[Passes] = world.gather(self._take())
+            again()
+            self._judge(step, wrong, everyone, second, world.gather(self._take()))
+        if ranks := self._farthest(self._suspected.pop(step, [])):
+            detail = f"the weights of {_named(ranks)} were wrong at step {step}, before the run went back"
+            self._tell(_WEIGHTS, ranks, detail, "continue", step)
+        self.state[_CHECKED] = float(step)
+
+    def _judge(
+        self, step: int, wrong: list[int], first: list[Passes], second: list[Passes], third: list[Passes]
+    ) -> None:
+        """Tell a rank that computed wrongly once from ranks that compute differently.
+
+        Args:
+            wrong: the ranks whose micro-batch gave something else on the rank before.
+        """
+        changed = [rank for rank, found in enumerate(first) if found != second[rank]]
+        if second != third or not changed:
+            suspects = [{rank, (rank - 1) % len(first)} for rank in wrong]
+            ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
+            why = "again and again" if second == third else "and not the same when repeated"
+            detail = f"{_named(ranks)} and another rank compute step {step} differently, {why}"
+            self._compares_passes = False
+            self._tell(_PASS, ranks, detail, "continue; only weights are compared from now on", step)
+            return
+        self._fail(_PASS, changed, f"{_named(changed)} computed step {step} wrongly: repeated, it is right", step)
+
+    def _fail(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
+        self._failed[step] += 1
+        if self._failed[step] > 1:
+            detail += ", again"
+        if self._failed[step] > 1 or self.training.recipe.faults.on_corruption == "stop":
+            self._tell(kind, ranks, detail, "stop", step)
+            raise WrongNumbers(
+                f"training stopped: {detail} ({_named(ranks)}); checkpoints after step {max(self.checked - 1, 0)} are "
+                "not to be trusted; test the memory and the processor of these ranks"
+            )
+        raise RewindRequested(kind, ranks[0], f"{detail} ({_named(ranks)})", leave_out=False, before=self.checked)
+
+    def _tell(self, kind: str, ranks: Sequence[int], detail: str, action: str, step: int) -> None:
+        self.training.events.emit(Fault(kind=kind, rank=ranks[0], detail=detail, action=action, step=step))
+
+    def _take(self) -> Passes:
+        own, other = (self._recorded.pop(each).tolist() for each in (True, False))
+        return Passes(own, other)
+
+    def _checksum_of_weights(self) -> int:
+        """Return the checksum of this rank's copy of the trained weights; 0 if they are sharded."""
+        spec, world = self.training.recipe.parallel.spec, self.training.world
+        if world.size == 1 or (spec is not None and spec.shards):
+            return 0
+        total = torch.zeros((), dtype=torch.int64, device=world.device)
+        for _, tensor in self.training.strategy.parameters(frozen=False):
+            total = total * _FACTOR + checksum(tensor)
+        return int(total)
+
+    def _differing(self) -> list[_Differing]:
+        """Return the parts of weights in which the ranks differ, with the values of all ranks."""
+        world, found = self.training.world, list[_Differing]()
+        weights = dict(self.training.strategy.parameters(frozen=False))
+        sums: list[list[int]] = world.gather([int(checksum(weight)) for weight in weights.values()])
+        for index, (name, weight) in enumerate(weights.items()):
+            if len({of_rank[index] for of_rank in sums}) == 1:
+                continue
+            parts = weight.detach().reshape(-1).split(_PART)
+            of_parts: list[list[int]] = world.gather([int(checksum(part)) for part in parts])
+            for number, part in enumerate(parts):
+                if len({of_rank[number] for of_rank in of_parts}) > 1 and len(found) < _MOST_PARTS:
+                    found.append(_Differing(name, number, torch.stack(world.gather(part.cpu()))))
+        return found
+
+    def _farthest(self, before: Sequence[_Differing]) -> list[int]:
+        """Return the ranks whose weights differed most from what they are now, at the same step.
+
+        After a wrong weight the gradients of all ranks are wrong, so the other ranks differ too, by much less.
+        """
+        if not before:
+            return []
+        weights = dict(self.training.strategy.parameters(frozen=False))
+        distances = torch.zeros(self.training.world.size, dtype=torch.float64)
+        for name, number, values in before:
+            right = weights[name].detach().reshape(-1).split(_PART)[number].cpu().double()
+            where = (values != values[0]).any(0)
+            distances += (values[:, where].double() - right[where]).abs().sum(1)
+        return (distances > distances.min()).nonzero().flatten().tolist()
+
+    def _record(self, module: nn.Module, arguments: object, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, torch.Tensor):
+            self._outputs.append(first.detach())
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's elements as integers, modulo 2^64: any flipped bit changes it."""
+    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+    return bits.sum(dtype=torch.int64)
+
+
+def _odd_ones(values: Sequence[int]) -> list[int]:
+    """Return the ranks whose value is not that of most ranks; empty without a majority."""
+    value, count = Counter(values).most_common(1)[0]
+    return [rank for rank, found in enumerate(values) if found != value] if 2 * count > len(values) else []
+
+
+def _mismatches(everyone: Sequence[Passes]) -> list[int]:
+    return [rank for rank, found in enumerate(everyone) if found.own != everyone[rank - 1].other]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

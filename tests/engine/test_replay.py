@@ -1,0 +1,121 @@
+"""A flipped bit on one rank is found, its rank is named, and the run goes on as if there had been none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.corruption import flip
+from tests.support.runs import ON_ROWS, TINY, Finished, Runs, difference, events
+from trainwright.engine.policies.replay import Passes, _mismatches, _odd_ones, checksum
+
+SETTINGS = (ON_ROWS, "train.max_steps=12", "checkpoint.every=2", "evaluate.every=null", "faults.replay_every=3")
+
+
+def settings(count: int, strategy: str) -> tuple[str, ...]:
+    return (*SETTINGS, f"parallel.num_processes={count}", f"parallel.strategy={strategy}")
+
+
+def flipped(runs: Runs, policy: str, where: dict[str, Any], *overrides: str) -> tuple[Path, Finished]:
+    run = runs.new_directory("run")
+    named = (f"logging.run_directory={run}", "logging.tensorboard=false")
+    policies = f"train.step_policies=['tests.support.corruption:{policy}']"
+    place = {"place": 0.37, "bit": 3, "pass": 0, **where}
+    started = runs.command("train", str(TINY), *named, *overrides, policies, FLIP=json.dumps(place))
+    return run, started.wait()
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in events(run, "step")}
+
+
+def test_any_flipped_bit_changes_a_checksum() -> None:
+    for dtype, bits in ((torch.float32, 32), (torch.bfloat16, 16)):
+        whole = torch.randn(7, 5).to(dtype)
+        for bit in range(bits - 1):
+            other = whole.clone()
+            flip(other, 0.5, bit)
+            assert checksum(other) != checksum(whole)
+            assert checksum(other.t()) == checksum(other)
+
+
+def test_the_odd_one_out_is_known_from_three_on() -> None:
+    assert _odd_ones([5, 5, 4]) == [2]
+    assert _odd_ones([5, 4]) == [] and _odd_ones([1, 2, 3]) == []
+    # What a rank computes of its own, and of the next rank's.
+    right = [Passes([1], [2]), Passes([2], [3]), Passes([3], [1])]
+    assert _mismatches(right) == []
+    assert _mismatches([right[0], Passes([9], [3]), right[2]]) == [1]
+    assert _mismatches([right[0], Passes([2], [9]), right[2]]) == [2]
+
+
+def test_a_run_that_checks_is_the_run_that_does_not(runs: Runs) -> None:
+    never = losses(runs.trained(*settings(2, "ddp"), "faults.replay_every=null"))
+    checked = runs.trained(*settings(2, "ddp"))
+    assert losses(checked) == never and events(checked, "fault") == []
+
+
+@pytest.mark.parametrize(
+    ("count", "strategy", "rank"),
+    [(2, "ddp", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "ddp", 0), (3, "ddp", 2)))],
+)
+def test_a_wrong_weight_is_found_and_taken_back(runs: Runs, count: int, strategy: str, rank: int) -> None:
+    overrides = settings(count, strategy)
+    undisturbed = losses(runs.trained(*overrides))
+    run, ended = flipped(runs, "Weight", {"rank": rank, "step": 7}, *overrides)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert losses(run) == undisturbed
+    first, second = events(run, "fault")  # found at step 9, the last check without a finding was at 6
+    assert first["kind"] == second["kind"] == "corrupted_weights"
+    assert first["action"].endswith("step-00000004") and events(run, "rewind")[0]["left_out"] == []
+    assert f"the weights of rank {rank} were wrong at step 9" in second["detail"] and second["rank"] == rank
+    assert (first["rank"] == rank) or count == 2
+
+
+@pytest.mark.parametrize(
+    ("count", "strategy", "rank", "passed"),
+    [
+        (2, "fsdp", 1, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (1, "single", 0, 1),
+                (2, "ddp", 0, 0),
+                (2, "ddp", 1, 1),
+                (2, "zero2", 1, 1),
+                (2, "zero3", 0, 0),
+            )
+        ),
+    ],
+)
+def test_a_wrong_pass_is_found_and_its_rank_is_named(
+    runs: Runs, count: int, strategy: str, rank: int, passed: int
+) -> None:
+    overrides = settings(count, strategy)
+    undisturbed = losses(runs.trained(*overrides))
+    run, ended = flipped(runs, "Activation", {"rank": rank, "step": 9, "pass": passed}, *overrides)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert losses(run) == undisturbed
+    (fault,) = events(run, "fault")
+    assert fault["kind"] == "corrupted_computation" and fault["rank"] == rank
+    assert f"rank {rank} computed step 9 wrongly" in fault["detail"]
+
+
+@pytest.mark.slow
+def test_a_run_may_end_instead(runs: Runs) -> None:
+    overrides = (*settings(2, "ddp"), "faults.on_corruption=stop")
+    run, ended = flipped(runs, "Weight", {"rank": 1, "step": 1}, *overrides)
+    assert ended.code == 4 and "the weights of the ranks differ at step 3" in ended.stderr
+    (fault,) = events(run, "fault")
+    assert fault["action"] == "stop"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3"])
+def test_checks_change_nothing_under_any_strategy(runs: Runs, strategy: str) -> None:
+    never = losses(runs.trained(*settings(2, strategy), "faults.replay_every=null"))
+    assert difference(list(losses(runs.trained(*settings(2, strategy))).values()), list(never.values())) == 0
