@@ -21,6 +21,7 @@ from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.task import LossSum
 from trainwright.parallel.strategy import Independent
+from trainwright.transfer import on_device
 
 _REPORT = len(RankReport._fields)
 
@@ -86,7 +87,7 @@ class StepPasses:
             functools.reduce(torch.add, done.losses.unbind()),
         )  # in their order
         host = torch.tensor([stop, peak_memory(world.device), shortage is not None, save, written], dtype=torch.float64)
-        row = torch.cat([torch.stack([loss]), world.on_device(host), done.statistics[: self._sums]])
+        row = torch.cat([torch.stack([loss]), on_device(host, world.device), done.statistics[: self._sums]])
         # Everything is read at once: the host waits for the device once a step.
         read = torch.cat([world.gather_rows(row).view(-1), done.norm.view(1), done.losses]).tolist()
         rows = [read[i : i + len(row)] for i in range(0, world.size * len(row), len(row))]

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainwright.transfer import on_device
+
 # torch's default for gloo; NCCL's is 10 minutes.
 TIMEOUT = timedelta(minutes=30)
 # Of exchanges between hosts, before which one rank may verify a checkpoint or write an export while the others wait. A
@@ -52,13 +54,13 @@ class World:
         """Return the element-wise sum over all ranks, in float64 so that counts stay exact."""
         if self.size == 1:
             return values
-        tensor = self.on_device(_float64(values))
+        tensor = on_device(_float64(values), self.device)
         dist.all_reduce(tensor)
         return tensor.tolist()
 
     def sum_tensor(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all ranks, in float64 on the device of the run; the host does not wait."""
-        total = self.on_device(value.to(torch.float64, copy=True))
+        total = on_device(value.to(torch.float64, copy=True), self.device)
         if self.size > 1:
             dist.all_reduce(total)
         return total
@@ -67,7 +69,7 @@ class World:
         """Return the values of every rank, in rank order, on every rank; all ranks must pass the same number."""
         if self.size == 1:
             return [values]
-        rows: list[list[float]] = self.gather_rows(self.on_device(_float64(values))).tolist()
+        rows: list[list[float]] = self.gather_rows(on_device(_float64(values), self.device)).tolist()
         return rows
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
@@ -77,12 +79,6 @@ class World:
         everyone = row.new_empty(self.size * len(row))
         dist.all_gather_into_tensor(everyone, row)
         return everyone.view(self.size, -1)
-
-    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the device of the run, copied there without waiting for it."""
-        if tensor.device.type == self.device.type:
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def gather(self, value: Any) -> list[Any]:
         """Return a small object of every rank, in rank order, on every rank."""

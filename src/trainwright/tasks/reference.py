@@ -34,6 +34,7 @@ from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import LanguageModelTask
 from trainwright.text import plural
+from trainwright.transfer import on_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +52,7 @@ class Reference:
 
     def of(self, batch: Batch) -> torch.Tensor:
         """Return the log-probabilities of a batch's sequences [S], float64, on the batch's device."""
-        return torch.from_numpy(self.sums[list(batch.sequences)]).to(batch.targets.device)
+        return on_device(torch.from_numpy(self.sums[list(batch.sequences)]), batch.targets.device)
 
 
 class ReferenceTask(LanguageModelTask):

@@ -16,6 +16,7 @@ import torch
 
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.transfer import on_device
 
 Pair = tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.bool_]]]
 PackedArrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
@@ -28,6 +29,7 @@ class Batch:
 
     input_ids: torch.Tensor  # int64 [1, T] or [B, L]
     position_ids: torch.Tensor  # int64, as input_ids; from 0 in every sequence
+    lengths: tuple[int, ...]  # [S], tokens of each sequence
     boundaries: torch.Tensor | None  # int32 [S + 1], flat batches only; always on the host, which never waits for it
     attention_mask: torch.Tensor | None  # bool [B, L], padded batches only
     target_index: torch.Tensor  # int64 [N], flattened positions that predict the targets
@@ -46,13 +48,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch on ``device``, except for its boundaries."""
-        if device.type == "cpu":
-            return self
         moved: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor) and field.name != "boundaries":
-                moved[field.name] = value.pin_memory().to(device, non_blocking=True)
+                moved[field.name] = on_device(value, device)
         return replace(self, **moved)
 
 
@@ -73,6 +73,7 @@ def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
+        lengths=tuple(lengths),
         boundaries=boundaries,
         attention_mask=None if mask is None else torch.from_numpy(mask),
         target_index=torch.from_numpy(predicted - 1),

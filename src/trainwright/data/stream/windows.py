@@ -140,6 +140,7 @@ def collate_windows(dataset: WindowDataset, micro: MicroBatch, *, packed: bool, 
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
+        lengths=tuple(lengths),
         boundaries=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)) if packed else None,
         attention_mask=None if mask is None else torch.from_numpy(mask),
         target_index=torch.from_numpy(np.flatnonzero(flags.reshape(-1))),

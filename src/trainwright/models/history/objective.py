@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.models.history.model import HistoryModel, Steps
+from trainwright.transfer import on_device
 
 # The sums that ``forward`` returns, in order. ``total`` is minimized.
 SUMS = ("total", "action_loss", "correct", "actions", "reward_loss", "state_loss", "mark_loss", "marks_right", "marks")
@@ -28,19 +29,22 @@ class HistoryBatch:
     rewards: torch.Tensor  # float32 [n, t]
     next_states: torch.Tensor  # int64 [n, t, k]
     real: torch.Tensor  # bool [n, t]; False for padding
-    targets: torch.Tensor  # bool [n, t]
+    targets: torch.Tensor  # bool [n, t]; always on the host, which never waits for it
 
     def to(self, device: torch.device) -> HistoryBatch:
-        """Return the same batch on ``device``."""
-        if device.type == "cpu":
-            return self
+        """Return the same batch on ``device``, except for its targets."""
         moved: dict[str, Any] = {
-            field.name: getattr(self, field.name).pin_memory().to(device, non_blocking=True)
+            field.name: on_device(getattr(self, field.name), device)
             for field in fields(self)
-            if field.name != "steps"
+            if field.name not in ("steps", "targets")
         }
-        steps = Steps(*(getattr(self.steps, f.name).pin_memory().to(device, non_blocking=True) for f in fields(Steps)))
+        steps = Steps(*(on_device(getattr(self.steps, field.name), device) for field in fields(Steps)))
         return replace(self, steps=steps, **moved)
+
+    def at_targets(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the elements of tensors [n, t, ...] at the targets, [targets, ...]."""
+        places = on_device(self.targets.flatten().nonzero().flatten(), self.actions.device)
+        return tuple(value.flatten(0, 1).index_select(0, places) for value in values)
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,9 @@ class HistoryObjective(nn.Module):
 
     def _sums(self, batch: HistoryBatch, hidden: torch.Tensor) -> torch.Tensor:
         model, weights = self.model, self.weights
-        at = batch.targets
-        chosen, actions = hidden[at], batch.actions[at]
+        chosen, actions, rewards, next_states = batch.at_targets(
+            hidden, batch.actions, batch.rewards, batch.next_states
+        )
         logits = model.act(chosen).float()
         action_loss = F.cross_entropy(logits, actions, label_smoothing=weights.label_smoothing, reduction="sum")
         correct = (logits.argmax(-1) == actions).sum()
@@ -121,14 +126,14 @@ class HistoryObjective(nn.Module):
         if model.outcome is not None:
             outcome = model.outcomes(chosen, actions)
             if model.reward_head is not None:
-                reward_loss = (model.reward_head(outcome)[:, 0].float() - batch.rewards[at]).square().sum()
+                reward_loss = (model.reward_head(outcome)[:, 0].float() - rewards).square().sum()
             if model.state_heads is not None:
-                state_loss = self._state_loss(outcome, batch.next_states[at])
+                state_loss = self._state_loss(outcome, next_states)
         mark_loss, marks_right, marks = (
             self._mark_sums(batch, hidden) if model.mark_head is not None else (nothing,) * 3
         )
         total = action_loss + weights.reward * reward_loss + weights.next_state * state_loss + weights.mark * mark_loss
-        counted = [correct, actions.new_tensor(len(actions)), reward_loss, state_loss, mark_loss, marks_right, marks]
+        counted = [correct, actions.new_full((), len(actions)), reward_loss, state_loss, mark_loss, marks_right, marks]
         return torch.stack([total, action_loss, *(value.to(total.dtype) for value in counted)])
 
     def _state_loss(self, outcome: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -144,10 +149,10 @@ class HistoryObjective(nn.Module):
         assert self.model.mark_head is not None
         steps = self.model.shape.steps
         closes = (torch.arange(batch.steps.length, device=hidden.device) % steps == steps - 1).long()
-        expected = closes.expand(len(hidden), -1)[batch.targets]
-        logits = self.model.mark_head(hidden[batch.targets]).float()
+        expected, chosen = batch.at_targets(closes.expand(len(hidden), -1), hidden)
+        logits = self.model.mark_head(chosen).float()
         loss = F.cross_entropy(logits, expected, reduction="sum")
-        return loss, (logits.argmax(-1) == expected).sum(), expected.new_tensor(len(expected))
+        return loss, (logits.argmax(-1) == expected).sum(), expected.new_full((), len(expected))
 
 
 def _part(batch: HistoryBatch, begin: int, end: int) -> HistoryBatch:

@@ -21,6 +21,7 @@ from trainwright.parallel.replicated.spec import STEP_ELEMENTS
 from trainwright.parallel.shards import Shard, persistent_buffers
 from trainwright.parallel.strategy import NeedsFullMatrices, Setup
 from trainwright.recipe.strategy_spec import spec_of
+from trainwright.transfer import on_device
 
 
 class Replicated:
@@ -56,7 +57,7 @@ class Replicated:
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
         grads = [g for p in self._working.values() if (g := self._gradients.of(p)) is not None]
-        return self.world.on_device(squared_norm(grads).sqrt())
+        return on_device(squared_norm(grads).sqrt(), self.world.device)
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""

@@ -180,6 +180,7 @@ def _batch(lm: CausalLM, packed: bool, masked: bool, rows: int, length: int) -> 
     return Batch(
         input_ids=ids,
         position_ids=torch.zeros(shape, dtype=torch.long),
+        lengths=(),
         boundaries=torch.zeros(rows + 1, dtype=torch.int32) if packed else None,
         attention_mask=torch.ones(shape, dtype=torch.bool) if masked else None,
         target_index=torch.zeros(1, dtype=torch.long),

@@ -36,7 +36,7 @@ def ipo(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tens
 def kto(
     ratios: torch.Tensor,
     good: torch.Tensor,
-    divergence: float,
+    divergence: torch.Tensor | float,
     beta: float,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,

@@ -27,6 +27,7 @@ from trainwright.tasks.dpo.mismatched import Mismatched
 from trainwright.tasks.dpo.spec import DpoSection
 from trainwright.tasks.language_model import prepare_data, prepare_once
 from trainwright.tasks.reference import Reference, ReferenceTask
+from trainwright.transfer import on_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,7 @@ class PreferenceTuning(ReferenceTask):
         # For training (False) and validation (True); _mismatched holds KTO's answers to other prompts.
         self._answers: dict[bool, _Answers] = {}
         self._mismatched: dict[bool, _Answers] = {}
-        self._divergence = 0.0
+        self._divergence: torch.Tensor | float = 0.0
 
     def _example_weight(self, dataset: TokenDataset) -> float:
         return float(dataset.sequences_per_example) if self._dpo.loss == "kto" else 1.0
@@ -95,19 +96,18 @@ class PreferenceTuning(ReferenceTask):
         if self._dpo.loss != "kto":
             return
         answers, device = self._mismatched[validation], passes.world.device
-        found = [0.0, 0.0]
+        sums = [torch.zeros(2, dtype=torch.float64, device=device)]  # stay on the device, which nobody waits for
 
         def visit(module: nn.Module, micro: MicroBatch) -> None:
             tensors = self._batch(answers.stream.dataset, micro, device)
             ratios = answers.ratios(module(tensors, losses=True), tensors)
             if micro.weight:
-                found[0] += float(ratios.sum())
-                found[1] += len(ratios)
+                sums.append(torch.stack([ratios.sum(), ratios.new_full((), len(ratios))]))
 
         examples = sorted(example for micro in batch.micro_batches for example in micro.examples)
         passes([answers.stream.divide(examples, batch.rows)], visit)
-        total, count = passes.world.sum(found)
-        self._divergence = max(0.0, total / count)
+        total, count = passes.world.sum_tensor(functools.reduce(torch.add, sums)).unbind()
+        self._divergence = (total / count).clamp(min=0.0)
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the summed losses of the pairs or answers of one micro-batch."""
@@ -123,7 +123,9 @@ class PreferenceTuning(ReferenceTask):
 
     def _scores(self, ratios: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the scores of answers [S]: their log-ratios, for IPO averaged over tokens."""
-        return ratios / ratios.new_tensor(batch.target_counts) if self._dpo.loss == "ipo" else ratios
+        if self._dpo.loss != "ipo":
+            return ratios
+        return ratios / on_device(torch.tensor(batch.target_counts, dtype=ratios.dtype), ratios.device)
 
     def _losses(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the loss of every pair [P], or for KTO of every answer [S]."""
@@ -152,13 +154,13 @@ class PreferenceTuning(ReferenceTask):
         if len(rewards) == 2 * len(batch.examples):
             # A tie counts half, as before training.
             right = (rewards.view(-1, 2).diff(dim=1).neg().sign() + 1) / 2
-        weight = rewards.new_tensor(batch.weight)
+        weight = rewards.new_full((), batch.weight)
         sums = [
             self._losses(scores, batch).sum(),
             weight,
             weight * self._divergence,
             right.sum(),
-            rewards.new_tensor(right.numel()),
+            rewards.new_full((), right.numel()),
             (rewards * chosen).sum(),
             chosen.sum(),
             (rewards * ~chosen).sum(),
@@ -185,4 +187,4 @@ class PreferenceTuning(ReferenceTask):
 
 def _chosen(batch: Batch) -> torch.Tensor:
     """Return which answers are chosen or good; bool [S]."""
-    return torch.tensor([role == CHOSEN for role in batch.roles], device=batch.targets.device)
+    return on_device(torch.tensor([role == CHOSEN for role in batch.roles]), batch.targets.device)

@@ -24,6 +24,7 @@ from trainwright.tasks.unlearn import formulas
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection
 from trainwright.tasks.unlearn.selection import only, places
+from trainwright.transfer import on_device
 
 ROLES = (FORGET, RETAIN, REFUSAL)
 
@@ -75,7 +76,11 @@ class LossSums:
         values: list[torch.Tensor | float] = [self.forget, counts.forget, self.retain, counts.retain]
         for role in ROLES:
             values += self.likelihoods.get(role, (0.0, 0, 0.0, 0))
-        return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+        known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+        fixed = on_device(torch.tensor(known, dtype=torch.float64), device).unbind()
+        return torch.stack(
+            [value.double() if isinstance(value, torch.Tensor) else fixed[i] for i, value in enumerate(values)]
+        )
 
 
 class UnlearnLosses:
@@ -152,7 +157,7 @@ class UnlearnLosses:
         own = losses[FORGET]
         return self._formula(
             losses=lambda: _sums(batch, own, FORGET),
-            counts=lambda: own.new_tensor(_counts(batch, FORGET), dtype=torch.float64),
+            counts=lambda: on_device(torch.tensor(_counts(batch, FORGET), dtype=torch.float64), own.device),
             ratios=lambda: self._ratios(batch, own, FORGET),
             refused=lambda: self._ratios(batch, losses[REFUSAL], REFUSAL),
         )
@@ -162,8 +167,9 @@ class UnlearnLosses:
         targets.
         """
         assert self._reference is not None
-        chosen = torch.tensor([each == role for each in batch.roles], device=losses.device)
-        return -_sums(batch, losses, role) - self._reference(batch)[chosen]
+        chosen = torch.tensor([place for place, each in enumerate(batch.roles) if each == role])
+        of_role = self._reference(batch).index_select(0, on_device(chosen, losses.device))
+        return -_sums(batch, losses, role) - of_role
 
     def _forget_logits(self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
         return self._formula(logits=lambda: logits, targets=lambda: targets, teacher=lambda: teacher)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from trainwright.data.stream.batch import Batch
+from trainwright.transfer import on_device
 
 
 def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
@@ -21,7 +22,7 @@ def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
         if role in roles:
             found.append(np.arange(begin + min(skip, count), begin + count))
         begin += count
-    return torch.from_numpy(np.concatenate(found)).to(batch.targets.device)
+    return on_device(torch.from_numpy(np.concatenate(found)), batch.targets.device)
 
 
 def only(batch: Batch, roles: Collection[int]) -> Batch:
@@ -35,6 +36,7 @@ def only(batch: Batch, roles: Collection[int]) -> Batch:
         targets=batch.targets.index_select(0, chosen),
         target_index=batch.target_index.index_select(0, chosen),
         sequences=tuple(batch.sequences[place] for place in kept),
+        lengths=tuple(batch.lengths[place] for place in kept),
         roles=tuple(batch.roles[place] for place in kept),
         target_counts=tuple(batch.target_counts[place] for place in kept),
     )
@@ -43,17 +45,16 @@ def only(batch: Batch, roles: Collection[int]) -> Batch:
 
 def _lines(part: Batch, kept: list[int]) -> Batch:
     """Select rows of a padded batch."""
-    lines = torch.tensor(kept, device=part.targets.device)
+    lines = on_device(torch.tensor(kept), part.targets.device)
     assert part.attention_mask is not None
-    mask = part.attention_mask.index_select(0, lines)
     width = part.input_ids.shape[1]
     return replace(
         part,
         input_ids=part.input_ids.index_select(0, lines),
         position_ids=part.position_ids.index_select(0, lines),
-        attention_mask=mask,
+        attention_mask=part.attention_mask.index_select(0, lines),
         target_index=_moved(part, [(new - old) * width for new, old in enumerate(kept)]),
-        tokens=int(mask.sum()),
+        tokens=sum(part.lengths),
     )
 
 
@@ -61,21 +62,19 @@ def _stretches(part: Batch, kept: list[int]) -> Batch:
     """Select sequences of a flat batch."""
     assert part.boundaries is not None
     edges = list(pairwise(part.boundaries.tolist()))
-    lengths = [edges[place][1] - edges[place][0] for place in kept]
-    begins = np.cumsum([0, *lengths])
-    device = part.targets.device
-    cut = torch.from_numpy(np.concatenate([np.arange(*edges[place]) for place in kept])).to(device)
+    begins = np.cumsum([0, *part.lengths])
+    cut = on_device(torch.from_numpy(np.concatenate([np.arange(*edges[place]) for place in kept])), part.targets.device)
     return replace(
         part,
         input_ids=part.input_ids.index_select(1, cut),
         position_ids=part.position_ids.index_select(1, cut),
         boundaries=torch.from_numpy(begins.astype(np.int32)),
         target_index=_moved(part, [int(new) - edges[old][0] for new, old in zip(begins, kept, strict=False)]),
-        longest=max(lengths),
+        longest=max(part.lengths),
         tokens=int(begins[-1]),
     )
 
 
 def _moved(part: Batch, by: list[int]) -> torch.Tensor:
     shifts = np.repeat(np.asarray(by, dtype=np.int64), part.target_counts)
-    return part.target_index + torch.from_numpy(shifts).to(part.target_index.device)
+    return part.target_index + on_device(torch.from_numpy(shifts), part.target_index.device)

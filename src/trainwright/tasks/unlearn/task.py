@@ -38,6 +38,7 @@ from trainwright.tasks.unlearn.parameters import check_layer, freeze_others, neg
 from trainwright.tasks.unlearn.reference import PREFIX, CombinedWeights, check_reference, frozen_copy, other_model
 from trainwright.tasks.unlearn.section import UnlearnSection
 from trainwright.text import plural
+from trainwright.transfer import on_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -221,7 +222,7 @@ class Unlearning(ReferenceTask):
         assert self._of_reference is not None
         sums, last = self._of_reference.sums, len(self._of_reference.sums)
         values = [float(sums[sequence]) if sequence < last else 0.0 for sequence in batch.sequences]
-        return torch.tensor(values, dtype=torch.float64, device=batch.targets.device)
+        return on_device(torch.tensor(values, dtype=torch.float64), batch.targets.device)
 
     def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Count the tokens or answers of the whole global batch, which the two losses are averaged over."""
