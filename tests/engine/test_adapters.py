@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.tasks.registry import task_module
 
+K = TypeVar("K", bound=Hashable)
 FEW = (
     "model.dropout=0",
     "optimizer.learning_rate=3e-3",
@@ -55,6 +58,10 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "lora on gpt2": (*GPT2, "model.adapter={type: lora, rank: 4}"),
     "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
 }
+# Those of the fast tests.
+FEWER = ("lora", "dora", "nf4", "int8", "lora with dropout", "lora and a tied head", "nf4 in bf16", "nf4 on gpt2")
+MORE = tuple(name for name in ADAPTERS if name not in FEWER)
+ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 # DeepSpeed takes numbers alone.
 UNQUANTIZED = tuple(name for name in ADAPTERS if not {"nf4", "int8"} & set(name.split()))
 
@@ -63,10 +70,23 @@ def case(name: str, strategy: str, *more: str) -> Case:
     return Case((*FEW, *ADAPTERS[name], f"parallel.strategy={strategy}", *more))
 
 
+class Groups(dict[K, Trained]):
+    """Trainings by name; asked for one, it trains all of its group."""
+
+    def __init__(self, runs: Runs, groups: Sequence[dict[K, Case]], processes: int) -> None:
+        super().__init__()
+        self._runs, self._groups, self._processes = runs, groups, processes
+
+    def __missing__(self, key: K) -> Trained:
+        group = next(group for group in self._groups if key in group)
+        self.update(train(self._runs, group, self._processes))
+        return self[key]
+
+
 @pytest.fixture(scope="module")
 def alone(runs: Runs) -> dict[str, Trained]:
     """Every adapter on one process."""
-    return train(runs, {name: case(name, "single") for name in ADAPTERS}, 1)
+    return Groups(runs, [{name: case(name, "single") for name in names} for names in (FEWER, MORE)], 1)
 
 
 def assert_same(trained: Trained, single: Trained, name: str) -> None:
@@ -75,7 +95,7 @@ def assert_same(trained: Trained, single: Trained, name: str) -> None:
     assert trained.metrics()[-1]["loss"] == pytest.approx(single.metrics()[-1]["loss"], rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", ANY)
 def test_losses_fall(alone: dict[str, Trained], name: str) -> None:
     losses = alone[name].column("loss")
     assert losses[-1] < losses[0] - 0.03
@@ -86,11 +106,14 @@ def test_losses_fall(alone: dict[str, Trained], name: str) -> None:
 @pytest.fixture(scope="module")
 def in_two(runs: Runs) -> dict[tuple[str, str], Trained]:
     """Every adapter on two processes, whole and in shards."""
-    cases = {(strategy, name): case(name, strategy) for strategy in ("ddp", "fsdp") for name in ADAPTERS}
-    return train(runs, cases, 2)
+    strategies = ("ddp", "fsdp")
+    groups = [
+        {(strategy, name): case(name, strategy) for strategy in strategies for name in names} for names in (FEWER, MORE)
+    ]
+    return Groups(runs, groups, 2)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", ANY)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_train_as_one_does(
     alone: dict[str, Trained], in_two: dict[tuple[str, str], Trained], strategy: str, name: str

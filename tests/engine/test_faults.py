@@ -303,7 +303,8 @@ def test_a_model_that_cannot_be_written_is_told_with_the_checkpoint_that_there_i
     assert column(runs.resumed(started.run), "loss") == column(uninterrupted, "loss")
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_no_more_open_files_cost_checkpoints_or_end_the_run_in_words(runs: Runs, count: int) -> None:
     settings = (processes(count), ON_ROWS, "train.max_steps=60", "checkpoint.every=4")
     uninterrupted = runs.trained(*settings)

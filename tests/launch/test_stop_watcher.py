@@ -56,7 +56,7 @@ def test_nothing_is_done_before_a_stop_is_requested(worker: subprocess.Popen[byt
 def test_workers_that_take_long_for_their_checkpoint_are_left_alone(worker: subprocess.Popen[bytes]) -> None:
     launch = Launch(worker.pid)
     launch.stopping.flag.value = 1
-    launch.look_until(100_000)
+    launch.look_until(10_000)
 
 
 def test_workers_with_nothing_to_save_are_killed_after_a_moment(worker: subprocess.Popen[bytes]) -> None:

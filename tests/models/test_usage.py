@@ -136,6 +136,7 @@ def test_what_cards_say_runs_and_is_the_model(tmp_path: Path) -> None:
     assert "base_model:" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_what_messages_say_runs_from_anywhere(tmp_path: Path) -> None:
     plain = base(tmp_path / "plain")

@@ -90,9 +90,11 @@ def write_slowly(directory: str) -> None:
     place = Path(directory)
 
     class RemovesSlowly(Checkpoints):
-        def prune(self, best: int | None, remove: Callable[[Path], None] = remove) -> None:
+        def prune(
+            self, best: int | None, remove: Callable[[Path], None] = remove, trusted_before: int | None = None
+        ) -> None:
             time.sleep(late)
-            super().prune(best, remove)
+            super().prune(best, remove, trusted_before)
 
     def slowly(tensors: Iterator[Any]) -> Iterator[Any]:
         for number, tensor in enumerate(tensors):

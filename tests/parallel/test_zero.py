@@ -35,31 +35,52 @@ SOME = {
     "zero1": ("zero1", "fp32", "three passes", ()),
     "zero2": ("zero2", "fp32", "three passes", ()),
     "zero3": ("zero3", "fp32", "three passes", ()),
+    "zero2 with its optimizer offloaded": ("zero2", "fp32", "three passes", ("parallel.offload_optimizer=true",)),
+    "zero3 offloaded in bf16": ("zero3 offloaded", "bf16", "three passes", ()),
+    "zero3 recomputed": ("zero3", "fp32", "one pass", RECOMPUTED),
+}
+MORE = {
     "zero1 in bf16": ("zero1", "bf16", "three passes", ()),
     "zero2 in bf16": ("zero2", "bf16", "three passes", ()),
     "zero3 in bf16": ("zero3", "bf16", "one pass", ()),
     "zero1 with its optimizer offloaded": ("zero1", "bf16", "three passes", ("parallel.offload_optimizer=true",)),
-    "zero2 with its optimizer offloaded": ("zero2", "fp32", "three passes", ("parallel.offload_optimizer=true",)),
     "zero3 offloaded": ("zero3 offloaded", "fp32", "three passes", ()),
-    "zero3 offloaded in bf16": ("zero3 offloaded", "bf16", "three passes", ()),
-    "zero3 recomputed": ("zero3", "fp32", "one pass", RECOMPUTED),
     "zero2 recomputed": ("zero2", "fp32", "one pass", RECOMPUTED),
 }
 
 
+def trained(runs: Runs, cases: dict[str, tuple[str, str, str, tuple[str, ...]]]) -> dict[str, Trained]:
+    return train(
+        runs,
+        {
+            name: case((precision, passes, "kept"), 8, *SHARDED[sharding], *more)
+            for name, (sharding, precision, passes, more) in cases.items()
+        },
+        2,
+    )
+
+
 @pytest.fixture(scope="module")
 def some(runs: Runs) -> dict[str, Trained]:
-    cases = {
-        name: case((precision, passes, "kept"), 8, *SHARDED[sharding], *more)
-        for name, (sharding, precision, passes, more) in SOME.items()
-    }
-    return train(runs, cases, 2)
+    return trained(runs, SOME)
+
+
+@pytest.fixture(scope="module")
+def more(runs: Runs) -> dict[str, Trained]:
+    return trained(runs, MORE)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_run_under_deepspeed_is_the_run_of_one_process(some: dict[str, Trained], singles: Singles, name: str) -> None:
     _, precision, passes, _ = SOME[name]
     assert_same(some[name], singles[precision, passes], TOLERANCE[precision])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_other_runs_under_deepspeed_are_too(more: dict[str, Trained], singles: Singles, name: str) -> None:
+    _, precision, passes, _ = MORE[name]
+    assert_same(more[name], singles[precision, passes], TOLERANCE[precision])
 
 
 @pytest.mark.slow

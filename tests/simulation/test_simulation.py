@@ -78,6 +78,18 @@ OFFLOADED = Case(
         *("train.activation_checkpointing=none", "train.global_batch_size=256", "train.micro_batch_size=1"),
     ),
 )
+RECIPES = Path(__file__).parents[2] / "recipes"
+FRESH = (
+    *("model.name=null", "model.tokenizer=bytes"),
+    "model.config={model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, "
+    "num_attention_heads: 4}",
+)
+OTHER_TASKS = {
+    "npo": Case("1xH100", FRESH, str(RECIPES / "unlearn" / "tiny.yaml")),
+    "kl": Case("1xH100", (*FRESH, "unlearn.retain_loss=kl"), str(RECIPES / "unlearn" / "tiny.yaml")),
+    "dpo": Case("8xH100", ("parallel.num_processes=8",), str(RECIPES / "dpo" / "tiny.yaml")),
+    "kto": Case("1xH100", ("dpo.loss=kto",), str(RECIPES / "dpo" / "tiny.yaml")),
+}
 FAST = "ddp on 2"  # of REAL
 
 
@@ -89,15 +101,17 @@ def as_real(name: str) -> Case:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """All simulations of the fast tests, in forks of one process."""
-    cases = {
-        FAST: as_real(FAST),
-        "mistakes": MISTAKES,
-        "memory": MEMORY,
-        "muon": MUON,
-        "offloaded": OFFLOADED,
-        "fp32": IN_FP32,
-        "tf32": IN_TF32,
-    }
+    return simulated({FAST: as_real(FAST), "mistakes": MISTAKES, "memory": MEMORY}, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    """Those of the slow tests."""
+    cases = {"muon": MUON, "offloaded": OFFLOADED, "fp32": IN_FP32, "tf32": IN_TF32, **OTHER_TASKS}
+    return simulated(cases, tmp_path_factory)
+
+
+def simulated(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     done = simulate_all(list(cases.values()), tmp_path_factory.mktemp("simulated"))
     return dict(zip(cases, done, strict=True))
 
@@ -105,9 +119,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """The other simulations of what is also run."""
-    cases = {name: as_real(name) for name in REAL if name != FAST}
-    done = simulate_all(list(cases.values()), tmp_path_factory.mktemp("sharded"))
-    return dict(zip(cases, done, strict=True))
+    return simulated({name: as_real(name) for name in REAL if name != FAST}, tmp_path_factory)
 
 
 def test_a_run_is_simulated_from_its_first_step_to_its_export(found: dict[str, Found]) -> None:
@@ -130,9 +142,10 @@ def test_collectives_are_the_plans(found: dict[str, Found]) -> None:
         assert report["collectives"][kind][1] == pytest.approx(report["planned_collectives"][kind][1], rel=1e-4)
 
 
-def test_updates_of_matrices_are_the_plans(found: dict[str, Found]) -> None:
+@pytest.mark.slow
+def test_updates_of_matrices_are_the_plans(more: dict[str, Found]) -> None:
     """Their exchange, and the memory of the optimizer's step."""
-    muon = found["muon"]
+    muon = more["muon"]
     assert muon.error == "" and muon.report["error"] is None
     check_updates(muon)
     assert muon.report["collectives"].keys() >= set(TWICE)
@@ -140,9 +153,10 @@ def test_updates_of_matrices_are_the_plans(found: dict[str, Found]) -> None:
     assert phase["planned_memory"] == pytest.approx(phase["memory"], rel=0.05)
 
 
-def test_offloaded_activations_come_back_one_block_ahead_without_a_wait(found: dict[str, Found]) -> None:
-    report = found["offloaded"].report
-    assert found["offloaded"].error == "" and report["error"] is None
+@pytest.mark.slow
+def test_offloaded_activations_come_back_one_block_ahead_without_a_wait(more: dict[str, Found]) -> None:
+    report = more["offloaded"].report
+    assert more["offloaded"].error == "" and report["error"] is None
     assert report["host_waits"] == 1
     for phase in ("forward", "backward"):
         assert report["planned_memory"][phase] == pytest.approx(report["memory"][phase], rel=0.05), phase
@@ -194,9 +208,10 @@ def test_mixed_devices_are_an_error_with_its_line(found: dict[str, Found]) -> No
     assert "policies.py" in error
 
 
-def test_fp32_products_are_computed_in_tf32_if_the_recipe_asks(found: dict[str, Found]) -> None:
-    assert found["tf32"].error == "" and found["tf32"].report["error"] is None
-    assert "fp32 products are computed in ('highest', 'ieee')" in found["fp32"].report["error"]
+@pytest.mark.slow
+def test_fp32_products_are_computed_in_tf32_if_the_recipe_asks(more: dict[str, Found]) -> None:
+    assert more["tf32"].error == "" and more["tf32"].report["error"] is None
+    assert "fp32 products are computed in ('highest', 'ieee')" in more["fp32"].report["error"]
 
 
 def test_waits_are_counted_by_line(found: dict[str, Found]) -> None:
@@ -249,3 +264,10 @@ def test_a_budget_of_waits_fails_when_it_is_exceeded(tmp_path: Path) -> None:
     assert kept.returncode == 0 and "host waits" in kept.stdout
     assert exceeded.returncode == 4 and "--most-waits 0" in exceeded.stderr
     assert list(tmp_path.iterdir()) == []  # nothing is written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_TASKS)
+def test_the_host_waits_once_a_step_in_other_tasks_too(more: dict[str, Found], name: str) -> None:
+    assert more[name].error == "" and more[name].report["error"] is None
+    assert more[name].report["host_waits"] == 1, more[name].report["waits"]

@@ -41,6 +41,7 @@ def stops(runs: Runs, hang: str, *overrides: str) -> tuple[Finished, Path]:
     return ended, started.run
 
 
+@pytest.mark.slow
 def test_a_suspended_worker_is_reported_and_the_run_ends(runs: Runs) -> None:
     started = train(runs, "none:0:0", "faults.on_hang=stop", "train.max_steps=100000")
     started.wait_for_step(3)
