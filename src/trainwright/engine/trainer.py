@@ -167,7 +167,9 @@ class Trainer:
         begun, step = time.perf_counter(), self.progress.step + 1
         if step in self.progress.left_out:
             self.progress.step = step
-            return _StepResult(stop=False, save=False, written=[0.0])  # the checkpoint being written goes on later
+            requests = self.world.gather(self._requests(step))
+            stop, save, written = zip(*requests, strict=True)
+            return _StepResult(any(stop), bool(save[0]), written)
         heartbeat.phase("data", step)
         batch = self.task.stream.global_batch(step - 1)
         for policy in self._policies:

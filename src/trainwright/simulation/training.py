@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch._dynamo  # asks for a CUDA build when it is imported, which this is not
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,6 +48,7 @@ def install(rank: Rank) -> Logs:
 def simulated(rank: Rank, logs: Logs) -> Iterator[None]:
     """Make all tensors within the context fake, and note what is done with them."""
     from trainwright.parallel.zero import deepspeed_engine
+    from trainwright.tasks import reference
 
     fake, noted = FakeTensorMode(allow_non_fake_inputs=True), Simulated(logs, rank.card.capability)
 
@@ -58,6 +60,9 @@ def simulated(rank: Rank, logs: Logs) -> Iterator[None]:
     # ZeRO-3 hides what it gathers from other modes, and would from these.
     hides: Any = deepspeed_engine
     hides._disable_current_modes = only_these
+    # What other ranks compute is not known, and its values do not matter.
+    others: Any = reference
+    others.combined = lambda world, own: np.nan_to_num(own)
     with fake, noted:
         yield
 

@@ -165,10 +165,10 @@ def _compute(
                 ) from error
             rows = -(-largest // 2)
             continue
-        return _together(passes.world, own)
+        return combined(passes.world, own)
 
 
-def _together(world: World, own: Sums) -> Sums:
+def combined(world: World, own: Sums) -> Sums:
     """Combine the results of all ranks; sequences that several ranks computed count once."""
     mine = np.flatnonzero(~np.isnan(own))
     together = np.full_like(own, np.nan)

@@ -61,7 +61,9 @@ class StopRequests:
         return _STEP_FACTOR * step + _WRITE_FACTOR * self._write + _END_SECONDS
 
     def watch(self) -> None:
-        """Look for requests in a thread until one is found."""
+        """Look for requests in a thread until one is found; tell of the deadline, if there is one."""
+        if self._deadline is not None:
+            self._tell(f"the run stops after a checkpoint before {self._deadline.shown}")
         threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
 
     def look(self) -> bool:

@@ -1,0 +1,26 @@
+"""``trainwright stop``: ask a run that is training to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainwright.text import say
+
+
+def stop(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the run has ended; 0: do not wait.")
+    ] = 600.0,
+) -> None:
+    """Stop a run after its current step, with a checkpoint.
+
+    The same as creating the file RUN/stop, also from another machine that shares the directory. An evaluation is
+    interrupted and repeated when the run is resumed.
+    """
+    import trainwright as tw
+
+    say(f"{run}: {tw.stop(run, timeout=timeout)}")
