@@ -360,6 +360,29 @@ def faults() -> str:
     return _table(rows)
 
 
+def corruption() -> str:
+    results = _read("replay")
+    trials, cost = results["trials"], results["cost"]
+    good = sum(each["found"] and each["named"] and each["same"] for each in trials)
+    shares = [f"{strategy} {statistics.median(found):.2%}" for strategy, found in cost["shares"].items()]
+    rows: list[Row] = [
+        (
+            "Mantissa bits flipped in a weight or an activation of one of two ranks: found at the next check, the rank "
+            "named, and the losses of the undisturbed run in the end",
+            "all",
+            f"{good} of {len(trials)}",
+            "python bench/replay.py",
+        ),
+        (
+            f"Cost of a check every {cost['every']} steps, the default, in small runs of two processes",
+            "1% of a step",
+            ", ".join(shares),
+            "python bench/replay.py --cost",
+        ),
+    ]
+    return _table(rows, results)
+
+
 def recorded(section: str) -> str:
     """The figures of ``recorded.json`` under ``section``."""
     found = [each for each in _read("recorded")["figures"] if each["section"] == section]
@@ -371,7 +394,7 @@ def recorded(section: str) -> str:
 SECTIONS = {
     "Speed and memory compared with other tools": (sft, preferences, pretraining, unlearning, overhead),
     "Quickstart, recipes and start-up": (lambda: recorded("recipes"),),
-    "Correctness": (planted_bugs, faults, lambda: recorded("correctness")),
+    "Correctness": (planted_bugs, faults, corruption, lambda: recorded("correctness")),
     "Memory predictions": (plan_memory,),
     "Step-time predictions": (plan_time, plan_regret, lambda: recorded("plans")),
     "Predictions of published runs": (published,),
