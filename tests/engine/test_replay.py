@@ -115,6 +115,17 @@ def test_a_run_may_end_instead(runs: Runs) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", [0.02, 0.52])
+def test_a_wrong_frozen_weight_ends_the_run(runs: Runs, place: float) -> None:
+    overrides = (*settings(2, "ddp"), "model.adapter={type: lora, rank: 4}")
+    run, ended = flipped(runs, "Weight", {"rank": 1, "step": 4, "place": place, "bit": 22}, *overrides)
+    assert ended.code == 4, ended.stdout + ended.stderr
+    assert "the frozen weights of the ranks differ at step 6: ranks 0, 1" in ended.stderr
+    (fault,) = events(run, "fault")
+    assert fault["kind"] == "corrupted_weights" and fault["action"] == "stop"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "zero3"])
 def test_checks_change_nothing_under_any_strategy(runs: Runs, strategy: str) -> None:
     never = losses(runs.trained(*settings(2, strategy), "faults.replay_every=null"))

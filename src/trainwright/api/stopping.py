@@ -31,11 +31,13 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
         >>> tw.stop("runs/tiny")
         Traceback (most recent call last):
             ...
-        trainwright.errors.RequestError: runs/tiny is not being trained
+        trainwright.errors.RequestError: runs/tiny is not being trained here; for another machine, create runs/tiny/stop
     """
     found = Run(run)
     if not is_locked(found.directory):
-        raise RequestError(f"{found.directory} is not being trained")
+        raise RequestError(
+            f"{found.directory} is not being trained here; for another machine, create {found.directory / STOP_FILE}"
+        )
     try:
         (found.directory / STOP_FILE).touch()
     except OSError as error:

@@ -8,7 +8,7 @@ number without an error (Dixit et al., arXiv 2102.11245).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -97,11 +97,13 @@ class Replay(StepPolicy):
             WrongNumbers: something is wrong, and the run ends.
         """
         world, passes = self.training.world, self._take()
-        weights: list[int] = world.gather(self._checksum_of_weights())
+        weights: list[tuple[int, int]] = world.gather((self._checksum(frozen=True), self._checksum(frozen=False)))
         if len(set(weights)) > 1:
-            known = _odd_ones(weights)
+            ranks = _odd_ones(weights) or range(world.size)
+            if len({frozen for frozen, _ in weights}) > 1:
+                self._end(_WEIGHTS, ranks, f"the frozen weights of the ranks differ at step {step}", step)
             self._suspected[step] = self._differing()
-            self._fail(_WEIGHTS, known or range(world.size), f"the weights of the ranks differ at step {step}", step)
+            self._fail(_WEIGHTS, ranks, f"the weights of the ranks differ at step {step}", step)
         everyone: list[Passes] = world.gather(passes)
         if self._compares_passes and (wrong := _mismatches(everyone)):
             again()
@@ -127,6 +129,8 @@ class Replay(StepPolicy):
             ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
             why = "again and again" if second == third else "and not the same when repeated"
             detail = f"{_named(ranks)} and another rank compute step {step} differently, {why}"
+            if self.training.recipe.faults.on_corruption == "stop":
+                self._end(_PASS, ranks, detail, step)
             self._compares_passes = False
             self._tell(_PASS, ranks, detail, "continue; only weights are compared from now on", step)
             return
@@ -134,15 +138,18 @@ class Replay(StepPolicy):
 
     def _fail(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         self._failed[step] += 1
-        if self._failed[step] > 1:
-            detail += ", again"
         if self._failed[step] > 1 or self.training.recipe.faults.on_corruption == "stop":
-            self._tell(kind, ranks, detail, "stop", step)
-            raise WrongNumbers(
-                f"training stopped: {detail} ({_named(ranks)}); checkpoints after step {max(self.checked - 1, 0)} are "
-                "not to be trusted; test the memory and the processor of these ranks"
-            )
+            self._end(kind, ranks, detail + ", again" * (self._failed[step] > 1), step)
         raise RewindRequested(kind, ranks[0], f"{detail} ({_named(ranks)})", leave_out=False, before=self.checked)
+
+    def _end(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
+        """End the run. Frozen weights are in no checkpoint, and loaded again when the run is resumed."""
+        unknown = " (one of them, it is not known which)" if len(ranks) > 1 else ""
+        self._tell(kind, ranks, f"{detail}: {_named(ranks)}{unknown}", "stop", step)
+        raise WrongNumbers(
+            f"training stopped: {detail}: {_named(ranks)}{unknown}; remove the checkpoints after step "
+            f"{max(self.checked - 1, 0)}, test the memory and the processor, then --resume"
+        )
 
     def _tell(self, kind: str, ranks: Sequence[int], detail: str, action: str, step: int) -> None:
         self.training.events.emit(Fault(kind=kind, rank=ranks[0], detail=detail, action=action, step=step))
@@ -151,14 +158,17 @@ class Replay(StepPolicy):
         own, other = (self._recorded.pop(each).tolist() for each in (True, False))
         return Passes(own, other)
 
-    def _checksum_of_weights(self) -> int:
-        """Return the checksum of this rank's copy of the trained weights; 0 if they are sharded."""
+    def _checksum(self, *, frozen: bool) -> int:
+        """Return the checksum of this rank's copy of the frozen or the trained weights; 0 if they are sharded."""
         spec, world = self.training.recipe.parallel.spec, self.training.world
         if world.size == 1 or (spec is not None and spec.shards):
             return 0
+        strategy = self.training.strategy
+        trained = {name for name, _ in strategy.parameters(frozen=False)}
         total = torch.zeros((), dtype=torch.int64, device=world.device)
-        for _, tensor in self.training.strategy.parameters(frozen=False):
-            total = total * _FACTOR + checksum(tensor)
+        for name, tensor in strategy.parameters(frozen=frozen):
+            if not frozen or name not in trained:
+                total = total * _FACTOR + checksum(tensor)
         return int(total)
 
     def _differing(self) -> list[_Differing]:
@@ -203,7 +213,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def _odd_ones(values: Sequence[int]) -> list[int]:
+def _odd_ones(values: Sequence[Hashable]) -> list[int]:
     """Return the ranks whose value is not that of most ranks; empty without a majority."""
     value, count = Counter(values).most_common(1)[0]
     return [rank for rank, found in enumerate(values) if found != value] if 2 * count > len(values) else []
