@@ -13,6 +13,7 @@ from trainwright.launch.program import run_program, started
 from trainwright.text import say
 
 _HOST = "127.0.0.1"
+_END_SECONDS = 5.0
 
 
 def serve(directory: Path, command: Sequence[str] | None, port: int) -> int:
@@ -45,9 +46,18 @@ def serve(directory: Path, command: Sequence[str] | None, port: int) -> int:
     except KeyboardInterrupt:  # for the server only
         code = 130
     finally:
-        server.terminate()
-        server.wait()
+        _end(server)
     return code if code >= 0 else 128 - code
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End TensorBoard, which may miss SIGTERM while it starts; it has nothing to save."""
+    server.terminate()
+    try:
+        server.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 def _wait(server: subprocess.Popen[bytes]) -> int:
