@@ -89,7 +89,6 @@ class Check:
             `CheckResult` or raises `CannotCheck` or `Broken`.
         after: names of checks; if one of them found something broken, this one is skipped.
         needs_gpu: whether it is only for machines with a GPU.
-        has_processes: whether it imports torch and starts processes of training.
     """
 
     name: str
@@ -97,7 +96,6 @@ class Check:
     place: str
     after: tuple[str, ...] = ()
     needs_gpu: bool = False
-    has_processes: bool = False
 
     def load(self) -> Callable[[CheckContext], CheckResult]:
         """Return the function of the check."""

@@ -22,14 +22,12 @@ CHECKS: tuple[Check, ...] = (
     Check("interfaces", "interfaces and the name of this machine", "network.interfaces:check"),
     Check("nccl", "variables of NCCL, Gloo and torch", "network.nccl:check"),
     Check("gpus", "health of the GPUs", "gpus.health:check", needs_gpu=True),
-    Check("kernels", "kernels against fp32 on the CPU", "software.kernels:check", _TORCH, has_processes=True),
-    Check("offload", "pinned memory", "gpus.offload:check", _TORCH, needs_gpu=True, has_processes=True),
-    Check("links", "link between two processes", "processes.links:check", _START, has_processes=True),
-    Check(
-        "out-of-memory", "memory runs out on one rank", "processes.faults:out_of_memory", _TOGETHER, has_processes=True
-    ),
-    Check("killed-rank", "a rank is killed", "processes.faults:killed_rank", _TOGETHER, has_processes=True),
-    Check("strategies", "two ranks of every strategy", "processes.strategies:check", _TOGETHER, has_processes=True),
+    Check("kernels", "kernels against fp32 on the CPU", "software.kernels:check", _TORCH),
+    Check("offload", "pinned memory", "gpus.offload:check", _TORCH, needs_gpu=True),
+    Check("links", "link between two processes", "processes.links:check", _START),
+    Check("out-of-memory", "memory runs out on one rank", "processes.faults:out_of_memory", _TOGETHER),
+    Check("killed-rank", "a rank is killed", "processes.faults:killed_rank", _TOGETHER),
+    Check("strategies", "two ranks of every strategy", "processes.strategies:check", _TOGETHER),
 )
 
 

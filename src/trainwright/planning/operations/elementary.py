@@ -11,19 +11,13 @@ from collections.abc import Sequence
 from trainwright.planning.operations.tape import Parameter, Storage, Tape, Tensor
 
 
-def _elementwise(tape: Tape, inputs: Sequence[Tensor | Parameter], like: Tensor, width: int | None = None) -> Tensor:
-    out = tape.new(like.numel, like.width if width is None else width, like.heads_first)
-    tape.launch("elementwise", sum(value.bytes for value in inputs), out.bytes)
-    return out
-
-
 def _reduced(tape: Tape, grad: Tensor, numel: int, width: int) -> Tensor:
     """Return a gradient reduced and cast to a size and a dtype, as autograd does after broadcasting."""
     if numel != grad.numel:
         total = tape.new(numel, grad.width)
         tape.launch("reduction", grad.bytes, total.bytes)
         grad = total
-    return grad if grad.width == width else _elementwise(tape, [grad], grad, width)
+    return grad if grad.width == width else tape.elementwise([grad], grad, width)
 
 
 def view(tape: Tape, x: Tensor, numel: int | None = None) -> Tensor:
@@ -84,7 +78,7 @@ def cat(tape: Tape, parts: Sequence[Tensor], heads_first: bool = False) -> Tenso
 
 def contiguous(tape: Tape, x: Tensor) -> Tensor:
     """Return a contiguous copy."""
-    return tape.derive(_elementwise(tape, [x], x), [x], lambda grad: [grad.alias()])
+    return tape.derive(tape.elementwise([x], x), [x], lambda grad: [grad.alias()])
 
 
 def to(tape: Tape, x: Tensor, width: int) -> Tensor:
@@ -92,8 +86,8 @@ def to(tape: Tape, x: Tensor, width: int) -> Tensor:
     before = x.width
     if before == width:
         return x
-    out = _elementwise(tape, [x], x, width)
-    return tape.derive(out, [x], lambda grad: [_elementwise(tape, [grad], grad, before)])
+    out = tape.elementwise([x], x, width)
+    return tape.derive(out, [x], lambda grad: [tape.elementwise([grad], grad, before)])
 
 
 def as_tensor(tape: Tape, weight: Parameter, width: int) -> Tensor:
@@ -106,7 +100,7 @@ def as_tensor(tape: Tape, weight: Parameter, width: int) -> Tensor:
 
 def add(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
     """Add two tensors, or a tensor and a parameter."""
-    out = _elementwise(tape, [a, b], a, max(a.width, b.width))
+    out = tape.elementwise([a, b], a, max(a.width, b.width))
     shapes = [(x.numel, x.width) for x in (a, b)]
 
     def apply(grad: Tensor) -> list[Tensor | None]:
@@ -118,7 +112,7 @@ def add(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
 
 def scale(tape: Tape, x: Tensor) -> Tensor:
     """Multiply by, or add, a Python number; an addition needs less in the backward pass, but saves the same."""
-    return tape.derive(_elementwise(tape, [x], x), [x], lambda grad: [_elementwise(tape, [grad], grad)])
+    return tape.derive(tape.elementwise([x], x), [x], lambda grad: [tape.elementwise([grad], grad)])
 
 
 def plus(tape: Tape, x: Tensor, other: int) -> Tensor:
@@ -151,9 +145,9 @@ def mul(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
     def apply(grad: Tensor) -> list[Tensor | None]:
         made: list[Tensor | None] = [None, None]
         if kept_b is not None:
-            made[0] = _elementwise(tape, [grad, weight if weight is not None else kept_b.get()], grad)
+            made[0] = tape.elementwise([grad, weight if weight is not None else kept_b.get()], grad)
         if kept_a is not None:
-            made[1] = _elementwise(tape, [grad, kept_a.get()], grad)
+            made[1] = tape.elementwise([grad, kept_a.get()], grad)
         for index, shape in enumerate(shapes):
             whole = made[index]
             if whole is not None:
@@ -168,12 +162,12 @@ def mul(tape: Tape, a: Tensor, b: Tensor | Parameter) -> Tensor:
 def square(tape: Tape, x: Tensor) -> Tensor:
     """Raise ``x`` to a constant power."""
     kept = tape.save_for(x)
-    out = _elementwise(tape, [x], x)
+    out = tape.elementwise([x], x)
 
     def apply(grad: Tensor) -> list[Tensor | None]:
-        power = _elementwise(tape, [kept.get()], grad)
-        times = _elementwise(tape, [power], grad)
-        out = _elementwise(tape, [grad, times], grad)
+        power = tape.elementwise([kept.get()], grad)
+        times = tape.elementwise([power], grad)
+        out = tape.elementwise([grad, times], grad)
         del power, times
         return [out]
 
@@ -199,13 +193,13 @@ def from_result(tape: Tape, x: Tensor, temporaries: int = 0) -> Tensor:
 
     ``temporaries``: number of temporary tensors in the backward pass.
     """
-    out = _elementwise(tape, [x], x)
+    out = tape.elementwise([x], x)
     kept = tape.save_for(out.alias(), x)
 
     def apply(grad: Tensor) -> list[Tensor | None]:
         result = kept.get()
-        work = [_elementwise(tape, [result], grad) for _ in range(temporaries)]
-        made = _elementwise(tape, [grad, result], grad)
+        work = [tape.elementwise([result], grad) for _ in range(temporaries)]
+        made = tape.elementwise([grad, result], grad)
         del work
         return [made]
 
@@ -215,8 +209,8 @@ def from_result(tape: Tape, x: Tensor, temporaries: int = 0) -> Tensor:
 def from_input(tape: Tape, x: Tensor) -> Tensor:
     """Apply an activation whose derivative is one kernel on its input (silu, gelu, or each half of relu squared)."""
     kept = tape.save_for(x)
-    out = _elementwise(tape, [x], x)
-    return tape.derive(out, [x], lambda grad: [_elementwise(tape, [grad, kept.get()], grad)])
+    out = tape.elementwise([x], x)
+    return tape.derive(out, [x], lambda grad: [tape.elementwise([grad, kept.get()], grad)])
 
 
 def dropout(tape: Tape, x: Tensor, probability: float, fused: bool) -> Tensor:
@@ -228,8 +222,8 @@ def dropout(tape: Tape, x: Tensor, probability: float, fused: bool) -> Tensor:
         tape.launch("elementwise", 0, mask.bytes)
         tape.launch("elementwise", mask.bytes, mask.bytes)
     kept = tape.save_for(mask, x)
-    out = _elementwise(tape, [x, mask], x)
-    return tape.derive(out, [x], lambda grad: [_elementwise(tape, [grad, kept.get()], grad)])
+    out = tape.elementwise([x, mask], x)
+    return tape.derive(out, [x], lambda grad: [tape.elementwise([grad, kept.get()], grad)])
 
 
 def gather(tape: Tape, x: Tensor, numel: int, indices: Tensor) -> Tensor:

@@ -228,7 +228,8 @@ def _run(setting: PassSettings, prepare: Callable[[Tape], Callable[[Tensor], Ten
     del part
     forward, forward_peak = tuple(tape.kernels), tape.peak
     size, keeps_input = output[0].bytes, storage.handles > 0
-    kept, excess = tape.live - size, max(0, tape.excess - excess_when_pinned(size))
+    kept = tape.live - size
+    excess = max(0, sum(excess_when_pinned(one.bytes) for one in tape.storages) - excess_when_pinned(size))
     tape.peak = tape.live
     moments: tuple[Moment, ...] = ()
     if output[0].node is not None:

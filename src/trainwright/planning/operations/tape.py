@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from trainwright.planning.operations.launches import Kernel, KernelKind, excess_when_pinned, product_workspace
+from trainwright.planning.operations.launches import Kernel, KernelKind, product_workspace
 from trainwright.planning.operations.shapes import Device
 
 Edge = tuple["Node", int]
@@ -60,7 +60,7 @@ class Tensor:
         self.storage.handles -= 1
         if not self.storage.handles:
             self.tape.live -= self.storage.bytes
-            self.tape.excess -= excess_when_pinned(self.storage.bytes)
+            self.tape.storages.discard(self.storage)
 
     @property
     def bytes(self) -> int:
@@ -196,15 +196,15 @@ class Frame:
 class Tape:
     """Track live tensors and launched kernels while a program runs on it.
 
-    ``live``, ``peak``: bytes. ``operation``: the name that kernels are recorded under. ``receive``: called with each
-    parameter's gradient, which is freed unless it keeps a handle. ``held``: tensors that the program holds until the
-    end of the step. ``left``: tensors that recomputation leaves behind.
+    ``live``, ``peak``: bytes; ``storages``: those of ``live``. ``operation``: the name that kernels are recorded under.
+    ``receive``: called with each parameter's gradient, which is freed unless it keeps a handle. ``held``: tensors that
+    the program holds until the end of the step. ``left``: tensors that recomputation leaves behind.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.live = 0
-        self.excess = 0
+        self.storages: set[Storage] = set()
         self.peak = 0
         self.kernels: list[Kernel] = []
         self.operation = ""
@@ -219,14 +219,21 @@ class Tape:
         """Allocate a tensor."""
         size = numel * width
         self.live += size
-        self.excess += excess_when_pinned(size)
         if self.live > self.peak:
             self.peak = self.live
-        return Tensor(self, Storage(size), numel, width, heads_first)
+        storage = Storage(size)
+        self.storages.add(storage)
+        return Tensor(self, storage, numel, width, heads_first)
 
     def launch(self, kind: KernelKind, read: int, written: int) -> None:
         """Record a kernel."""
         self.kernels.append(Kernel(self.operation, kind, read, written))
+
+    def elementwise(self, inputs: Sequence[Tensor | Parameter], like: Tensor, width: int | None = None) -> Tensor:
+        """Return the result of an elementwise kernel with the size of ``like``; ``width``: if it is not its own."""
+        out = self.new(like.numel, like.width if width is None else width, like.heads_first)
+        self.launch("elementwise", sum(value.bytes for value in inputs), out.bytes)
+        return out
 
     def product(self, m: int, n: int, k: int, width: int, times: int = 1, transposed: bool = False) -> None:
         """Record a matrix product; ``transposed``: the first factor is stored as [k, m]."""
