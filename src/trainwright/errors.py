@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 EXIT_FINISHED = 0
 EXIT_REQUEST = 2
 EXIT_MACHINE = 3
-EXIT_TRAINING = 4
+EXIT_TRAINING = 4  # it would fail again
+EXIT_FAULT = 5  # run it again, elsewhere if it repeats
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to continue
 
 
@@ -33,9 +34,15 @@ class MachineError(TrainwrightError):
 
 
 class TrainingError(TrainwrightError):
-    """Training began and failed. The message names the rank and the first error."""
+    """Training began and failed, and would fail again. The message names the rank and the first error."""
 
     exit_code = EXIT_TRAINING
+
+
+class FaultError(TrainingError):
+    """A machine, a process or a connection failed, and not the run. The message names the rank or the node."""
+
+    exit_code = EXIT_FAULT
 
 
 class Stopped(TrainwrightError):
@@ -50,7 +57,7 @@ class Stopped(TrainwrightError):
 
 def error_of(exit_code: int, message: str) -> TrainwrightError:
     """Return an error of the class that ``exit_code`` stands for."""
-    kinds = {kind.exit_code: kind for kind in (RequestError, MachineError, TrainingError, Stopped)}
+    kinds = {kind.exit_code: kind for kind in (RequestError, MachineError, TrainingError, FaultError, Stopped)}
     error = kinds.get(exit_code, TrainingError)(message)
     error.exit_code = exit_code
     return error

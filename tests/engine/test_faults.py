@@ -407,7 +407,7 @@ def test_a_worker_that_a_signal_ends_is_named(runs: Runs) -> None:
     victim = workers.get("1") or max(workers.values(), key=lambda worker: worker.pid)
     victim.send_signal(signal.SIGTERM)
     ended = started.wait()
-    assert ended.code == 4, ended.stdout + ended.stderr
+    assert ended.code == 5, ended.stdout + ended.stderr
     assert "was ended by an external SIGTERM" in ended.stderr and "rank" in ended.stderr.splitlines()[0]
     assert "Traceback" not in ended.stderr and "gloo" not in ended.stderr
 
@@ -422,5 +422,5 @@ def test_a_killed_worker_ends_the_run_with_its_rank(runs: Runs) -> None:
     victim = ranks.get("1") or max(workers, key=lambda worker: worker.pid)
     os.kill(victim.pid, signal.SIGKILL)
     ended = started.wait()
-    assert ended.code == 4
+    assert ended.code == 5
     assert "killed" in ended.stderr and "rank" in ended.stderr and "Traceback" not in ended.stderr

@@ -262,7 +262,7 @@ def test_a_kill_that_the_kernel_did_not_count_is_not_taken_for_the_end_of_memory
     victim = max(psutil.Process(started.pid).children(recursive=True), key=lambda worker: worker.memory_info().rss)
     os.kill(victim.pid, signal.SIGKILL)
     ended = started.wait()
-    assert ended.code == 4 and "was killed by an external SIGKILL" in ended.stderr
+    assert ended.code == 5 and "was killed by an external SIGKILL" in ended.stderr
     assert started.run is not None
     assert len(events(started.run, "start")) == 1 and not events(started.run, "fault")
     assert rows_kept(started.run) == 2

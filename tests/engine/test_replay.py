@@ -109,7 +109,7 @@ def test_a_wrong_pass_is_found_and_its_rank_is_named(
 def test_a_run_may_end_instead(runs: Runs) -> None:
     overrides = (*settings(2, "ddp"), "faults.on_corruption=stop")
     run, ended = flipped(runs, "Weight", {"rank": 1, "step": 1}, *overrides)
-    assert ended.code == 4 and "the weights of the ranks differ at step 3" in ended.stderr
+    assert ended.code == 5 and "the weights of the ranks differ at step 3" in ended.stderr
     (fault,) = events(run, "fault")
     assert fault["action"] == "stop"
 
@@ -119,7 +119,7 @@ def test_a_run_may_end_instead(runs: Runs) -> None:
 def test_a_wrong_frozen_weight_ends_the_run(runs: Runs, place: float) -> None:
     overrides = (*settings(2, "ddp"), "model.adapter={type: lora, rank: 4}")
     run, ended = flipped(runs, "Weight", {"rank": 1, "step": 4, "place": place, "bit": 22}, *overrides)
-    assert ended.code == 4, ended.stdout + ended.stderr
+    assert ended.code == 5, ended.stdout + ended.stderr
     assert "the frozen weights of the ranks differ at step 6: ranks 0, 1" in ended.stderr
     (fault,) = events(run, "fault")
     assert fault["kind"] == "corrupted_weights" and fault["action"] == "stop"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.engine.out_of_memory import OutOfMemory
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.launch.ending.failure import (
     Ended,
     MemoryFailure,
@@ -16,6 +17,7 @@ from trainwright.launch.ending.failure import (
     ended_from_outside,
     error_file,
     error_record,
+    exit_code_of,
     first_failure,
     new_slot,
     slot_records,
@@ -122,7 +124,7 @@ def test_a_rank_that_a_signal_has_ended_is_the_cause_of_what_others_say_of_conne
     records = slot_records(slots)
     assert records.keys() == {0, 2}
     failure = first_failure(tmp_path, 3, {0: 4, 1: None, 2: 143}, False, records=records)
-    assert failure.message.startswith("rank 2 was ended by an external SIGTERM") and failure.exit_code == 4
+    assert failure.message.startswith("rank 2 was ended by an external SIGTERM") and failure.exit_code == 5
     # One that crashed is told of before one that may have been ended because of that.
     crashed = first_failure(tmp_path, 3, {0: 4, 1: -signal.SIGSEGV, 2: 143}, False, records=records)
     assert crashed.message.startswith("rank 1 crashed")
@@ -134,3 +136,34 @@ def test_what_a_worker_ends_with_is_known_where_nothing_can_be_written(tmp_path:
     handler._get_error_file_path = lambda: str(tmp_path / "gone" / "rank-0.error.json")  # type: ignore[method-assign]
     handler.record_exception(ValueError("boom"))
     assert "ValueError: boom" in first_failure(tmp_path, 1, {0: 4}, False, records=slot_records({0: slot})).message
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("ValueError: a bad row", EXIT_TRAINING),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", EXIT_FAULT),
+        ("RuntimeError: NCCL error: remote process exited or there was a network error", EXIT_FAULT),
+    ],
+)
+def test_an_exception_about_hardware_or_a_connection_has_the_code_of_a_fault(text: str, code: int) -> None:
+    assert exit_code_of(RuntimeError(text)) == code
+
+
+@pytest.mark.parametrize(
+    ("ended", "out_of_memory", "code"),
+    [
+        (-signal.SIGKILL, False, EXIT_FAULT),
+        (-signal.SIGKILL, True, EXIT_TRAINING),
+        (-signal.SIGSEGV, False, EXIT_FAULT),
+        (7, False, EXIT_TRAINING),
+    ],
+)
+def test_a_rank_without_an_exception_has_the_code_of_what_ended_it(
+    tmp_path: Path, ended: int, out_of_memory: bool, code: int
+) -> None:
+    assert first_failure(tmp_path, 2, {0: None, 1: ended}, out_of_memory).exit_code == code
+
+
+def test_a_lost_node_is_a_fault(tmp_path: Path) -> None:
+    assert first_failure(tmp_path, 2, {0: None}, False, gone="node 1 (b)").exit_code == EXIT_FAULT

@@ -197,7 +197,7 @@ def test_a_killed_rank_ends_the_others_and_is_named_once(runs: Runs) -> None:
     workers[0].wait_for_step(3)
     workers[1].kill()
     first, third = workers[0].wait(), workers[2].wait()
-    assert (first.code, third.code) == (4, 4)
+    assert (first.code, third.code) == (5, 5)
     told = first.stderr + third.stderr
     assert told.count("error: ") == 1 and "rank 1 is gone" in told, told
 
@@ -207,7 +207,7 @@ def test_a_killed_rank_0_ends_the_others_too(runs: Runs) -> None:
     workers[0].wait_for_step(3)
     workers[0].kill()
     second = workers[1].wait()
-    assert second.code == 4 and "rank 0 is gone" in second.stderr, second.stderr
+    assert second.code == 5 and "rank 0 is gone" in second.stderr, second.stderr
 
 
 def test_a_rank_that_is_killed_while_others_are_awaited_ends_all(runs: Runs, listener: socket.socket) -> None:
@@ -218,7 +218,7 @@ def test_a_rank_that_is_killed_while_others_are_awaited_ends_all(runs: Runs, lis
     assert not present[0].ended and not present[1].ended
     present[1].kill()
     first = present[0].wait()
-    assert first.code == 4 and first.stderr.startswith("error: rank 1 is gone"), first.stderr
+    assert first.code == 5 and first.stderr.startswith("error: rank 1 is gone"), first.stderr
     assert present[0].run is not None and not present[0].run.exists()
 
 

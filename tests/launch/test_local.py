@@ -106,7 +106,7 @@ def test_refused_request_keeps_its_exit_code_and_only_its_message(tmp_path: Path
 @pytest.mark.parametrize("round", range(2))
 def test_killed_worker_is_explained_and_not_its_peers(tmp_path: Path, round: int) -> None:
     result = run("die", tmp_path / "logs")
-    assert result.code == 4
+    assert result.code == 5
     assert result.stderr.startswith("error: rank 1 was killed"), result.stderr
     assert "memory" in result.stderr
     assert "Traceback" not in result.stderr
@@ -226,7 +226,7 @@ def test_a_worker_that_is_ended_from_outside_is_named_and_not_its_peers(tmp_path
         ready(logs)
         os.kill(pids(logs)[1], signal.SIGTERM)
         ended = process.wait()
-    assert ended.code == 4
+    assert ended.code == 5
     assert ended.stderr.startswith("error: rank 1 was ended by an external SIGTERM"), ended.stderr
     assert "Traceback" not in ended.stderr and "gloo" not in ended.stderr
 

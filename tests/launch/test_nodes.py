@@ -143,7 +143,7 @@ def test_a_node_that_dies_ends_the_others(runs: Runs, place: str) -> None:
     nodes[0].wait_for_step(3)
     psutil.Process(nodes[1].pid).kill()
     first = nodes[0].wait()
-    assert first.code == 4 and "node 1" in first.stderr and "is gone" in first.stderr, first.stderr
+    assert first.code == 5 and "node 1" in first.stderr and "is gone" in first.stderr, first.stderr
     assert "Traceback" not in first.stderr
 
 
@@ -153,7 +153,7 @@ def test_node_0_that_dies_ends_the_others(runs: Runs, place: str) -> None:
     nodes[0].wait_for_step(3)
     psutil.Process(nodes[0].pid).kill()
     second = nodes[1].wait()
-    assert second.code == 4 and "node 0" in second.stderr and "is gone" in second.stderr, second.stderr
+    assert second.code == 5 and "node 0" in second.stderr and "is gone" in second.stderr, second.stderr
 
 
 def test_a_worker_that_dies_is_the_first_error_on_all_nodes(runs: Runs, place: str) -> None:
@@ -162,6 +162,6 @@ def test_a_worker_that_dies_is_the_first_error_on_all_nodes(runs: Runs, place: s
     workers = wait_for(lambda: [worker for worker in descendants(nodes[1].pid) if worker.name()])
     workers[-1].kill()
     first, second = ended(nodes)
-    assert (first.code, second.code) == (4, 4)
+    assert (first.code, second.code) == (5, 5)
     for finished in (first, second):
         assert finished.stderr.startswith("error: rank 1 was killed"), finished.stderr

@@ -11,6 +11,8 @@ import pytest
 from tests.support.commands import descendants, wait_for
 from tests.support.forked import Started
 from tests.support.runs import ON_ROWS, Runs, column, events
+from trainwright.engine.events import Restart
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
 from trainwright.launch.ending.failure import Cause, Failure
 from trainwright.launch.ending.restarts import Restarts
@@ -56,7 +58,7 @@ def test_kills_beyond_the_limit_end_the_run_with_the_last_failure(runs: Runs) ->
         started.wait_for_step(step)
         kill(started, 1)
     ended = started.wait()
-    assert ended.code == 4
+    assert ended.code == 5
     assert "rank 1 was killed by an external SIGKILL" in ended.stderr
     assert "faults.restarts allows 1 per hour" in ended.stderr
 
@@ -66,7 +68,7 @@ def test_restarts_can_be_turned_off(runs: Runs, off: str) -> None:
     started = runs.train(*SETTINGS, "train.max_steps=5000", f"faults.restarts={off}")
     started.wait_for_step(3)
     kill(started, 1)
-    assert started.wait().code == 4
+    assert started.wait().code == 5
     assert started.run is not None
     assert not events(started.run, "restart")
 
@@ -109,29 +111,41 @@ def test_the_same_error_at_the_same_step_ends_the_run_and_at_another_step_does_n
     restarts = Restarts(log.parent, "9 per hour", lambda: clock[0])
     error = Failure("rank 1 failed\nTraceback\n  File x\nValueError: a bad row", 4, cause=Cause.ERROR)
     at(7, log, clock)
-    assert restarts.decide(error)
+    assert isinstance(restarts.decide(error), Restart)
     clock[0] += 10
     at(9, log, clock)
-    assert not isinstance(restarts.decide(error), str)
+    assert isinstance(restarts.decide(error), Restart)
     clock[0] += 10
     at(7, log, clock)
     refused = restarts.decide(error)
-    assert isinstance(refused, str) and "the same error happened twice after step 7" in refused
+    assert isinstance(refused, Failure) and "the same error happened twice after step 7" in refused.message
+
+
+def test_a_crash_that_repeats_is_not_the_machines(log: Path) -> None:
+    restarts = Restarts(log.parent, "9 per hour")
+    crash = Failure("rank 1 crashed in native code (SIGSEGV); see the end of its log", EXIT_FAULT, cause=Cause.CRASH)
+    assert isinstance(restarts.decide(crash), Restart)
+    again = restarts.decide(crash)
+    assert isinstance(again, Failure) and again.exit_code == EXIT_TRAINING
 
 
 def test_kills_at_one_step_are_counted_but_never_compared(log: Path) -> None:
     clock = [100.0]
     restarts = Restarts(log.parent, "2 per hour", lambda: clock[0])
-    killed = Failure("rank 1 was killed by an external SIGKILL", 4, cause=Cause.PROCESS)
+    killed = Failure("rank 1 was killed by an external SIGKILL", EXIT_FAULT, cause=Cause.PROCESS)
     for _ in range(2):
         at(7, log, clock)
-        assert not isinstance(restarts.decide(killed), str)
-    assert isinstance(restarts.decide(killed), str)
+        assert isinstance(restarts.decide(killed), Restart)
+    refused = restarts.decide(killed)
+    assert isinstance(refused, Failure) and refused.exit_code == EXIT_FAULT
     clock[0] += 3601
-    assert not isinstance(restarts.decide(killed), str)
+    assert isinstance(restarts.decide(killed), Restart)
 
 
 def test_known_errors_and_exceptions_before_the_first_step_are_not_retried(log: Path) -> None:
     restarts = Restarts(log.parent, "9 per hour")
-    assert restarts.decide(Failure("data.train: row 3 is no JSON", 2)) == ""
-    assert restarts.decide(Failure("rank 0 failed\nValueError: x", 4, cause=Cause.ERROR)) == ""
+    for error in (
+        Failure("data.train: row 3 is no JSON", 2),
+        Failure("rank 0 failed\nValueError: x", 4, cause=Cause.ERROR),
+    ):
+        assert restarts.decide(error) is error

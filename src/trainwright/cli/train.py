@@ -86,7 +86,8 @@ def train(
 ) -> None:
     """Train a recipe.
 
-    Ends with 0: finished, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped after a checkpoint.
+    Ends with 0: finished, 2: wrong request, 3: unfit machine, 4: failed, 5: a machine failed, 75: stopped after a
+    checkpoint.
     """
     from trainwright.api.training import TrainingRequest, prepare
     from trainwright.launch.request import split_words

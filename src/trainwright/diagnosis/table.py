@@ -37,6 +37,12 @@ def known_error(line: str, *, is_notice: bool = False) -> KnownError | None:
     return min(found, key=lambda error: error.role, default=None)
 
 
+def is_machine_fault(message: str) -> bool:
+    """Return whether the message of an exception says that hardware, or the connection to another rank, failed."""
+    error = known_error(" ".join(message.split()))
+    return is_lost_connection(message) or (error is not None and error.name == "gpu-hardware")
+
+
 def is_lost_connection(message: str) -> bool:
     """Return whether the message of an exception only says that another rank cannot be reached any more."""
     error = known_error(" ".join(message.split()))

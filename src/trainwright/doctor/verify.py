@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from trainwright.doctor.comparison import TOLERANCES, Comparison
-from trainwright.errors import EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError, Stopped, TrainwrightError
+from trainwright.errors import EXIT_STOPPED, MachineError, RequestError, Stopped, TrainingError, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import console, preload_worker, prepare_environment, run_in_child, stop_requested
@@ -75,7 +75,7 @@ def verify(recipe: Recipe, machine: Machine, steps: int, out: TextIO) -> Compari
                 for side in sides:
                     run_side(side, steps, stopping)
             except TrainwrightError as error:
-                if kept := error.exit_code == EXIT_TRAINING:  # its message names a log
+                if kept := isinstance(error, TrainingError):  # its message names a log
                     error.add_note(f"the output of both sides is in {directory}")
                 raise
         return _compare(sides, TOLERANCES[recipe.train.mixed_precision], out)

@@ -19,7 +19,14 @@ from trainwright.engine.measured import RunMeasurements
 from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
 from trainwright.engine.passes import StepPasses
-from trainwright.engine.policies.base import RewindRequested, StepGradients, StepPolicy, Training, WrongNumbers
+from trainwright.engine.policies.base import (
+    Corrupted,
+    RewindRequested,
+    StepGradients,
+    StepPolicy,
+    Training,
+    WrongNumbers,
+)
 from trainwright.engine.policies.builtin import MOST_IN_A_ROW, GradientNoise, LossScale, LossSpikes, NonFinite
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
@@ -207,7 +214,8 @@ class Trainer:
         of the step before.
 
         Raises:
-            WrongNumbers: too many batches in a row would be left out, or there is no checkpoint that can be used.
+            WrongNumbers: too many batches in a row would be left out.
+            Corrupted: there is no checkpoint from before a machine's fault.
         """
         step, left_out = self.progress.step + 1, self.progress.left_out
         self.strategy.discard_gradients()
@@ -225,7 +233,7 @@ class Trainer:
             rewound = Rewind(resumed_from=self.progress.step, left_out=left_out, pending=self.progress.pending)
             self.events.emit(rewound)
         elif not fault.leave_out:
-            raise WrongNumbers(f"training stopped: {fault.detail}; there is no checkpoint from before; start a new run")
+            raise Corrupted(f"training stopped: {fault.detail}; there is no checkpoint from before; start a new run")
         self.progress.left_out = left_out
 
     def _requests(self, step: int) -> tuple[bool, bool, float]:

@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainwright.engine.events import Event, Fault, Restart
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainingError, TrainwrightError, error_of
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, TrainwrightError, error_of
 from trainwright.launch.ending import oom_killer, stop
 from trainwright.launch.ending.agent_log import quiet_agent
 from trainwright.launch.ending.failure import (
@@ -92,14 +92,14 @@ def launch(
         if isinstance(ended, int):
             return ended
         fault = _decide(ended, stopping, nodes, relaunch)
-        restart: Event | str = ""
+        restart: Event | Failure = ended
         if fault is not None:
             restart = Fault(**fault)
         elif relaunch is not None and nodes is None and not stopping.flag.value:
             restart = relaunch.restarts.decide(ended)
-        if isinstance(restart, str):
+        if isinstance(restart, Failure):
             _show_cursor()
-            raise error_of(ended.exit_code, ended.message + restart)
+            raise error_of(restart.exit_code, restart.message)
         if isinstance(restart, Restart):
             say(restart.line(), file=sys.stderr)
         assert relaunch is not None, "it has decided"
@@ -146,7 +146,7 @@ def launch_once(
     except RunHangs as hanging:
         codes = rendezvous.exit_codes(first)
         cause = Cause.HANG if watched is not None and watched.on_hang == "restart" else None
-        hang = {hanging.verdict.ranks[0]: {**error_record(TrainingError(str(hanging))), "cause": cause}}
+        hang = {hanging.verdict.ranks[0]: {**error_record(FaultError(str(hanging))), "cause": cause}}
     except NodesLost:
         codes = codes or rendezvous.exit_codes(first)
     except SignalException as ending:

@@ -36,7 +36,7 @@ def stops(runs: Runs, hang: str, *overrides: str) -> tuple[Finished, Path]:
     """What a run that ends when it hangs has written."""
     started = train(runs, hang, "faults.on_hang=stop", *overrides)
     ended = started.wait()
-    assert ended.code == 4, ended.stdout + ended.stderr
+    assert ended.code == 5, ended.stdout + ended.stderr
     assert started.run is not None
     return ended, started.run
 
@@ -53,7 +53,7 @@ def test_a_suspended_worker_is_reported_and_the_run_ends(runs: Runs) -> None:
     assert worker is not None and worker.pid in [process.pid for process in descendants(started.pid)]
     os.kill(worker.pid, signal.SIGSTOP)
     ended = started.wait()
-    assert ended.code == 4
+    assert ended.code == 5
     assert "rank 1 has been suspended by a signal (SIGSTOP)" in ended.stderr
     assert re.search(r"rank 0 has entered \w+.* at \S+\.py:\d+ \(number \d+\), which rank 1 has not", ended.stderr)
     assert "in forward_backward" in (started.run / "logs" / "rank-0.stacks").read_text()
@@ -150,5 +150,5 @@ def test_different_collectives_are_named_by_rank_and_line(runs: Runs, kind: str)
 @pytest.mark.slow
 def test_a_collective_fails_after_the_timeout_of_the_recipe(runs: Runs) -> None:
     ended = train(runs, "data:1:4", "parallel.timeout=3 s").wait()
-    assert ended.code == 4
+    assert ended.code == 5
     assert "Timed out" in ended.stderr or "timed out" in ended.stderr, ended.stderr

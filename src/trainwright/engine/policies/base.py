@@ -16,7 +16,7 @@ from trainwright.engine.event_log import EventLog
 from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.progress import TrainingProgress
 from trainwright.engine.task import Task
-from trainwright.errors import TrainingError
+from trainwright.errors import EXIT_FAULT, TrainingError
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.loading import dump_recipe
@@ -63,6 +63,12 @@ class StepGradients:
 
 class WrongNumbers(TrainingError):
     """The loss or the gradient of a step ends the run; raised on every rank, before the weights are changed."""
+
+
+class Corrupted(WrongNumbers):
+    """A machine computed or kept wrong numbers, which the run cannot go back from."""
+
+    exit_code = EXIT_FAULT
 
 
 class RewindRequested(TrainingError):

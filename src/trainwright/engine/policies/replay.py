@@ -17,7 +17,7 @@ from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.policies.base import RewindRequested, StepPolicy, Training, WrongNumbers
+from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, Training
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 _FACTOR = 1_000_003  # so that exchanging two tensors changes the checksum of all
@@ -94,7 +94,7 @@ class Replay(StepPolicy):
 
         Raises:
             RewindRequested: something is wrong, and the run goes back to a checkpoint from before the last check.
-            WrongNumbers: something is wrong, and the run ends.
+            Corrupted: something is wrong, and the run ends.
         """
         world, passes = self.training.world, self._take()
         weights: list[tuple[int, int]] = world.gather((self._checksum(frozen=True), self._checksum(frozen=False)))
@@ -146,7 +146,7 @@ class Replay(StepPolicy):
         """End the run. Frozen weights are in no checkpoint, and loaded again when the run is resumed."""
         unknown = " (one of them, it is not known which)" if len(ranks) > 1 else ""
         self._tell(kind, ranks, f"{detail}: {_named(ranks)}{unknown}", "stop", step)
-        raise WrongNumbers(
+        raise Corrupted(
             f"training stopped: {detail}: {_named(ranks)}{unknown}; remove the checkpoints after step "
             f"{max(self.checked - 1, 0)}, test the memory and the processor, then --resume"
         )

@@ -19,9 +19,9 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
 
 from trainwright.diagnosis.explain import advice
-from trainwright.diagnosis.table import is_lost_connection
+from trainwright.diagnosis.table import is_lost_connection, is_machine_fault
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
-from trainwright.errors import EXIT_TRAINING, TrainwrightError
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainwrightError
 from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER, START_METHOD
 from trainwright.paths import write_file
 from trainwright.text import say
@@ -48,10 +48,8 @@ class Cause(StrEnum):
 FROM_OUTSIDE = (Cause.PROCESS, Cause.CONNECTION, Cause.HANG)
 
 
-class Ended(TrainwrightError):
+class Ended(FaultError):
     """A signal from outside ended a worker."""
-
-    exit_code = EXIT_TRAINING
 
 
 class RankErrorHandler(ErrorHandler):
@@ -108,11 +106,18 @@ def error_record(error: BaseException) -> dict[str, Any]:
         "time": now,
         "text": str(error),
         "known": isinstance(error, TrainwrightError),
-        "exit_code": error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING,
+        "exit_code": exit_code_of(error),
         "ran_out": _ran_out(error),
         "ended": isinstance(error, Ended),
         "cause": Cause.PROCESS if isinstance(error, Ended) else None,
     }
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code for an exception: that of its class, or of a fault of the machine if it reports one."""
+    if isinstance(error, TrainwrightError):
+        return error.exit_code
+    return EXIT_FAULT if is_machine_fault(f"{type(error).__name__}: {error}") else EXIT_TRAINING
 
 
 def _ran_out(error: BaseException) -> dict[str, Any] | None:
@@ -190,11 +195,13 @@ def first_failure(
         ran_out = MemoryFailure(rank, "the kernel killed the process", in_training=True) if killed else None
         message = f"rank {rank} {_ended(code, out_of_memory)}{_log(logs, rank)}"
         outside = -code in _FROM_OUTSIDE and not killed
-        return Failure(message, EXIT_TRAINING, ran_out, Cause.PROCESS if outside else Cause.CRASH)
+        # Another machine may not have the crash in native code; memory runs out there too.
+        exit_code = EXIT_FAULT if code < 0 and not killed else EXIT_TRAINING
+        return Failure(message, exit_code, ran_out, Cause.PROCESS if outside else Cause.CRASH)
     if not causes and gone is not None:
         return Failure(
             f"{gone} is gone: it was killed, lost its network or lost its power; the logs of its ranks are in {logs}",
-            EXIT_TRAINING,
+            EXIT_FAULT,
         )
     candidates = causes or records
     if candidates:
@@ -214,7 +221,7 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
         message = f"rank {rank} failed\n{trace}{advice(trace)}{_log(logs, rank)}"
         return Failure(message, exit_code, ran_out, Cause.ERROR)
     cause = Cause(record["cause"]) if record.get("cause") else None
-    if exit_code != EXIT_TRAINING:  # an error of the request or the machine: the rank that noticed it does not matter
+    if exit_code not in (EXIT_TRAINING, EXIT_FAULT):  # of the request: the rank that noticed it does not matter
         return Failure(record["text"], exit_code, cause=cause)
     text = f"{record['text']}{_log(logs, rank, f'first seen on rank {rank}, ')}"
     return Failure(text, exit_code, ran_out, cause)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from trainwright.engine.events import Restart
+from trainwright.errors import EXIT_TRAINING
 from trainwright.launch.ending.failure import FROM_OUTSIDE, Cause, Failure
 from trainwright.observe.reader import read_events
 from trainwright.recipe.sections.fields import rate_of
@@ -27,26 +29,27 @@ class Restarts:
         self._failures: set[tuple[int | None, str]] = set()
         self._begun = clock()
 
-    def decide(self, failure: Failure) -> Restart | str:
-        """Return the event of a restart, or a text for the end of the message that says why there is none, if there is
-        something to say.
+    def decide(self, failure: Failure) -> Restart | Failure:
+        """Return the event of a restart, or the failure that the run ends with, which says why there is none.
 
         An exception before the first step of a launch, and any failure from within that has happened at this step
         before, would happen again.
         """
         if failure.cause is None or self._rate.times == 0:
-            return ""
+            return failure
         now, step = self._clock(), self._last_step()
         if failure.cause not in FROM_OUTSIDE:
             if failure.cause is Cause.ERROR and step is None:
-                return ""
+                return failure
             key = step, _essence(failure.message)
             if key in self._failures:
-                return f"\nnot restarted again: the same error happened twice after {_at(step)}"
+                why = f"\nnot restarted again: the same error happened twice after {_at(step)}"
+                return replace(failure, message=failure.message + why, exit_code=EXIT_TRAINING)
             self._failures.add(key)
         recent = [each for each in self._times if now - each < self._rate.seconds]
         if len(recent) >= self._rate.times:
-            return f"\nnot restarted again: faults.restarts allows {self._allowed}"
+            why = f"\nnot restarted again: faults.restarts allows {self._allowed}"
+            return replace(failure, message=failure.message + why)
         self._times.append(now)
         self._begun = now
         return Restart(

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from trainwright.errors import EXIT_TRAINING
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
+from trainwright.launch.ending import oom_killer
 from trainwright.launch.ending.failure import RankErrorHandler, describe_failure, error_file, error_record, is_follow_up
 from trainwright.launch.group.peers import GONE, Message, Peers
 from trainwright.text import say
@@ -43,6 +44,7 @@ class FailureReport:
         self.rank = rank
         self.heard = threading.Event()
         self.text, self.exit_code = "", EXIT_TRAINING  # of the failure received
+        self._killed_for_memory = oom_killer.kills()
         self.terminal = terminal
         self._peers = peers
         self._report = tell
@@ -85,7 +87,7 @@ class FailureReport:
         if message["kind"] not in (_FAILED, GONE) or self.heard.is_set():
             return
         peer = message["peer"]
-        self.exit_code = int(message.get("exit_code", EXIT_TRAINING))
+        self.exit_code = int(message.get("exit_code") or self._code_of_gone())
         self.text = str(message.get("text") or self._gone(peer))
         if self._logs is not None:
             self._tell(self.text, own=False)
@@ -98,6 +100,10 @@ class FailureReport:
         timer = threading.Timer(_HEAR_SECONDS, _end, (self.exit_code,))
         timer.daemon = True
         timer.start()
+
+    def _code_of_gone(self) -> int:
+        """Return the exit code for a rank that ended without a word: memory that ran out here will run out again."""
+        return EXIT_TRAINING if oom_killer.kills() > self._killed_for_memory else EXIT_FAULT
 
     def _gone(self, peer: int) -> str:
         log = f"; its log: {self._logs / f'rank-{peer}.log'}" if self._logs is not None else ""

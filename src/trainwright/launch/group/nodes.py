@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from trainwright import __version__
-from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, Stopped, TrainwrightError
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.failure import Failure, first_failure
 from trainwright.launch.ending.stop import Stopping
@@ -169,7 +169,7 @@ class Nodes:
         if failed:
             report = self._ended[failed[0]]
             raise NodeFailed(f"{self._name(failed[0])}: {report.get('text', 'failed')}", int(report["code"]))
-        raise NodeFailed(f"{self._name(self._gone[0])} is gone: it was killed or is not reachable", EXIT_TRAINING)
+        raise NodeFailed(f"{self._name(self._gone[0])} is gone: it was killed or is not reachable", EXIT_FAULT)
 
     def killed(self) -> None:
         """Report that the user has asked to end without a checkpoint."""
@@ -187,7 +187,10 @@ class Nodes:
         self, logs: Path, codes: dict[int, int | None], records: dict[int, dict[str, Any]], out_of_memory: bool
     ) -> Failure:
         """Report the failure here, collect those of the others, and return the first of all."""
-        self.rendezvous.peers.send(_FAILED, codes=_texts(codes), records=_texts(records), memory=out_of_memory, code=4)
+        mine = first_failure(logs, 0, codes, out_of_memory, records=records)
+        self.rendezvous.peers.send(
+            _FAILED, codes=_texts(codes), records=_texts(records), memory=out_of_memory, code=mine.exit_code
+        )
         deadline = time.monotonic() + _REPORT_SECONDS
         while len(self._ended.keys() | set(self._gone)) < self.count - 1 and time.monotonic() < deadline:
             self._listen()
@@ -225,7 +228,7 @@ class Nodes:
     def _check_connected(self) -> None:
         self._listen()
         if self._gone:
-            raise NodeFailed(f"{self._name(self._gone[0])} is gone", EXIT_TRAINING)
+            raise NodeFailed(f"{self._name(self._gone[0])} is gone", EXIT_FAULT)
 
     def leave(self) -> None:
         """Leave; must be called at the end in every case."""

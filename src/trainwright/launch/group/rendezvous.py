@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from trainwright.errors import MachineError, TrainingError
+from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.environment import LaunchEnvironment, is_loopback
 from trainwright.launch.group.identity import WORDS, Job, job_of
 from trainwright.launch.group.names import skip_reverse_lookups
@@ -88,7 +88,7 @@ class Rendezvous:
     def wait_for(self, key: str, meanwhile: Callable[[], None] = lambda: None, seconds: float | None = None) -> Any:
         """Return the value published under `key`; wait without limit if `seconds` is None.
 
-        `meanwhile` is called repeatedly, and may raise. Raises TrainingError if the store is gone, TimeoutError.
+        `meanwhile` is called repeatedly, and may raise. Raises FaultError if the store is gone, TimeoutError.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -96,7 +96,7 @@ class Rendezvous:
                 if self._keys.check([key]):
                     return json.loads(self._keys.get(key))
             except RuntimeError as error:  # torch's DistNetworkError is one
-                raise TrainingError(f"{self.noun} 0 is gone; see its output") from error
+                raise FaultError(f"{self.noun} 0 is gone; see its output") from error
             meanwhile()
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(key)

@@ -23,7 +23,7 @@ class FaultsSection(Section):
         description="What to do if a process hangs: one that makes no progress for longer than its current phase has "
         "ever taken, and some seconds. The rank, the phase and the stack of every rank are printed. warn: wait on. "
         "restart: go on from the newest checkpoint, as often as faults.restarts allows. stop: end the run "
-        "with exit code 4.",
+        "with exit code 5.",
     )
     on_non_finite: Literal["stop", "skip", "rewind"] = Field(
         "stop",
@@ -40,7 +40,7 @@ class FaultsSection(Section):
     on_corruption: Literal["rewind", "stop"] = Field(
         "rewind",
         description="What to do if replay_every finds something: go back to the newest checkpoint from before the last "
-        "check that found nothing, or end the run with exit code 4. If it is found at the same step again, the run "
+        "check that found nothing, or end the run with exit code 5. If it is found at the same step again, the run "
         "ends.",
     )
     on_loss_spike: Literal["stop", "skip", "rewind"] = Field(
