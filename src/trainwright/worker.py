@@ -63,7 +63,11 @@ def _parse(given: list[str]) -> argparse.Namespace:
     # No option may start like one of torchrun's or accelerate's, which would take it for their own.
     parser.add_argument("recipe", nargs="*", metavar="RECIPE [SECTION.KEY=VALUE]...", help="as for trainwright train")
     parser.add_argument("--force", action="store_true", help="start even if the plan does not fit")
-    parser.add_argument("--resume", metavar="[RUN]", help="resume this run, or the recipe's newest run")
+    parser.add_argument(
+        "--resume",
+        metavar="[RUN]",
+        help="resume this run, or the recipe's newest run; auto: start it if it is not there",
+    )
     parser.add_argument(
         "--rendezvous-timeout",
         type=float,

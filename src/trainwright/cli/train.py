@@ -36,7 +36,11 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="[RUN]", help="Resume this run; without a directory, the recipe's newest run."),
+        typer.Option(
+            metavar="[RUN]",
+            help="Resume this run; without a directory, the recipe's newest run. auto: the run in runs/RECIPE, or in "
+            "logging.run_directory, if it has begun; otherwise start it there.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan without training or writing anything.")

@@ -42,7 +42,7 @@ from trainwright.launch.process import (
     prepare_environment,
     threads_allowed,
 )
-from trainwright.launch.request import RunRequest, check_request, for_started, request_of, resolve_request
+from trainwright.launch.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
 from trainwright.machine.detect import detect
 from trainwright.text import say
 
@@ -157,7 +157,7 @@ def run_joined(
         except Exception as error:
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
-                run_directory.discard_unbegun(run)
+                run_directory.discard_unbegun(run, keep=options.resume == AUTO)
             participant.end(code)
         participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
@@ -230,10 +230,9 @@ class _Participant:
         check_request(request, resolved.recipe)
         if not self.options.force:
             resolved.plan.refuse_shortage()
-        run = request.directory(resolved)
-        held.enter_context(run_directory.only_launch(run))
+        run = held.enter_context(request.opened(resolved))
         take_stop_file(run)  # of an earlier launch
-        with run_directory.undone_on_error(run, created=request.run is None):
+        with request.undone_on_error(run):
             text = request.record(run, resolved)
             logs = run / "logs"
             logs.mkdir(exist_ok=True)

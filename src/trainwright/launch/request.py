@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import MachineError, RequestError, Stopped
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.resuming import resumed_recipe
@@ -25,13 +28,17 @@ if TYPE_CHECKING:
     from trainwright.launch.accelerate.translation import Translation
     from trainwright.planning.resolve import Resolved
 
+AUTO = "auto"  # of --resume
+_DIRECTORY = "logging.run_directory="
+
 
 @dataclass(frozen=True)
 class RunRequest:
     """A request. `run` is the run to continue, None for a new one; `stem` names a new one.
 
     `chosen`: the keys of the recipe whose values were chosen automatically when the run began, and not set since.
-    `deadline`: when the run has to have stopped.
+    `deadline`: when the run has to have stopped. `in_place`: a new run takes its directory even if it exists already,
+    as long as no run has begun there.
     """
 
     recipe: Recipe
@@ -40,10 +47,31 @@ class RunRequest:
     reasons: tuple[str, ...] = field(default=())
     chosen: tuple[str, ...] = field(default=())
     deadline: Deadline | None = None
+    in_place: bool = False
 
-    def directory(self, resolved: Resolved) -> Path:
-        """Return the run's directory, created if the run is new."""
-        return self.run or run_directory.create(resolved.recipe.logging.run_directory, self.stem)
+    @contextmanager
+    def opened(self, resolved: Resolved) -> Iterator[Path]:
+        """Lock the run's directory, created if the run is new.
+
+        Raises:
+            RequestError: the directory cannot be used, or another process trains there.
+            Stopped: ``in_place``, and another process has begun the run meanwhile.
+        """
+        wanted = resolved.recipe.logging.run_directory
+        run = self.run or run_directory.create(wanted, self.stem, in_place=self.in_place)
+        with run_directory.only_launch(run):
+            if self.in_place and (run / run_directory.RECIPE).is_file():
+                raise Stopped(f"{run} was begun by another process meanwhile; run the same command again to resume it")
+            yield run
+
+    def undone_on_error(self, run: Path) -> AbstractContextManager[None]:
+        """Undo what is written into the run's directory on an exception in the context."""
+        return run_directory.undone_on_error(run, created=self.run is None, keep=self.in_place)
+
+    def discard_unbegun(self, run: Path) -> None:
+        """Remove the directory of a new run in which nothing was trained."""
+        if self.run is None:
+            run_directory.discard_unbegun(run, keep=self.in_place)
 
     def record(self, run: Path, resolved: Resolved) -> str:
         """Write the resolved recipe and its plan into the run's directory; return the recipe's text."""
@@ -67,10 +95,13 @@ def request_of(
 ) -> RunRequest:
     """Return the request for ``recipe``; an Accelerate file overrides it, and ``overrides`` override both.
 
-    `resume` is None for a new run, else the run directory, or "" for the recipe's newest run. Raises RequestError.
+    `resume` is None for a new run, else the run directory, "" for the recipe's newest run, or "auto" for the run in the
+    recipe's own directory if it has begun there, otherwise a new one. Raises RequestError.
     """
     if recipe is None and not resume:
         raise RequestError("no recipe; pass one, for instance: trainwright train recipes/sft/tiny.yaml")
+    if resume == AUTO:
+        return _begun_or_new(recipe, overrides, translation)
     if resume is None:
         assert recipe is not None
         overrides, reasons = _under(overrides, translation, recipe, resumed=False)
@@ -81,6 +112,16 @@ def request_of(
     found = resumed_recipe(run, recipe, overrides)
     everything = tuple(dict.fromkeys((*found.reasons, *reasons)))
     return RunRequest(found.recipe, run_directory.stem_of(own), run, everything, found.chosen)
+
+
+def _begun_or_new(recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
+    if recipe is None:
+        raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
+    wanted = load_recipe(recipe, overrides).logging.run_directory
+    run = run_directory.own_directory(wanted, _stem_of(recipe))
+    there = [*(each for each in overrides if not each.startswith(_DIRECTORY)), f"{_DIRECTORY}{json.dumps(str(run))}"]
+    begun = (run / run_directory.RECIPE).is_file()
+    return replace(request_of(recipe, there, str(run) if begun else None, translation), in_place=not begun)
 
 
 def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Path:
@@ -180,7 +221,8 @@ def check_request(request: RunRequest, recipe: Recipe, creates: bool = True) -> 
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
         raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
     if creates and request.run is None and recipe.logging.run_directory != "auto":
-        run_directory.check_new(user_path(recipe.logging.run_directory))
+        check_directory = run_directory.check_unbegun if request.in_place else run_directory.check_new
+        check_directory(user_path(recipe.logging.run_directory))
     check_library(recipe.parallel.strategy)
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -21,21 +22,26 @@ from trainwright.recipe.schema import Recipe
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
 PLAN = "plan.json"
+SUBMITTED = "slurm"  # what `trainwright submit` keeps in a run directory
+
+# What may be in a directory before its run begins.
+_BEFORE = ("logs", SUBMITTED)
+_ARRAY_ELEMENT = "SLURM_ARRAY_TASK_ID"
 
 _LEAVING_SECONDS = 3.0
 _STAMP = r"\d{8}-\d{6}(-\d+)?"
 
 
-def create(wanted: str, stem: str) -> Path:
+def create(wanted: str, stem: str, *, in_place: bool = False) -> Path:
     """Create the directory that `logging.run_directory` asks for; auto: runs/<stem>-<date>-<time>.
 
-    Raises RequestError if it exists.
+    Raises RequestError if it exists; with `in_place`, if there is something other than a run in it.
     """
     if wanted != "auto":
         directory = user_path(wanted)
-        check_new(directory)
+        (check_unbegun if in_place else check_new)(directory)
         try:
-            directory.mkdir(parents=True)
+            directory.mkdir(parents=True, exist_ok=in_place)
         except OSError as error:
             raise RequestError(f"logging.run_directory: {directory} cannot be created: {error.strerror}") from error
         return directory
@@ -56,6 +62,31 @@ def check_new(directory: Path) -> None:
         raise RequestError(
             f"logging.run_directory: {directory} exists; continue that run with --resume {directory}, "
             "or choose another directory"
+        )
+
+
+def own_directory(wanted: str, stem: str) -> Path:
+    """Return the directory of the only run that `--resume auto` begins and resumes: `logging.run_directory`, or
+    runs/<stem>; in an array of jobs the directory in it that is named by the job's index.
+    """
+    directory = RUNS / stem if wanted == "auto" else user_path(wanted)
+    element = os.environ.get(_ARRAY_ELEMENT, "")
+    return directory / element if element.isdigit() else directory
+
+
+def check_unbegun(directory: Path) -> None:
+    """Raise RequestError if something other than a run, or what is there before one begins, is in the directory."""
+    try:
+        found = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RequestError(f"logging.run_directory: {directory} cannot be read: {error.strerror}") from error
+    known = {*_BEFORE, RECIPE, PLAN}
+    if other := [name for name in found if name not in known and not name.startswith(".")]:
+        raise RequestError(
+            f"logging.run_directory: {directory} has no run, but other files ({', '.join(other[:3])}); choose another "
+            "directory"
         )
 
 
@@ -173,21 +204,33 @@ def _write_plan(directory: Path, plan: Mapping[str, Any]) -> None:
     write_file(directory / PLAN, json.dumps(plan, indent=2) + "\n")
 
 
-def discard_unbegun(directory: Path) -> None:
-    """Remove the directory of a new run whose request a worker rejected: nothing was trained in it."""
+def discard_unbegun(directory: Path, *, keep: bool = False) -> None:
+    """Remove the directory of a new run whose request a worker rejected: nothing was trained in it.
+
+    With `keep` the directory itself stays, which another process may wait to lock, and what was there before.
+    """
     if not (directory / "events.jsonl").exists():
+        _remove(directory, keep)
+
+
+def _remove(directory: Path, keep: bool) -> None:
+    if not keep:
         shutil.rmtree(directory, ignore_errors=True)
+        return
+    for name in (RECIPE, PLAN):
+        (directory / name).unlink(missing_ok=True)
+    shutil.rmtree(directory / "logs", ignore_errors=True)
 
 
 @contextmanager
-def undone_on_error(directory: Path, created: bool) -> Iterator[None]:
-    """On an exception while preparing, remove a new directory, and restore an existing run."""
+def undone_on_error(directory: Path, created: bool, *, keep: bool = False) -> Iterator[None]:
+    """On an exception while preparing, remove a new directory as `discard_unbegun`, and restore an existing run."""
     before = {} if created else {name: _read(directory / name) for name in (RECIPE, PLAN)}
     try:
         yield
     except BaseException:
         if created:
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory, keep)
         for name, content in before.items():
             # What cannot be written now was not overwritten either, and the first error is the one to report.
             with suppress(OSError):

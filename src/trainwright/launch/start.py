@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
-from trainwright.launch import run_directory
 from trainwright.launch.ending.requests import take_stop_file
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
 from trainwright.launch.limits import check_limits
@@ -114,8 +113,8 @@ class _Launch:
             try:
                 code = self._run_workers(run)
             except TrainwrightError as error:
-                if error.exit_code == EXIT_REQUEST and is_first and self.request.run is None:
-                    run_directory.discard_unbegun(run)
+                if error.exit_code == EXIT_REQUEST and is_first:
+                    self.request.discard_unbegun(run)
                 raise
         if code == EXIT_STOPPED:
             stopped = Stopped(f"{_left(run, self.stopping)}; continue with: trainwright train --resume {run}")
@@ -131,10 +130,9 @@ class _Launch:
         with ExitStack() as until_prepared:
 
             def make() -> tuple[Path, str]:
-                run = request.directory(self.resolved)
-                held.enter_context(run_directory.only_launch(run))
+                run = held.enter_context(request.opened(self.resolved))
                 take_stop_file(run)  # of an earlier launch
-                until_prepared.enter_context(run_directory.undone_on_error(run, created=request.run is None))
+                until_prepared.enter_context(request.undone_on_error(run))
                 (run / "logs").mkdir(exist_ok=True)
                 return run, request.record(run, self.resolved)
 
