@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.forked import wait_for
 from tests.support.runs import Runs, column, events
@@ -53,6 +55,14 @@ def test_they_have_the_same_bytes_as_those_that_training_waits_for(runs: Runs, s
         assert {file.name for file in ours.iterdir()} == {*FILES, "recipe.yaml", "manifest.json"}
         for name in FILES:
             assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    candidates = json.loads((background / "plan.json").read_text())["candidates"]
+    (copied,) = {sum(each["memory"]["host"].values()) for each in candidates if each["num_processes"] == 2}
+    written = sum(
+        tensor.numel() * tensor.element_size()
+        for file in FILES[1:]
+        for tensor in load_file(background / "checkpoints" / "step-00000012" / file).values()
+    )
+    assert written <= 2 * copied <= 1.01 * written
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(2, 10)))])

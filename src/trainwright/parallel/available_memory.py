@@ -1,4 +1,4 @@
-"""Check whether every rank has memory for a full copy of a sharded model."""
+"""Check whether every rank has memory for a copy: of a full model on its device, or of its state on the host."""
 
 from __future__ import annotations
 
@@ -34,6 +34,18 @@ def free_bytes(world: World) -> int:
     if world.device.type == "cuda":
         kept = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
         return int(torch.cuda.mem_get_info(world.device)[0]) + kept
+    return _share_of_host(world)
+
+
+def fits_host(world: World, wanted: int) -> bool:
+    """Return whether each rank can allocate its ``wanted`` bytes in its host's memory, the same on all.
+
+    Every rank must call this.
+    """
+    return all(short <= 0 for (short,) in world.gather_floats([wanted - _USABLE * _share_of_host(world)]))
+
+
+def _share_of_host(world: World) -> int:
     return detect().usable_bytes // world.local_size
 
 

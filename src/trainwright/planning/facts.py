@@ -79,7 +79,7 @@ def facts_of(recipe: Recipe) -> Facts:
             quantisation=quantization_of(recipe.model),
             steps=_steps(recipe, lengths),
             evaluates=data.validation is not None,
-            generates=bool(recipe.evaluate.prompts),
+            copies_state=recipe.checkpoint.background is True,
             batch_tokens=train.global_batch_size * lengths.mean,
             fresh=recipe.model.config is not None,
             most_batch_tokens=lengths.most_tokens(train.global_batch_size),
@@ -119,6 +119,7 @@ def _of_own_model(recipe: Recipe, model: OwnModel) -> Facts:
             takes_adapters=False,
             deterministic=train.deterministic,
             tf32=train.tf32,
+            copies_state=recipe.checkpoint.background is True,
         ),
         (model.assumption,),
     )

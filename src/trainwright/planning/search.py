@@ -20,7 +20,7 @@ from trainwright.planning.candidates import (
     worlds,
 )
 from trainwright.planning.errors import Errors, errors_of
-from trainwright.planning.memory.peak import LOADING, Memory, memory_of
+from trainwright.planning.memory.peak import COPY, LOADING, Memory, memory_of
 from trainwright.planning.step_time.corrections import Corrections
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import StepTime, least_seconds, step_time
@@ -164,7 +164,8 @@ class Evaluator:
         memory = memory_of(self.workload, choice, self.cluster)
         processes_here = min(choice.num_processes, self.cluster.devices_per_node)
         if self.cluster.device == "cpu":
-            needed, host, left_alone = memory.total * -(-choice.num_processes // self.cluster.nodes), 0, LEFT_ALONE
+            each = memory.total + memory.host.get(COPY, 0)
+            needed, host, left_alone = each * -(-choice.num_processes // self.cluster.nodes), 0, LEFT_ALONE
         elif self.cluster.unified:
             held, loading = sum(memory.host.values()), memory.host.get(LOADING, 0)
             each = max(memory.total + held - loading, memory.phases["load"] + held)

@@ -88,7 +88,8 @@ class Workload:
     ``first_blocks``: number of blocks that run, if the loss is computed from a block's output. ``texts``: the recipe's
     data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
     the model can be trained with an adapter. ``deterministic``: only deterministic kernels are used.
-    ``tf32``: fp32 products are computed in TF32.
+    ``tf32``: fp32 products are computed in TF32. ``copies_state``: checkpoints are written from a copy of the state in
+    the host's memory.
     """
 
     architecture: Architecture
@@ -104,7 +105,7 @@ class Workload:
     optimizer: OptimizerName = "adamw"
     steps: int | None = None
     evaluates: bool = True
-    generates: bool = False
+    copies_state: bool = False
     batch_tokens: float | None = None
     fresh: bool = False
     batch_documents: tuple[int, ...] = ()

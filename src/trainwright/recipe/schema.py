@@ -184,10 +184,11 @@ class CheckpointSection(Section):
         "except for unlearning, whose loss does not show what is retained.",
     )
     background: bool | Auto = Field(
-        False,
+        "auto",
         description="Write checkpoints in a process of their own while training goes on; it needs host memory for one "
-        "more copy of a process's part of the state, which the plan does not count. The last one, and one at a stop, "
-        "are always waited for. auto: if that part has at least 64 MiB, and no adapter is trained.",
+        "more copy of a process's part of the state, which the plan counts with true. The last one, and one at a stop, "
+        "are always waited for. auto: if that part has at least 64 MiB, the host's memory is free at the first "
+        "checkpoint, and no adapter is trained.",
     )
 
 

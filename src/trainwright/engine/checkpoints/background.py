@@ -21,6 +21,7 @@ from trainwright.engine.checkpoints.checkpoint import (
     SavedCheckpoint,
     attempt,
     entries,
+    located,
     make_scratch,
     own_blocks,
     part_name,
@@ -35,10 +36,13 @@ _WRITING, _PART, _COMPLETE = 0.0, 1.0, 2.0  # what a rank reports
 
 @dataclass
 class _InFlight:
-    """A checkpoint that is being written. ``part``: the work on this rank's file, or why it could not begin."""
+    """A checkpoint that is being written. ``part``: the work on this rank's file, or why it could not begin.
+
+    It has no tensors: they may be released.
+    """
 
     step: int
-    blocks: dict[str, Shard]  # without their tensors
+    located: dict[str, Any]  # the manifest's entries of this rank's blocks
     state: dict[str, Any]
     recipe: str
     part: Task | str
@@ -89,8 +93,8 @@ class Background:
         if part is None:
             part = attempt(lambda: self._write(scratch, blocks, changing), scratch)
         assert part is not None
-        described = {name: _without_tensor(shard) for name, shard in blocks.items()}
-        self._flight = _InFlight(step, described, state, recipe, part)
+        places = located(part_name(self._world.rank), blocks)
+        self._flight = _InFlight(step, places, state, recipe, part)
 
     def _write(self, scratch: Path, blocks: Mapping[str, Shard], changing: Set[int]) -> Task:
         make_scratch(scratch)
@@ -149,7 +153,7 @@ class Background:
         """Collect the entries of all ranks' files and have rank 0 complete the checkpoint."""
         found = flight.part if isinstance(flight.part, str) else flight.part.wait()
         if isinstance(found, dict):
-            found = entries(part_name(self._world.rank), found["size"], found["sha256"], flight.blocks)
+            found = entries(part_name(self._world.rank), found["size"], found["sha256"], flight.located)
         parts = self._world.gather(found)
         failure = next((part for part in parts if isinstance(part, str)), None)
         if failure is not None:
@@ -178,8 +182,3 @@ class Background:
             self.usable = all(self._world.gather(self._writer is not None and self._writer.usable))
             raise
         return SavedCheckpoint(self._checkpoints.path(flight.step), time.monotonic() - flight.begun)
-
-
-def _without_tensor(shard: Shard) -> Shard:
-    """Return the shard with an empty tensor of the same shape: the tensor itself may be released."""
-    return Shard(shard.local.new_empty(shard.local.shape, device="meta"), shard.shape, shard.offset)

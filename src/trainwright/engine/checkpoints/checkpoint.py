@@ -292,7 +292,7 @@ def _write_part(scratch: Path, rank: int, shards: Mapping[str, Shard]) -> Entrie
     mine = own_blocks(shards)
     file = part_name(rank)
     size, digest = write_tensors(scratch / file, {name: shard.local for name, shard in mine.items()})
-    return entries(file, size, digest, mine)
+    return entries(file, size, digest, located(file, mine))
 
 
 def make_scratch(scratch: Path) -> None:
@@ -307,13 +307,17 @@ def part_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def entries(file: str, size: int, digest: str, blocks: Mapping[str, Shard]) -> Entries:
-    """Return the entries of a rank's file for the manifest."""
-    tensors = {
+def entries(file: str, size: int, digest: str, tensors: dict[str, Any]) -> Entries:
+    """Return the entries of a rank's file for the manifest; for ``tensors`` see ``located``."""
+    return {"files": {file: {"size": size, "sha256": digest}}, "tensors": tensors}
+
+
+def located(file: str, blocks: Mapping[str, Shard]) -> dict[str, Any]:
+    """Return the manifest's entry of each block in a rank's file."""
+    return {
         name: {"file": file, "offset": list(shard.offset), "size": list(shard.local.shape)}
         for name, shard in blocks.items()
     }
-    return {"files": {file: {"size": size, "sha256": digest}}, "tensors": tensors}
 
 
 def own_blocks(shards: Mapping[str, Shard]) -> dict[str, Shard]:

@@ -23,6 +23,7 @@ from trainwright.engine.events import CheckpointWritten, Fault
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.engine.progress import TrainingProgress
 from trainwright.errors import RequestError, TrainingError
+from trainwright.parallel.available_memory import fits_host
 from trainwright.parallel.shards import Shard
 
 # checkpoint.background: auto. Below, writing takes less than a process of its own is worth.
@@ -179,7 +180,8 @@ class Checkpointing:
             return True
         if self._worth is None:
             own = sum(one.local.numel() * one.local.element_size() for one in own_blocks(shards).values())
-            self._worth = max(self._training.world.gather(own)) >= _BACKGROUND_BYTES
+            world = self._training.world
+            self._worth = max(world.gather(own)) >= _BACKGROUND_BYTES and fits_host(world, own)
         return self._worth
 
     def newest(self, before: int | None = None) -> Checkpoint | None:

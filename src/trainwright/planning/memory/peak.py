@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import CACHED_ELEMENTS
-from trainwright.planning.memory.inventory import Inventory, by_unit, first_blocks, inventory, partly_trained
+from trainwright.planning.memory.inventory import (
+    Inventory,
+    by_unit,
+    first_blocks,
+    inventory,
+    optimizer_state,
+    partly_trained,
+)
 from trainwright.planning.memory.matrices import orthogonalizing
 from trainwright.planning.memory.strategies import StrategyMemory, memory_model
 from trainwright.planning.memory.walk import Allocated, Moved, Peak, Walk
@@ -25,6 +32,7 @@ _QUANTIZED, _QUANTIZING = 2**20, 23
 _PLACES = 256  # rows whose lengths are read one by one
 _MIB = 2**20
 LOADING = "weights while loading"
+COPY = "copy of the state for checkpoints"
 # Memory of the driver and the libraries, including kernels and workspaces: 0.4 to 0.6 GiB on data-center cards.
 _CUDA_CONTEXT = 512 * _MIB
 # Communicators with their channels, within and between nodes.
@@ -156,6 +164,9 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
         )
     if excess:
         host["rounding of pinned memory"] = excess
+    if workload.copies_state:
+        elements = held.trained + optimizer_state(held, workload.optimizer)
+        host[COPY] = -(-4 * elements // choice.num_processes)
     optimizer = Peak()
     optimizer.note(Allocated(gradients=step), 0, 0)
     fullest = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total)
