@@ -3,7 +3,7 @@
     python bench/checkpoints.py
 
 Runs with and without the background take turns. The first checkpoint of a run also makes the directory, starts the
-process that writes and allocates its memory; it counts like the others. The last one is always waited for, and left out.
+process that writes and allocates its memory; it counts like the others. The last one is always waited for and left out.
 """
 
 from __future__ import annotations

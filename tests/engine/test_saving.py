@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
+from scipy.optimize import minimize_scalar
 
 from tests.support.runs import ON_ROWS, Runs, column, events
-from trainwright.engine.checkpoints.saving import Saving
+from trainwright.engine.checkpoints.saving import Saving, best_interval
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.fields import seconds_of
@@ -27,7 +29,7 @@ class Clock:
 def saved_at(every: int | str | None, step_seconds: float, steps: int, cost: float) -> list[float]:
     """Seconds from the beginning at which a run with steps and checkpoints this long saves."""
     clock = Clock()
-    saving, found = Saving(every, clock), []
+    saving, found = Saving(every, clock=clock), []
     for step in range(1, steps + 1):
         clock.now += step_seconds
         if saving.is_due(step):
@@ -51,6 +53,31 @@ def test_saving_takes_a_small_part_of_the_time(cost: float, step: float) -> None
     total = steps * step + len(saves) * cost
     assert saves and (len(saves) - 1) * cost <= 0.02 * total
     assert all(later - earlier <= max(600, cost * 50) + cost + step for earlier, later in itertools.pairwise(saves))
+
+
+def lost(interval: float, cost: float, between: float) -> float:
+    """The expected time of a run over the time of its steps, with failures at random (Daly 2006, equation 20)."""
+    return between * (math.exp((interval + cost) / between) - 1) / interval
+
+
+@pytest.mark.parametrize("cost", [0.05, 2.0, 30.0, 200.0])
+@pytest.mark.parametrize("between", [600.0, 6 * 3600.0, 7 * 24 * 3600.0])
+def test_the_interval_for_failures_at_random_loses_the_least_time(cost: float, between: float) -> None:
+    best = minimize_scalar(lost, args=(cost, between), bounds=(1e-3, 10 * between), method="bounded")
+    assert lost(best_interval(cost, between), cost, between) - 1 <= 1.02 * (best.fun - 1)
+
+
+def test_a_run_that_fails_often_saves_often() -> None:
+    clock = Clock()
+    saving = Saving("auto", "1 min", clock)
+    clock.now += 60
+    assert saving.is_due(1), "before the cost is known"
+    saving.begun()
+    saving.took(0.3)
+    clock.now += 5.5
+    assert not saving.is_due(2)
+    clock.now += 0.5
+    assert saving.is_due(3)
 
 
 def test_one_that_cannot_be_written_is_not_tried_again_at_every_step() -> None:

@@ -219,6 +219,11 @@ def test_a_wrong_item_of_a_list_has_its_own_line(refusal: Refusal) -> None:
         (["model.name=some/Model.GGUF", "model.gguf_file=a.gguf"], "model.gguf_file", ["some/Model.GGUF is a GGUF"]),
         (["evaluate.max_new_tokens=9"], "evaluate.max_new_tokens", ["evaluate.prompts"]),
         (["checkpoint.keep_best=true", "data.validation=null"], "checkpoint.keep_best", ["data.validation", "auto"]),
+        (
+            ["checkpoint.every=5", "faults.mean_time_between=6 h"],
+            "faults.mean_time_between",
+            ["checkpoint.every", "auto"],
+        ),
         (["optimizer.decay_steps=5"], "optimizer.decay_steps", ["cosine", "warmup_stable_decay"]),
         (
             ["optimizer.schedule=constant", "optimizer.final_learning_rate_ratio=0.1"],

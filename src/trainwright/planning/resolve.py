@@ -63,7 +63,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
         say(basis.message, file=sys.stderr)
     plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, basis, installed)
     if recipe.checkpoint.every == "auto":
-        remarks.append(auto_reason())
+        remarks.append(auto_reason(recipe.faults.mean_time_between))
     resolved = filled(recipe, plan)
     return Resolved(resolved, (*plan.reasons, *remarks), plan, tuple(_different(asked, resolved)), facts.estimated)
 

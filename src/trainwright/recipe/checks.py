@@ -32,6 +32,7 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
         _batch,
         _processes,
         _strategy,
+        _checkpoints,
         _evaluation,
         recipe.spec.check,
     )
@@ -352,6 +353,12 @@ def _replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
             f"{processes} replicas on {processes} processes do not shard anything; lower it, or use parallel.strategy "
             "ddp",
         )
+
+
+def _checkpoints(recipe: Recipe) -> Iterator[Contradiction]:
+    if recipe.faults.mean_time_between is not None and recipe.checkpoint.every != "auto":
+        keys = "faults.mean_time_between", "checkpoint.every"
+        yield Contradiction(keys, "only applies to checkpoint.every: auto; remove it, or set checkpoint.every to auto")
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:

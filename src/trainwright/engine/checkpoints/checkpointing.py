@@ -53,7 +53,7 @@ class Checkpointing:
         self._training = training
         self._checkpoints = checkpoints
         self._policies = {type(policy).__name__: policy for policy in policies}
-        self._saving = Saving(training.recipe.checkpoint.every)
+        self._saving = Saving(training.recipe.checkpoint.every, training.recipe.faults.mean_time_between)
         self._background = Background(checkpoints, training.world)
         self._worth: bool | None = None  # whether background writing is worth it; None: not known yet
         self._blocked = 0.0  # seconds that training has waited for the checkpoint that is being written

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainwright.recipe.sections.fields import Restarts, Section
+from trainwright.recipe.sections.fields import Restarts, Section, Time
 
 
 class FaultsSection(Section):
@@ -30,6 +30,11 @@ class FaultsSection(Section):
         description="What to do if the loss or the gradient norm of a step is NaN or infinite. stop: end the run "
         "with exit code 4, with the weights of the step before. skip: skip the update of the step. rewind: go back to "
         "the newest checkpoint and leave the step's global batch out. Ten in a row end the run.",
+    )
+    mean_time_between: Time | None = Field(
+        None,
+        description="Mean time between failures that end the run, such as 6 h, for checkpoint.every: auto. The "
+        "interval is the one that loses the least time to checkpoints and to steps that are repeated (Daly, 2006).",
     )
     replay_every: int | None = Field(
         200,
