@@ -16,13 +16,20 @@ import shutil
 import sys
 from pathlib import Path
 
-from support.faults import campaign, catalog  # noqa: F401
-from support.faults.kinds import KINDS, schedule
+from support.faults import catalog  # noqa: F401
+from support.faults.setting import setting
+
+from trainwright.drilling import phases
+from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
+from trainwright.drilling.kinds import KINDS, matching, schedule
+from trainwright.drilling.report import table
 
 
 def main() -> int:
     options = _parse()
-    trials = schedule(options.seed, options.trials, options.kinds)
+    runs = setting(options.work)
+    cases = {name: kind.cases(runs.spreads, phases.ALL) for name, kind in matching(options.kinds).items()}
+    trials = schedule(options.seed, options.trials, cases)
     if options.only:
         trials = [trial for trial in trials if trial.name in options.only]
     if options.list:
@@ -30,20 +37,22 @@ def main() -> int:
             print(f"{trial.name}  {trial.case}")
         print(f"{len(trials)} trials of {len({trial.kind for trial in trials})} kinds, of {len(KINDS)}")
         return 0
-    results = campaign.Results(options.results)
+    results = Results(options.results)
     if options.fresh:
         options.results.unlink(missing_ok=True)
-    verdicts = results.read()
-    again = {campaign.BROKEN, campaign.MISSED} if options.again else set()
+    again = {BROKEN, MISSED} if options.again else set()
     if options.again and options.only:
-        again |= {campaign.HELD, campaign.SKIPPED}
-    found = {trial: verdicts.get(f"{trial.seed}:{trial.name}") for trial in trials}
-    left = [trial for trial, line in found.items() if line is None or line["verdict"] in again]
+        again |= {HELD, SKIPPED}
+    left = [trial for trial, line in results.of(trials).items() if line is None or line["verdict"] in again]
     if len(left) < len(trials):
         print(f"{len(trials) - len(left)} of {len(trials)} trials have a verdict in {options.results}")
-    options.work.mkdir(parents=True, exist_ok=True)
-    campaign.run_trials(left, results, options.work, options.jobs, options.keep)
-    held = campaign.print_table(trials, results)
+    for number, line in enumerate(run_trials(left, runs, options.work / "trials", options.jobs, options.keep), 1):
+        results.add(line)
+        verdict = f"{line['trial']} ({line['case']}): {line['verdict']}, {line['seconds']} s"
+        print(f"[{number}/{len(left)}] {verdict}  {line['why'].partition(chr(10))[0][:200]}", flush=True)
+    found = results.of(trials)
+    print(f"\n{table(found)}")
+    held = all(line and line["verdict"] in (HELD, SKIPPED) for line in found.values())
     if not options.keep and held:
         shutil.rmtree(options.work / "trials", ignore_errors=True)
     return 0 if held else 1

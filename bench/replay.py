@@ -60,7 +60,12 @@ class Trial:
 
 def train(run: Path, *overrides: str, where: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """Train; return the events that count."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRAINWRIGHT_QUIET": "1", "FLIP": json.dumps(where)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TRAINWRIGHT_QUIET": "1",
+        "TRAINWRIGHT_FAULT": json.dumps(where),
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     command = [sys.executable, "-m", "trainwright", "train", str(RECIPE), *SETTINGS, f"logging.run_directory={run}"]
     done = subprocess.run([*command, *overrides], env=environment, capture_output=True, text=True)
@@ -77,7 +82,7 @@ def losses(events: list[dict[str, Any]]) -> dict[int, float]:
 
 def tried(trial: Trial, directory: Path, expected: dict[int, float]) -> dict[str, Any]:
     overrides = (f"faults.replay_every={EVERY}", f"parallel.strategy={trial.strategy}")
-    policy = f"train.step_policies=['tests.support.corruption:{trial.what}']"
+    policy = f"train.step_policies=['trainwright.drilling.faults.planted:{trial.what}']"
     events = train(directory, *overrides, policy, where=trial.where)
     faults = [event for event in events if event["event"] == "fault"]
     named = faults[-1]["rank"] if faults else None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainwright.api.collecting import Collected, collect
     from trainwright.api.doctor.explaining import Diagnosis, explain
     from trainwright.api.doctor.machine import MachineReport, check_machine
+    from trainwright.api.drilling import Drill, drill
     from trainwright.api.evaluation import Evaluation, evaluate
     from trainwright.api.generation import generate
     from trainwright.api.merging import Merged, merge
@@ -37,6 +38,7 @@ __all__ = [
     "Collected",
     "Comparison",
     "Diagnosis",
+    "Drill",
     "Evaluation",
     "MachineError",
     "MachineReport",
@@ -53,6 +55,7 @@ __all__ = [
     "ablate",
     "check_machine",
     "collect",
+    "drill",
     "evaluate",
     "explain",
     "export",
@@ -73,6 +76,7 @@ _MODULES = {
     "Collected": "api.collecting",
     "Comparison": "api.verification",
     "Diagnosis": "api.doctor.explaining",
+    "Drill": "api.drilling",
     "Evaluation": "api.evaluation",
     "MachineError": "errors",
     "MachineReport": "api.doctor.machine",
@@ -89,6 +93,7 @@ _MODULES = {
     "ablate": "api.studies.ablation",
     "check_machine": "api.doctor.machine",
     "collect": "api.collecting",
+    "drill": "api.drilling",
     "evaluate": "api.evaluation",
     "explain": "api.doctor.explaining",
     "export": "api.publishing",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.corruption import flip
 from tests.support.runs import ON_ROWS, TINY, Finished, Runs, difference, events
+from trainwright.drilling.faults.planted import flip
 from trainwright.engine.policies.replay import Passes, _mismatches, _odd_ones, checksum
 
 SETTINGS = (ON_ROWS, "train.max_steps=12", "checkpoint.every=2", "evaluate.every=null", "faults.replay_every=3")
@@ -23,9 +23,9 @@ def settings(count: int, strategy: str) -> tuple[str, ...]:
 def flipped(runs: Runs, policy: str, where: dict[str, Any], *overrides: str) -> tuple[Path, Finished]:
     run = runs.new_directory("run")
     named = (f"logging.run_directory={run}", "logging.tensorboard=false")
-    policies = f"train.step_policies=['tests.support.corruption:{policy}']"
+    policies = f"train.step_policies=['trainwright.drilling.faults.planted:{policy}']"
     place = {"place": 0.37, "bit": 3, "pass": 0, **where}
-    started = runs.command("train", str(TINY), *named, *overrides, policies, FLIP=json.dumps(place))
+    started = runs.command("train", str(TINY), *named, *overrides, policies, TRAINWRIGHT_FAULT=json.dumps(place))
     return run, started.wait()
 
 

@@ -1,29 +1,22 @@
-"""The bench that puts faults into real runs: it sees what is broken, and a sample of it holds."""
+"""What a run has to be like after a fault: what is broken is seen, and a sample of the bench of faults holds."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.support.commands import environment
 from tests.support.runs import Runs
+from trainwright.drilling import promises
+from trainwright.drilling.verdicts import Broken
 
 BENCH = Path(__file__).parents[2] / "bench"
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A module of the bench."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return lambda name: importlib.import_module(f"support.faults.{name}")
 
 
 def rewrite(run: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
@@ -39,8 +32,7 @@ def changed(kind: str, step: int, **values: Any) -> Callable[[list[dict[str, Any
     return change
 
 
-def test_the_bench_sees_what_is_lost_repeated_or_wrong(runs: Runs, faults: Callable[[str], ModuleType]) -> None:
-    promises, broken = faults("promises"), faults("verdicts").Broken
+def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
     good = runs.trained("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep_best=false")
     promises.complete_and_same(good, runs.copied(good), exact=True)
     promises.none_lost(good)
@@ -59,53 +51,36 @@ def test_the_bench_sees_what_is_lost_repeated_or_wrong(runs: Runs, faults: Calla
     for message, change in changes:
         run = runs.copied(good)
         rewrite(run, change)
-        with pytest.raises(broken, match=message):
+        with pytest.raises(Broken, match=message):
             promises.complete_and_same(run, good, exact=True)
     rounded = runs.copied(good)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-6)))
     promises.complete_and_same(rounded, good, exact=False)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-4)))
-    with pytest.raises(broken, match="step 3: loss is"):
+    with pytest.raises(Broken, match="step 3: loss is"):
         promises.complete_and_same(rounded, good, exact=False)
 
 
-def test_the_bench_sees_checkpoints_and_models_that_are_not_whole(
-    runs: Runs, faults: Callable[[str], ModuleType]
-) -> None:
-    promises, broken = faults("promises"), faults("verdicts").Broken
+def test_a_trial_sees_checkpoints_and_models_that_are_not_whole(runs: Runs) -> None:
     good = runs.trained("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep_best=false")
     newest = Path("checkpoints/step-00000004")
     for name in ("state.json", "manifest.json", "rank-00000.safetensors", "recipe.yaml"):
         run = runs.copied(good)
         data = (run / newest / name).read_bytes()
         (run / newest / name).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
-        with pytest.raises(broken, match=name):
+        with pytest.raises(Broken, match=name):
             promises.none_lost(run)
     for removed, message in ((newest / "state.json", "state.json"), (newest, "step 4 was written, and")):
         run = runs.copied(good)
         path = run / removed
         path.unlink() if path.is_file() else path.rename(run / "elsewhere")
-        with pytest.raises(broken, match=message):
+        with pytest.raises(Broken, match=message):
             promises.none_lost(run)
     run = runs.copied(good)
     weights = run / "final" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    with pytest.raises(broken, match="not what its header says"):
+    with pytest.raises(Broken, match="not what its header says"):
         promises.check_final(run, good, exact=False)
-
-
-def test_a_schedule_is_the_seeds(faults: Callable[[str], ModuleType]) -> None:
-    faults("catalog")
-    kinds = faults("kinds")
-    trials = kinds.schedule(3, 300)
-    assert len(trials) == len(set(trials)) == 300
-    assert trials == kinds.schedule(3, 300) != kinds.schedule(4, 300)
-    assert {trial.kind for trial in trials} == set(kinds.KINDS)
-    # More of them are the same ones and others, and cases repeat only when all have been drawn.
-    assert set(trials) <= set(kinds.schedule(3, 600))
-    for kind in kinds.KINDS.values():
-        cases = [kind.case(3, ordinal) for ordinal in range(len(kind.cases))]
-        assert sorted(map(str, cases)) == sorted(map(str, kind.cases))
 
 
 @pytest.mark.slow

@@ -1,20 +1,15 @@
-"""All kinds of faults: importing this module registers them."""
+"""All kinds of faults, those of `trainwright drill` and the bench's own: importing this module registers them."""
 
 from __future__ import annotations
 
 from support.faults import (  # noqa: F401
-    damage,
-    disks,
     diverging,
     hostile_checkpoints,
     hostile_models,
     hostile_recipes,
     hostile_rows,
-    kills,
     limits,
     near_rows,
     ports,
-    resuming,
-    signals,
-    torchrun,
 )
+from trainwright.drilling.faults import catalog  # noqa: F401

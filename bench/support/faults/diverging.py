@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from support.faults import promises
-from support.faults.kinds import ANY, fault
-from support.faults.scene import FAILED, RUN_SECONDS, Scene
-from support.faults.verdicts import require
+from trainwright.drilling import promises
+from trainwright.drilling.kinds import ANY, fault
+from trainwright.drilling.scene import FAILED, Scene
+from trainwright.drilling.verdicts import require
 
 
 @fault(
@@ -22,7 +22,7 @@ from support.faults.verdicts import require
 def diverging(scene: Scene) -> None:
     """It fails at once, naming the step and examples, and again when it is resumed."""
     overrides = [*scene.variant.split(), "checkpoint.every=1", "optimizer.warmup_steps=0"]
-    ended = scene.train(*overrides).wait(RUN_SECONDS)
+    ended = scene.wait(scene.train(*overrides))
     scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
     reached = promises.last_step(scene.run)
     saved = promises.checkpoints_complete(scene.run)

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.faults import promises
-from support.faults.kinds import ANY, fault
-from support.faults.scene import FAILED, FINISHED, MACHINE, REFUSAL_BYTES, REQUEST, Scene
-from support.faults.verdicts import require
+from support.faults.setting import REFUSAL_BYTES
+from trainwright.drilling import promises
+from trainwright.drilling.kinds import ANY, fault
+from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, Scene
+from trainwright.drilling.verdicts import require
 
 Manifest = dict[str, Any]
 _RANK = "rank-00000.safetensors"

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.faults.kinds import fault
-from support.faults.scene import FAILED, FINISHED, MACHINE, REFUSAL_BYTES, REFUSAL_SECONDS, REQUEST, Scene
-from support.faults.verdicts import require
+from support.faults.setting import REFUSAL_BYTES, REFUSAL_SECONDS
+from trainwright.drilling.kinds import fault
+from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, Scene
+from trainwright.drilling.verdicts import require
 
 _WEIGHTS = "model.safetensors"
 

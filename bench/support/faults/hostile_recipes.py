@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from support.faults.kinds import fault
-from support.faults.scene import MACHINE, REFUSAL_SECONDS, REQUEST, Scene
+from support.faults.setting import REFUSAL_SECONDS, refused
+from trainwright.drilling.kinds import fault
+from trainwright.drilling.scene import MACHINE, REQUEST, Scene
 
 # What a row, a key or a name may carry to a terminal: set the clipboard, clear the screen, retitle the window.
 ESCAPES = ("\x1b]52;c;cHduZWQ=\x07", "\x1b[2J\x1b[H", "\x1b]0;title\x07", "\x9b31m", "\x08\x08\x7f", "\x1bc")
@@ -128,7 +129,7 @@ def no_recipe(scene: Scene) -> None:
     scene.recipe = Path(place.get(scene.variant, "\x1b]52;c;cHduZWQ=\x07.yaml"))
     words = scene.draw.choice(_LOOKS)
     command = scene.trainwright(*words, str(scene.recipe))
-    scene.refused(command.wait(REFUSAL_SECONDS), ())
+    refused(scene, command.wait(REFUSAL_SECONDS), ())
 
 
 def _look(scene: Scene, *overrides: str, looks: Sequence[tuple[str, ...]] = _LOOKS) -> None:
@@ -136,7 +137,7 @@ def _look(scene: Scene, *overrides: str, looks: Sequence[tuple[str, ...]] = _LOO
     where = (f"logging.run_directory={scene.run}",) if words[0] == "train" else ()
     command = scene.trainwright(*words, scene.recipe.name, *where, *overrides)
     # What no machine has room for may be the machine's fault rather than the request's.
-    scene.refused(command.wait(REFUSAL_SECONDS), (), codes=(REQUEST, MACHINE))
+    refused(scene, command.wait(REFUSAL_SECONDS), (), codes=(REQUEST, MACHINE))
 
 
 def _included(scene: Scene, name: str) -> str:

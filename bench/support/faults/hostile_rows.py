@@ -8,9 +8,10 @@ import os
 from collections.abc import Callable
 
 from support.faults.hostile_recipes import ESCAPES
-from support.faults.kinds import fault
-from support.faults.scene import FINISHED, REFUSAL_BYTES, REFUSAL_SECONDS, REQUEST, Scene
-from support.faults.verdicts import require
+from support.faults.setting import REFUSAL_BYTES, REFUSAL_SECONDS
+from trainwright.drilling.kinds import fault
+from trainwright.drilling.scene import FINISHED, REQUEST, Scene
+from trainwright.drilling.verdicts import require
 
 _LOOKS = (("data", "check"), ("data", "show"), ("train",))
 

@@ -7,10 +7,10 @@ import os
 import resource
 from pathlib import Path
 
-from support.faults import phases, promises
-from support.faults.kills import started
-from support.faults.kinds import ANY, fault
-from support.faults.mounts import (
+from trainwright.drilling import phases, promises
+from trainwright.drilling.faults.kills import started
+from trainwright.drilling.kinds import ANY, fault
+from trainwright.drilling.mounts import (
     fill,
     join,
     limited_memory,
@@ -20,12 +20,10 @@ from support.faults.mounts import (
     mounts_refused,
     own_mounts,
 )
-from support.faults.scene import FAILED, FINISHED, MACHINE, REQUEST, RUN_SECONDS, STOPPED, Scene
+from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 
 _TOO_FEW = r"open files|files open|ulimit -n"
 _SHORT = (FINISHED, REQUEST, MACHINE, FAILED)
-# Memory that ran out may have halved the micro-batch, which changes what dropout draws.
-_NO_DROPOUT = ("model.dropout=0.0", "train.micro_batch_size=4")
 
 
 @fault("few open files", spreads=ANY, variants=("16", "20", "24", "32", "48", "96", "150", "170", "256"), share=3)
@@ -33,7 +31,7 @@ def few_files(scene: Scene) -> None:
     """`ulimit -n`: the run finishes, or says that this is too few."""
     number = int(scene.variant)
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (number, number))
-    ended = scene.train(before=limit).wait(RUN_SECONDS)
+    ended = scene.wait(scene.train(before=limit))
     scene.expect(ended, _SHORT, _TOO_FEW)
     if ended.code == FINISHED:
         scene.as_undisturbed()
@@ -48,7 +46,7 @@ def no_more_files(scene: Scene) -> None:
     for pid in scene.workers(command).values():
         number = len(os.listdir(f"/proc/{pid}/fd")) + scene.draw.randrange(2)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, number))
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     scene.expect(ended, _SHORT, _TOO_FEW)
     promises.checkpoints_complete(scene.run)
     scene.as_undisturbed() if ended.code == FINISHED else scene.resumes()
@@ -70,7 +68,7 @@ def full_shared_memory(scene: Scene) -> None:
         fill(shared / "filler")
     if scene.variant == "read-only":
         make_read_only(shared)
-    ended = scene.train().wait(RUN_SECONDS)
+    ended = scene.wait(scene.train())
     scene.expect(ended, _SHORT, "/dev/shm|shared memory")
     if ended.code == FINISHED:
         scene.as_undisturbed()
@@ -86,34 +84,13 @@ def full_shared_memory(scene: Scene) -> None:
 def small_cgroup(scene: Scene) -> None:
     """In MiB. The launcher lives to say that memory ran out; a run that can be made smaller is."""
     with limited_memory(int(scene.variant) * 2**20) as group:
-        ended = scene.train(*_NO_DROPOUT, before=functools.partial(join, group)).wait(RUN_SECONDS)
+        ended = scene.wait(scene.train(*scene.setting.halvable, before=functools.partial(join, group)))
     scene.expect(ended, _SHORT, "memory|does not fit.* of .*MiB")
     if ended.code == FINISHED:
-        scene.as_undisturbed(_NO_DROPOUT, exact=False)
+        scene.as_undisturbed(scene.setting.halvable, exact=False)
     elif scene.run.exists():
         promises.checkpoints_complete(scene.run)
-        scene.resumes(overrides=_NO_DROPOUT, exact=False)
-
-
-@fault(
-    "an address space that is limited later", spreads=ANY, phases=phases.TRAINING, variants=("0", "1", "8"), share=1.5
-)
-def limited_addresses(scene: Scene) -> None:
-    """A worker gets no more memory than it has and so many MiB: smaller micro-batches, or a failure in words."""
-    command = scene.train(*_NO_DROPOUT)
-    scene.reach(command)
-    workers = scene.workers(command)
-    rank = scene.draw.choice(list(workers))
-    with open(f"/proc/{workers[rank]}/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize() + int(scene.variant) * 2**20
-    resource.prlimit(workers[rank], resource.RLIMIT_AS, (size, size))
-    ended = command.wait(RUN_SECONDS)
-    scene.expect(ended, (FINISHED, FAILED, MACHINE), "memory")
-    promises.checkpoints_complete(scene.run)
-    if ended.code == FINISHED:
-        scene.as_undisturbed(_NO_DROPOUT, exact=False)
-    else:
-        scene.resumes(overrides=_NO_DROPOUT, exact=False)
+        scene.resumes(overrides=scene.setting.halvable, exact=False)
 
 
 @fault("CPU time that runs out", spreads=ANY, variants=("soft", "hard"), share=0.7)
@@ -125,6 +102,6 @@ def no_more_time(scene: Scene) -> None:
     rank = scene.draw.choice(list(workers))
     limits = (0, resource.RLIM_INFINITY) if scene.variant == "soft" else (0, 0)
     resource.prlimit(workers[rank], resource.RLIMIT_CPU, limits)
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     scene.expect(ended, (FAILED, STOPPED), f"rank {rank}" if ended.code == FAILED else "resume")
     promises.none_lost(scene.run)

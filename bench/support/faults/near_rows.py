@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from support.faults.kinds import fault
-from support.faults.scene import FINISHED, REFUSAL_BYTES, REFUSAL_SECONDS, REQUEST, Scene
-from support.faults.verdicts import require
+from support.faults.setting import REFUSAL_BYTES, REFUSAL_SECONDS, refused
+from trainwright.drilling.kinds import fault
+from trainwright.drilling.scene import FINISHED, REQUEST, Scene
+from trainwright.drilling.verdicts import require
 
 _ROWS = 40
 
@@ -121,7 +122,7 @@ def near_keys(scene: Scene) -> None:
     """Refused with the name that is meant."""
     words = scene.draw.choice((("recipe", "check"), ("plan",), ("train", "--dry-run")))
     ended = scene.trainwright(*words, scene.recipe.name, scene.variant).wait(REFUSAL_SECONDS)
-    scene.refused(ended, re.escape(_KEYS[scene.variant]))
+    refused(scene, ended, re.escape(_KEYS[scene.variant]))
 
 
 def _understood(scene: Scene, name: str, *overrides: str) -> None:

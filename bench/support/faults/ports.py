@@ -6,11 +6,11 @@ import socket
 import sys
 import time
 
-from support.faults import promises
-from support.faults.commands import Command, Ended
-from support.faults.kinds import fault
-from support.faults.scene import FAILED, FINISHED, MACHINE, REQUEST, Scene
-from support.faults.verdicts import Broken, require
+from trainwright.drilling import promises
+from trainwright.drilling.commands import Command, Ended
+from trainwright.drilling.kinds import fault
+from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, Scene
+from trainwright.drilling.verdicts import Broken, require
 
 _WORLDS = (("ddp", 2), ("fsdp", 2), ("ddp", 3))
 # A rank that waits for something that cannot come does not wait for minutes.

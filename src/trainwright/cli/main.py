@@ -10,9 +10,9 @@ import typer
 
 from trainwright import __version__
 from trainwright.cli import (
-    ablate,
     collect,
     doctor,
+    drill,
     launch,
     machine,
     names_in_help,
@@ -20,13 +20,13 @@ from trainwright.cli import (
     recipe,
     setup,
     stop,
-    study,
     tensorboard,
     train,
     verify,
 )
 from trainwright.cli.data import rows as data
 from trainwright.cli.models import evaluate, generate, publish
+from trainwright.cli.studies import ablate, study
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.text import say
 
@@ -45,6 +45,7 @@ app.command("collect")(collect.collect)
 app.command("plan", cls=names_in_help.NamesInHelp)(plan.plan)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
+app.command("drill")(drill.drill)
 app.command("eval")(evaluate.evaluate)
 app.command("unlearn-study")(study.unlearn_study)
 app.command("generate")(generate.generate)

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from support.faults.verdicts import Broken, require
+from trainwright.drilling.verdicts import Broken, require
 
 # Relative difference that another number of processes, or another strategy, may make.
 ROUNDING = 1e-5
@@ -18,7 +18,7 @@ _ROUNDED = ("loss", "learning_rate", "tokens", "target_tokens")
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's events that are whole, as they stand; a line that is not the last must be whole."""
+    """Return the lines of a run's events that are whole, as they stand; a line that is not the last must be whole."""
     path = run / "events.jsonl"
     if not path.exists():
         return []
@@ -32,13 +32,13 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def history(run: Path) -> list[dict[str, Any]]:
-    """The events that count: of a run that was resumed from step k, none before that is beyond k.
+    """Return the events that count: of a run that was resumed from step k, or went back to it, none before is beyond k.
 
     Broken when a start names a step that had not been reached.
     """
     found: list[dict[str, Any]] = []
     for event in lines(run):
-        if event["event"] == "start":
+        if event["event"] in ("start", "rewind"):
             resumed = int(event.get("resumed_from") or 0)
             reached = max((past["step"] for past in found if past["event"] == "step"), default=0)
             require(resumed <= reached, f"resumed from step {resumed}, but only {reached} steps had been recorded")
@@ -48,7 +48,18 @@ def history(run: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run: Path) -> int:
+    """Return the last step that was recorded."""
     return max((event["step"] for event in lines(run) if event["event"] == "step"), default=0)
+
+
+def step_since(run: Path, starts: int) -> int:
+    """Return the last step since the start of this number (from 0); 0 where there is none."""
+    seen, last = 0, 0
+    for event in lines(run):
+        seen += event["event"] == "start"
+        if event["event"] == "step" and seen > starts:
+            last = event["step"]
+    return last
 
 
 def complete_and_same(run: Path, reference: Path, *, exact: bool, rounding: float = ROUNDING) -> None:
@@ -75,7 +86,7 @@ def complete_and_same(run: Path, reference: Path, *, exact: bool, rounding: floa
 
 
 def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The events of a kind. An evaluation that a stop has put off is done, and told, by each start from its step."""
+    """Return the events of a kind. An evaluation that a stop put off is done, and told, by each start from its step."""
     found = [event for event in events if event["event"] == kind]
     if kind not in ("evaluate", "generate"):
         return found
@@ -84,14 +95,14 @@ def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], exact: bool, rounding: float) -> None:
     names = (_EXACT if exact else _ROUNDED) if kind == "step" else ()
-    values = [(name, one[name], other[name]) for name in names]
+    values = [(name, one.get(name), other[name]) for name in names if name in other]
     if kind == "evaluate":
-        values = [("loss", one["metrics"]["loss"], other["metrics"]["loss"])]
+        values = [("loss", one["metrics"].get("loss"), other["metrics"]["loss"])] if "loss" in other["metrics"] else []
     for name, ours, theirs in values:
         if exact:
             require(ours == theirs, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}")
         else:
-            close = math.isclose(ours, theirs, rel_tol=rounding)
+            close = ours is not None and math.isclose(ours, theirs, rel_tol=rounding)
             require(close, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r} (to {rounding:g})")
 
 
@@ -107,13 +118,13 @@ def check_final(run: Path, reference: Path, *, exact: bool) -> None:
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """Steps of the directories that have a checkpoint's name."""
+    """Return the steps of the directories that have a checkpoint's name."""
     found = (run / "checkpoints").glob("step-*")
     return sorted(int(path.name[5:]) for path in found if re.fullmatch(r"step-[0-9]{8}", path.name) and path.is_dir())
 
 
 def broken_checkpoint(path: Path) -> str | None:
-    """Why a checkpoint is not whole, by its manifest and its tensor files; None where it is."""
+    """Return why a checkpoint is not whole, by its manifest and its tensor files; None where it is."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         seal = manifest.pop("sha256")
@@ -132,7 +143,7 @@ def broken_checkpoint(path: Path) -> str | None:
 
 
 def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Steps whose checkpoints are there and whole; Broken for one that is there and is not, `but` the damaged."""
+    """Return the steps of whole checkpoints; Broken for one that is there and not whole, ``but`` the damaged."""
     found = [step for step in checkpoint_steps(run) if step not in but]
     for step in found:
         why = broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
@@ -149,7 +160,7 @@ def none_lost(run: Path) -> None:
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """A safetensors file's header; Broken when the file does not have the size that it says."""
+    """Return a safetensors file's header; Broken when the file does not have the size that it says."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

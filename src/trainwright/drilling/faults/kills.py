@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import shutil
 import signal
 import time
 
-from support.faults import phases, promises
-from support.faults.commands import TRAINWRIGHT, Command
-from support.faults.kinds import ANY, WITH_ZERO, fault
-from support.faults.scene import FAILED, FINISHED, MACHINE, RUN_SECONDS, Scene
-from support.faults.verdicts import Missed, require
+from trainwright.drilling import phases, promises
+from trainwright.drilling.commands import TRAINWRIGHT, Command
+from trainwright.drilling.kinds import ANY, fault
+from trainwright.drilling.scene import FAILED, FAULT, FINISHED, MACHINE, REQUEST, Scene
+from trainwright.drilling.verdicts import Missed, require
 
 # A lost process ends the run as failed; a machine's own failure may have a code of its own.
-_LOST = (FAILED, 5)
+_LOST = (FAILED, FAULT)
+_RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restarts=off"}
 
 
-@fault("SIGKILL of a worker", spreads=ANY, phases=(phases.JOINING, *phases.TRAINING, phases.EXPORT), share=4)
+@fault(
+    "SIGKILL of a worker",
+    spreads=ANY,
+    phases=(phases.JOINING, *phases.TRAINING, phases.EXPORT),
+    variants=_RESTARTS,
+    share=4,
+)
 def kill_worker(scene: Scene) -> None:
-    """The run fails, names the rank, leaves nobody behind, and goes on from the newest checkpoint."""
-    _kill_worker(scene)
-
-
-@fault("SIGKILL of a worker of DeepSpeed", spreads=WITH_ZERO[-2:], phases=(phases.STEP, phases.CHECKPOINT), share=0.5)
-def kill_deepspeed_worker(scene: Scene) -> None:
-    """The same under ZeRO."""
-    _kill_worker(scene)
-
-
-def _kill_worker(scene: Scene) -> None:
-    command = started(scene)
+    """The rank is named, nobody is left behind, and the run goes on from its checkpoint, by itself or resumed."""
+    command = started(scene, _RESTARTS[scene.variant])
     workers = command.workers() if scene.phase == phases.JOINING else scene.workers(command)
     if not workers:
         raise Missed("no worker was seen")
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGKILL, workers[rank])
-    ended = command.wait(RUN_SECONDS)
-    if ended.code == FINISHED and scene.phase == phases.EXPORT:
+    ended = scene.wait(command)
+    restarts = [event for event in promises.lines(scene.run) if event["event"] == "restart"]
+    if ended.code == FINISHED and not restarts and scene.phase == phases.EXPORT:
         raise Missed("the run had finished when the signal came")
+    if scene.variant == "restarted":
+        scene.stays_undisturbed(ended)
+        named = [event for event in restarts if f"rank {rank} " in event["detail"]]
+        require(len(restarts) == len(named) == 1, f"rank {rank} was killed, restarts are {restarts}")
+        return
     scene.expect(ended, _LOST, rf"rank {rank}\b.*kill")
     promises.none_lost(scene.run)
     scene.resumes()
@@ -72,7 +76,7 @@ def kill_repeatedly(scene: Scene) -> None:
         if scene.draw.random() < 0.5:
             time.sleep(scene.draw.uniform(0.5, 4.0))
         else:
-            scene.wait_until(command, lambda n=starts: _starts(scene) > n)
+            scene.wait_until(command, functools.partial(_started_again, scene, starts))
             time.sleep(scene.draw.uniform(0, 0.4))
         command.kill()
         promises.none_lost(scene.run)
@@ -94,10 +98,10 @@ def kill_shell(scene: Scene) -> None:
     shell = scene.command("bash", str(script))
     scene.reach(shell)
     os.kill(shell.pid, getattr(signal, scene.variant))
-    deadline = time.monotonic() + RUN_SECONDS
+    deadline = time.monotonic() + scene.setting.patience
     while shell.processes() and time.monotonic() < deadline:
         time.sleep(0.2)
-    ended = shell.wait(RUN_SECONDS)
+    ended = scene.wait(shell)
     require("Traceback" not in ended.text, f"a traceback: {ended}")
     finished = any(event["event"] == "finish" and event["status"] == "finished" for event in promises.lines(scene.run))
     if finished:
@@ -118,31 +122,35 @@ def delete_run(scene: Scene) -> None:
         shutil.rmtree(scene.run, ignore_errors=True)
         if scene.run.exists():  # it wrote meanwhile
             shutil.rmtree(scene.run, ignore_errors=True)
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     if scene.variant == "moved":
         shutil.rmtree(scene.run, ignore_errors=True)
         scene.run.with_name("elsewhere").rename(scene.run)
-    scene.expect(ended, (FAILED, MACHINE, 2), str(scene.run))
+    scene.expect(ended, (FAILED, MACHINE, REQUEST), str(scene.run))
     if scene.variant == "moved":
         scene.resumes()
 
 
-def started(scene: Scene) -> Command:
-    """The run, in the phase of the case."""
+def started(scene: Scene, *overrides: str) -> Command:
+    """Start the run; return in the phase of the case."""
     if scene.phase == phases.PREPARATION:
         scene.use_own_cache()
-    command = scene.train()
+    command = scene.train(*overrides)
     scene.reach(command)
     return command
 
 
 def _killed_and_resumed(scene: Scene, command: Command) -> None:
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     if ended.code == FINISHED:
         raise Missed("the run had finished when the signal came")
     require(ended.code == -signal.SIGKILL, f"wanted a killed command, got {ended}")
     promises.none_lost(scene.run)
     scene.resumes()
+
+
+def _started_again(scene: Scene, starts: int) -> bool:
+    return _starts(scene) > starts
 
 
 def _starts(scene: Scene) -> int:

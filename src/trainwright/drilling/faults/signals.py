@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import time
 
-from support.faults import phases, promises
-from support.faults.commands import Ended
-from support.faults.kills import started
-from support.faults.kinds import ANY, SEVERAL, fault
-from support.faults.scene import FAILED, FINISHED, RUN_SECONDS, STOPPED, Scene
-from support.faults.verdicts import Missed, require
+from trainwright.drilling import phases, promises
+from trainwright.drilling.commands import Ended
+from trainwright.drilling.faults.kills import started
+from trainwright.drilling.kinds import ANY, SEVERAL, fault
+from trainwright.drilling.scene import FAILED, FAULT, FINISHED, STOPPED, Scene
+from trainwright.drilling.verdicts import Missed, require
 
 _STOPS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
@@ -20,7 +20,7 @@ def stop_launcher(scene: Scene) -> None:
     """It stops after a checkpoint, or before the first step with nothing kept, and goes on."""
     command = started(scene)
     command.send(getattr(signal, scene.variant))
-    _stopped_and_resumed(scene, command.wait(RUN_SECONDS))
+    _stopped_and_resumed(scene, scene.wait(command))
 
 
 @fault("stop signal to the whole group", spreads=ANY, phases=phases.ALL, variants=_STOPS, share=3)
@@ -28,7 +28,7 @@ def stop_group(scene: Scene) -> None:
     """As a terminal's ctrl-C, or a scheduler that signals every process."""
     command = started(scene)
     command.send_group(getattr(signal, scene.variant))
-    _stopped_and_resumed(scene, command.wait(RUN_SECONDS))
+    _stopped_and_resumed(scene, scene.wait(command))
 
 
 @fault("stop signal to one worker", spreads=ANY, phases=phases.TRAINING, variants=_STOPS, share=3)
@@ -38,7 +38,7 @@ def stop_worker(scene: Scene) -> None:
     workers = scene.workers(command)
     rank = scene.draw.choice(list(workers))
     command.send(getattr(signal, scene.variant), workers[rank])
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     scene.expect(ended, (FINISHED, STOPPED, FAILED), f"rank {rank}" if ended.code == FAILED else "resume")
     promises.none_lost(scene.run)
     scene.resumes() if ended.code else scene.as_undisturbed()
@@ -51,7 +51,7 @@ def stop_start(scene: Scene) -> None:
     time.sleep(scene.draw.uniform(0.0, 1.2))
     number = getattr(signal, scene.variant)
     command.send(number)
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     by_default = ended.seconds < 1.2 and ended.code in (-number, 128 + number)
     if not by_default:
         scene.expect(ended, (STOPPED,), "stopp")
@@ -67,7 +67,7 @@ def second_interrupt(scene: Scene) -> None:
     command.send(signal.SIGINT)
     time.sleep(1.3)
     command.send(signal.SIGINT)
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else "killed|ctrl-C")
     promises.checkpoints_complete(scene.run)
     scene.resumes()
@@ -84,9 +84,27 @@ def frozen_worker(scene: Scene) -> None:
     command.send(signal.SIGSTOP, workers[rank])
     time.sleep(0.3)
     command.send(signal.SIGTERM)
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else f"rank {rank}")
     promises.checkpoints_complete(scene.run)
+    scene.resumes()
+
+
+@fault("a worker stopped for ever", spreads=ANY, phases=phases.TRAINING, variants=("restart", "stop"), share=1.5)
+def hanging_worker(scene: Scene) -> None:
+    """The rank is named in seconds, and the run goes on by itself or, where it was told to stop, when it is resumed."""
+    command = started(scene, f"faults.on_hang={scene.variant}", "faults.restarts=3 per hour")
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    command.send(signal.SIGSTOP, workers[rank])
+    ended = scene.wait(command)
+    told = [event["rank"] for event in promises.lines(scene.run) if event["event"] == "fault"]
+    require(told == [rank], f"rank {rank} was stopped, the faults are of ranks {told}: {ended}")
+    if scene.variant == "restart":
+        scene.stays_undisturbed(ended)
+        return
+    scene.expect(ended, (FAILED, FAULT), rf"rank {rank}\b")
+    promises.none_lost(scene.run)
     scene.resumes()
 
 
@@ -99,7 +117,7 @@ def paused_worker(scene: Scene) -> None:
     command.send(signal.SIGSTOP, victim)
     time.sleep(scene.draw.uniform(0.2, 2.0))
     command.send(signal.SIGCONT, victim)
-    scene.stays_undisturbed(command.wait(RUN_SECONDS))
+    scene.stays_undisturbed(scene.wait(command))
 
 
 def _stopped_and_resumed(scene: Scene, ended: Ended) -> None:

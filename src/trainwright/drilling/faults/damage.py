@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
-from support.faults import phases, promises
-from support.faults.kinds import ANY, fault
-from support.faults.scene import FAILED, FINISHED, REQUEST, RUN_SECONDS, STOPPED, Scene
-from support.faults.verdicts import require
+from trainwright.drilling import phases, promises
+from trainwright.drilling.kinds import ANY, fault
+from trainwright.drilling.scene import FAILED, FINISHED, REQUEST, STOPPED, Scene
+from trainwright.drilling.verdicts import require
 
 _FILES = ("state.json", "manifest.json", "rank-00000.safetensors", "recipe.yaml")
 _DAMAGES = ("a bit flipped", "cut in half", "emptied", "deleted", "longer", "a directory", "a link to nothing")
@@ -32,6 +33,7 @@ def damaged_checkpoint(scene: Scene) -> None:
         file = f"rank-{scene.draw.randrange(_ranks(scene)):05d}.safetensors"
     for step in steps[-count:]:
         damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, damage, scene.draw)
+    scene.injected = time.time()
     ended = scene.go_on()
     scene.expect(ended, (FINISHED,))
     events = promises.lines(scene.run)
@@ -70,10 +72,10 @@ def damaged_and_pruned(scene: Scene) -> None:
         command = scene.trainwright("train", "--resume", str(scene.run), keep)
         whole = _newest_complete(scene, bad)
         reached = scene.draw.randrange(whole + 1, max(whole + 2, min(whole + 7, phases.STEPS - 2)))
-        scene.wait_until(command, lambda n=starts, k=reached: _steps_since(scene, n) >= k)
+        scene.wait_for_step(command, reached, starts)
         if scene.draw.random() < 0.7:
             command.send(signal.SIGTERM)
-            ended = command.wait(RUN_SECONDS)
+            ended = scene.wait(command)
             if ended.code != FINISHED:
                 scene.expect(ended, (STOPPED,), "resume")
         else:
@@ -135,7 +137,7 @@ def damaged_run(scene: Scene) -> None:
     text = before.read_bytes()
     damaged(before, damage, scene.draw)
     resume = scene.trainwright("train", "--resume", str(scene.run))
-    ended = resume.wait(RUN_SECONDS)
+    ended = scene.wait(resume)
     scene.expect(ended, (FINISHED, REQUEST, FAILED), file)
     if ended.code == FINISHED and file != "events.jsonl":
         promises.complete_and_same(scene.run, scene.reference(), exact=True)
@@ -183,13 +185,3 @@ def _whole(scene: Scene) -> list[int]:
 
 def _newest_complete(scene: Scene, bad: frozenset[int]) -> int:
     return max(_whole(scene), default=0)
-
-
-def _steps_since(scene: Scene, starts: int) -> int:
-    """The last step since the start of this number (from 0); 0 where there is none."""
-    seen, last = 0, 0
-    for event in promises.lines(scene.run):
-        seen += event["event"] == "start"
-        if event["event"] == "step" and seen > starts:
-            last = event["step"]
-    return last

@@ -5,19 +5,19 @@ from __future__ import annotations
 import signal
 import sys
 
-from support.faults import phases, promises
-from support.faults.commands import Command
-from support.faults.kinds import SEVERAL, fault
-from support.faults.scene import FINISHED, RUN_SECONDS, Scene
-from support.faults.verdicts import Missed, require
+from trainwright.drilling import phases, promises
+from trainwright.drilling.commands import Command
+from trainwright.drilling.kinds import SEVERAL, fault
+from trainwright.drilling.scene import FINISHED, Scene
+from trainwright.drilling.verdicts import Missed, require
 
 
-@fault("a stop under torchrun", spreads=SEVERAL[:2], phases=phases.TRAINING, variants=("SIGTERM", "SIGINT"), share=1)
+@fault("a stop under torchrun", spreads=SEVERAL, phases=phases.TRAINING, variants=("SIGTERM", "SIGINT"), share=1)
 def stop_torchrun(scene: Scene) -> None:
     """Its workers write a checkpoint of the step that they have come to."""
     command = _started(scene)
     command.send(getattr(signal, scene.variant))
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     if ended.code == FINISHED:
         raise Missed("the run had finished when the signal came")
     reached, saved = promises.last_step(scene.run), promises.checkpoint_steps(scene.run)
@@ -25,17 +25,29 @@ def stop_torchrun(scene: Scene) -> None:
     scene.resumes()
 
 
-@fault("a worker killed under torchrun", spreads=SEVERAL[:2], phases=phases.TRAINING, share=0.7)
+@fault("a worker killed under torchrun", spreads=SEVERAL, phases=phases.TRAINING, share=0.7)
 def kill_under_torchrun(scene: Scene) -> None:
     """The other one ends by itself and names it."""
     command = _started(scene)
     workers = scene.workers(command)
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGKILL, workers[rank])
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     if ended.code == FINISHED:
         raise Missed("the run had finished when the signal came")
     require(f"error: rank {rank}" in ended.text, f"nobody names rank {rank}: {ended}")
+    promises.none_lost(scene.run)
+    scene.resumes()
+
+
+@fault("SIGKILL of the node agent", spreads=SEVERAL, phases=phases.TRAINING, share=0.7)
+def kill_agent(scene: Scene) -> None:
+    """The workers of torchrun end with it, and the run goes on."""
+    command = _started(scene)
+    command.send(signal.SIGKILL)
+    ended = scene.wait(command)
+    if ended.code == FINISHED:
+        raise Missed("the run had finished when the signal came")
     promises.none_lost(scene.run)
     scene.resumes()
 

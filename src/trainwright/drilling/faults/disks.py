@@ -8,12 +8,12 @@ import resource
 import signal
 import time
 
-from support.faults import phases, promises
-from support.faults.kills import started
-from support.faults.kinds import ANY, fault
-from support.faults.mounts import fill, make_read_only, mount_disk, mounts_refused, own_mounts
-from support.faults.scene import FAILED, FINISHED, MACHINE, REQUEST, RUN_SECONDS, STOPPED, Scene
-from support.faults.verdicts import require
+from trainwright.drilling import phases, promises
+from trainwright.drilling.faults.kills import started
+from trainwright.drilling.kinds import ANY, fault
+from trainwright.drilling.mounts import fill, make_read_only, mount_disk, mounts_refused, own_mounts
+from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
+from trainwright.drilling.verdicts import require
 
 _DISK = 96 * 2**20
 _FULL = os.strerror(errno.ENOSPC)
@@ -40,7 +40,7 @@ def full_disk(scene: Scene) -> None:
     elif scene.variant == "and SIGTERM":
         time.sleep(scene.draw.uniform(0.0, 0.3))
         command.send(signal.SIGTERM)
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     filler.unlink(missing_ok=True)
     scene.expect(ended, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if ended.code == STOPPED else _FULL)
     if scene.run.exists():
@@ -60,7 +60,7 @@ def limited_files(scene: Scene) -> None:
     if scene.variant == "for a moment":
         time.sleep(scene.draw.uniform(0.05, 0.6))
         _limit_files(pids, resource.RLIM_INFINITY)
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
     promises.checkpoints_complete(scene.run)
     if ended.code != FINISHED:
@@ -75,7 +75,7 @@ def read_only_later(scene: Scene) -> None:
     own_mounts()
     command = started(scene)
     make_read_only(scene.run)
-    ended = command.wait(RUN_SECONDS)
+    ended = scene.wait(command)
     make_read_only(scene.run, False)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), "read-only")
     promises.checkpoints_complete(scene.run)
@@ -105,7 +105,7 @@ def read_only_from_the_start(scene: Scene) -> None:
     else:
         scene.run.parent.mkdir()
         make_read_only(scene.run.parent)
-    ended = scene.train().wait(RUN_SECONDS)
+    ended = scene.wait(scene.train())
     scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only" if scene.variant == "new" else _FULL)
     require(not scene.run.exists(), "a run is there")
 

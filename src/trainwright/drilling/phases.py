@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.faults.commands import LOOK_SECONDS, Command
-from support.faults.verdicts import Broken, Missed
+from trainwright.drilling.commands import LOOK_SECONDS, Command
+from trainwright.drilling.verdicts import Broken, Missed
 
 IMPORTS, PREPARATION, JOINING = "imports", "preparation", "joining"
 FIRST_STEP, STEP, EVALUATION, GENERATION = "first step", "step", "evaluation", "generation"
@@ -21,18 +21,17 @@ ALL = (*BEFORE_STEPS, *TRAINING, EXPORT)
 
 # How long after the sight of it, at most, in seconds.
 _AFTER = {IMPORTS: 0.8, PREPARATION: 0.1, JOINING: 0.2, EVALUATION: 0.02, GENERATION: 0.02, CHECKPOINT: 0.01}
-# Of recipe.yaml beside this file.
+# What every recipe is shortened to.
 STEPS, EVALUATES_EVERY, SAVES_EVERY = 24, 12, 6
-_PATIENCE = 150.0
 
 
-def reach(command: Command, run: Path, phase: str, draw: random.Random) -> None:
+def reach(command: Command, run: Path, phase: str, draw: random.Random, patience: float) -> None:
     """Return in the phase, a moment drawn after it begins. Missed when the command ended before."""
-    wait_until(command, _sight(run, phase, draw))
+    wait_until(command, _sight(run, phase, draw), patience)
     time.sleep(draw.uniform(0, _AFTER.get(phase, 0.005)))
 
 
-def wait_until(command: Command, seen: Callable[[], Any], patience: float = _PATIENCE) -> None:
+def wait_until(command: Command, seen: Callable[[], Any], patience: float) -> None:
     """Return as soon as `seen()`. Missed when the command has ended, Broken when neither comes."""
     deadline = time.monotonic() + patience
     while not seen():

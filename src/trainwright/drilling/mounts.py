@@ -17,7 +17,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @functools.cache
 def mounts_refused() -> str | None:
-    """Why this process cannot mount anything of its own; None where it can."""
+    """Return why this process cannot mount anything of its own; None where it can."""
     try:
         found = subprocess.run(
             ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/mnt"],
@@ -67,7 +67,7 @@ def fill(path: Path, but: int = 0) -> None:
 
 
 def memory_cgroup_refused() -> str | None:
-    """Why no memory can be limited by a cgroup here; None where it can."""
+    """Return why no memory can be limited by a cgroup here; None where it can."""
     for top, file in ((_CGROUPS / "memory", "memory.limit_in_bytes"), (_CGROUPS, "memory.max")):
         probe = top / f"faults-{uuid.uuid4().hex[:8]}"
         try:
@@ -84,7 +84,7 @@ def memory_cgroup_refused() -> str | None:
 
 @contextlib.contextmanager
 def limited_memory(size: int) -> Iterator[Path]:
-    """A cgroup whose processes have so many bytes together; write a pid to the file that is given to join it."""
+    """Make a cgroup whose processes have so many bytes together, which a pid written to the yielded file joins."""
     old = (_CGROUPS / "memory" / "memory.limit_in_bytes").exists()
     group = (_CGROUPS / "memory" if old else _CGROUPS) / f"faults-{uuid.uuid4().hex[:8]}"
     group.mkdir()

@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.faults.verdicts import Broken
+from trainwright.drilling.verdicts import Broken
 
-ROOT = Path(__file__).resolve().parents[3]
 LOOK_SECONDS = 0.004
 # How long what a command started may live on after it.
 _GONE_SECONDS = 20.0
@@ -26,12 +25,19 @@ _MARK = "TRAINWRIGHT_FAULT_TRIAL"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. `code` is negative for signals; `peak` is of its largest process, in bytes."""
+    """How a command ended.
+
+    Attributes:
+        code: negative for signals.
+        peak: the resident memory of its largest process, in bytes.
+        at: when, in seconds since the epoch.
+    """
 
     code: int
     text: str
     seconds: float
     peak: int
+    at: float
 
     def __str__(self) -> str:
         return f"exit code {self.code} after {self.seconds:.1f} s:\n{self.text.strip()[-3000:]}"
@@ -78,21 +84,23 @@ class Command:
 
     @property
     def pid(self) -> int:
+        """Return the command's own process."""
         return self._process.pid
 
     @property
     def ended(self) -> bool:
+        """Return whether it has ended."""
         if self._ended is None:
             found, status, usage = os.wait4(self.pid, os.WNOHANG)
             if found:
                 code = os.waitstatus_to_exitcode(status)
                 self._process.returncode = code
                 text = self.output.read_text(errors="replace")
-                self._ended = Ended(code, text, time.monotonic() - self._begun, usage.ru_maxrss * 1024)
+                self._ended = Ended(code, text, time.monotonic() - self._begun, usage.ru_maxrss * 1024, time.time())
         return self._ended is not None
 
     def wait(self, seconds: float) -> Ended:
-        """Its end; Broken when it does not come, or when something that it started lives on."""
+        """Return its end; Broken when it does not come, or when something that it started lives on."""
         deadline = time.monotonic() + seconds
         while not self.ended:
             if time.monotonic() > deadline:
@@ -112,7 +120,7 @@ class Command:
         return self._ended
 
     def processes(self) -> list[int]:
-        """The living processes of the command, itself included."""
+        """Return the living processes of the command, itself included."""
         wanted = f"{_MARK}={self.mark}".encode()
         found = []
         for directory in Path("/proc").iterdir():
@@ -124,7 +132,7 @@ class Command:
         return found
 
     def workers(self) -> dict[int, int]:
-        """The process of each rank, known by the log that it writes to."""
+        """Return the process of each rank, known by the log that it writes to."""
         found = {}
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -134,7 +142,7 @@ class Command:
         return dict(sorted(found.items()))
 
     def describe(self) -> str:
-        """Its processes, each with its state."""
+        """Return its processes, each with its state."""
         lines = []
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -164,25 +172,6 @@ class Command:
             self.send(signal.SIGKILL)
             while not self.ended and time.monotonic() < deadline:
                 time.sleep(0.02)
-
-
-def environment(home: Path, temporary: Path, cache: Path) -> dict[str, str]:
-    """The variables of a command: this checkout's package, and directories of the trial's own."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
-    return {
-        **kept,
-        "PYTHONPATH": str(ROOT / "src"),
-        "PYTHONUNBUFFERED": "1",
-        "HOME": str(home),
-        "TMPDIR": str(temporary),
-        "TRAINWRIGHT_CACHE": str(cache),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "NO_COLOR": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
 
 
 # The command and not the API: faults hit its process, and its exit codes and messages are what is checked.

@@ -9,20 +9,19 @@ import os
 import random
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.faults import phases, promises
-from support.faults.commands import TRAINWRIGHT, Command, Ended, environment
-from support.faults.kinds import KINDS, Case, Trial
-from support.faults.verdicts import Broken, Missed, require
+from trainwright.drilling import phases, promises
+from trainwright.drilling.commands import TRAINWRIGHT, Command, Ended
+from trainwright.drilling.kinds import KINDS, Case, Trial
+from trainwright.drilling.setting import Setting
+from trainwright.drilling.verdicts import Broken, Missed, Undisturbed, require
 
-FINISHED, REQUEST, MACHINE, FAILED, STOPPED = 0, 2, 3, 4, 75
-RECIPE = Path(__file__).with_name("recipe.yaml")
-# A command on a loaded machine; one that only refuses does so sooner, and in bounded memory.
-RUN_SECONDS, REFUSAL_SECONDS, REFUSAL_BYTES = 150.0, 60.0, 1536 * 2**20
+FINISHED, REQUEST, MACHINE, FAILED, FAULT, STOPPED = 0, 2, 3, 4, 5, 75
 # How often a fault is tried to be put in at its moment.
 _ATTEMPTS = 6
 # What no message may have in it: control characters, the terminal's own sequences among them.
@@ -34,12 +33,14 @@ class Scene:
     """What the function of a kind works with.
 
     Attributes:
-        work: the current directory of commands; `run` is in it, and nothing else of it may change.
+        work: the trial's directory; ``run`` is in it, and nothing else of it may change.
         draw: the trial's own random numbers.
+        injected: when the fault was put in, in seconds since the epoch; None: not yet.
     """
 
-    def __init__(self, trial: Trial, directory: Path, shared: Path, code: str) -> None:
+    def __init__(self, trial: Trial, directory: Path, setting: Setting) -> None:
         self.trial = trial
+        self.setting = setting
         self.case: Case = trial.case
         self.draw = random.Random(f"{trial.seed}/{trial.name}")
         self.directory = directory
@@ -48,21 +49,22 @@ class Scene:
             path.mkdir(parents=True)
         self.run = self.work / "run"
         self.more_runs: list[Path] = []
-        self.cache = shared / "cache"
+        self.cache = setting.shared / "cache"
         self.recipe = self.work / "recipe.yaml"
         self.commands: list[Command] = []
-        self._shared, self._code = shared, code
-        shutil.copy(RECIPE, self.recipe)
-        write_rows(self.work / "rows.jsonl")
-        (self.work / "bystander.txt").write_text("not part of the run\n")
+        self.injected: float | None = None
         self._before: dict[str, str] | None = None
+        for name, file in setting.files.items():
+            shutil.copy(file, self.work / name)
 
     @property
     def phase(self) -> str:
+        """Return the phase of the case."""
         return self.case.phase
 
     @property
     def variant(self) -> str:
+        """Return the variant of the case."""
         return self.case.variant
 
     def use_own_cache(self) -> None:
@@ -75,19 +77,23 @@ class Scene:
         self,
         *arguments: str,
         before: Callable[[], None] | None = None,
-        prefix: Sequence[str] = (),
         variables: dict[str, str] | None = None,
     ) -> Command:
         """Start a command in the trial's directory."""
         self.remember()
         self.cache.mkdir(parents=True, exist_ok=True)
-        all_variables = {**environment(self.home, self.temporary, self.cache), **(variables or {})}
-        output = self.directory / f"output-{len(self.commands)}.txt"
-        command = Command([*prefix, *arguments], cwd=self.work, output=output, variables=all_variables, before=before)
+        command = Command(
+            arguments,
+            cwd=self.setting.directory or self.work,
+            output=self.directory / f"output-{len(self.commands)}.txt",
+            variables={**self._variables(self.cache), **(variables or {})},
+            before=before,
+        )
         self.commands.append(command)
         return command
 
     def trainwright(self, *arguments: str, **how: Any) -> Command:
+        """Start a command of this package."""
         return self.command(*TRAINWRIGHT, *arguments, **how)
 
     def train(self, *overrides: str, **how: Any) -> Command:
@@ -95,10 +101,10 @@ class Scene:
         return self.trainwright("train", *self.asked(*overrides), **how)
 
     def asked(self, *overrides: str) -> tuple[str, ...]:
-        """The recipe and what is put over it."""
+        """Return the recipe and what is put over it."""
         strategy, processes = self.case.spread
         spread = (f"parallel.strategy={strategy}", f"parallel.num_processes={processes}")
-        return (str(self.recipe.name), f"logging.run_directory={self.run}", *spread, *overrides)
+        return (str(self.recipe), f"logging.run_directory={self.run}", *spread, *overrides)
 
     def go_on(self, *overrides: str, first: Sequence[str] = ()) -> Ended:
         """Do what a user does after a stop: resume the run, or where nothing was kept, start it again."""
@@ -107,17 +113,27 @@ class Scene:
         else:
             require(not self.run.exists(), f"{self.run} is there, without a recipe: {_listing(self.run)}")
             command = self.train(*first, *overrides)
-        return command.wait(RUN_SECONDS)
+        return self.wait(command)
+
+    def wait(self, command: Command) -> Ended:
+        """Return how a command ends, in bounded time."""
+        return command.wait(self.setting.patience)
 
     def reach(self, command: Command) -> None:
-        """Wait for the phase of the case."""
-        phases.reach(command, self.run, self.phase, self.draw)
+        """Wait for the phase of the case; what follows is the fault."""
+        phases.reach(command, self.run, self.phase, self.draw, self.setting.patience)
+        self.injected = time.time()
 
     def wait_until(self, command: Command, seen: Callable[[], Any]) -> None:
-        phases.wait_until(command, seen)
+        """Return as soon as ``seen()``; see phases.py."""
+        phases.wait_until(command, seen, self.setting.patience)
+
+    def wait_for_step(self, command: Command, step: int, starts: int) -> None:
+        """Wait until the launch of this number (from 0) has come to a step."""
+        self.wait_until(command, lambda: promises.step_since(self.run, starts) >= step)
 
     def workers(self, command: Command) -> dict[int, int]:
-        """The process of each rank, when all of them are there."""
+        """Return the process of each rank, when all of them are there."""
         found: dict[int, int] = {}
 
         def all_there() -> bool:
@@ -128,13 +144,13 @@ class Scene:
             time.sleep(0.02)  # it is a look at all processes of the machine
             return False
 
-        phases.wait_until(command, all_there)
+        self.wait_until(command, all_there)
         return found
 
     # Promises
 
     def expect(self, ended: Ended, codes: Collection[int], says: str | Sequence[str] = ()) -> None:
-        """The command ended with one of the codes, in words, saying all of these patterns where it is not 0."""
+        """Require one of the exit codes, and words, with all of these patterns where it is not 0."""
         require(ended.code in codes, f"wanted exit code {' or '.join(map(str, codes))}, got {ended}")
         self.words(ended)
         if ended.code != FINISHED:
@@ -143,7 +159,7 @@ class Scene:
                 require(found, f"the message lacks {pattern!r}: {ended}")
 
     def words(self, ended: Ended) -> None:
-        """The message is words: no traceback, no exception's name as the last line, no control characters."""
+        """Require words: no traceback, no exception's name as the last line, no control characters."""
         require("Traceback (most recent call last)" not in ended.text, f"a traceback: {ended}")
         found = [line for line in ended.text.splitlines() if line.strip()]
         if ended.code > 0:
@@ -152,19 +168,13 @@ class Scene:
         control = _CONTROL.search(ended.text)
         require(not control, f"control character {control and control[0]!r} in the output: {ended.text[-1000:]!r}")
 
-    def refused(self, ended: Ended, says: str | Sequence[str], codes: Collection[int] = (REQUEST,)) -> None:
-        """It was refused in words, in bounded time and memory, and nothing was left behind."""
-        self.expect(ended, codes, says)
-        require(ended.peak < REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB: {ended}")
-        require(not self.run.exists(), f"a refused run is there: {_listing(self.run)}")
-
     def stays_undisturbed(self, ended: Ended, overrides: Sequence[str] = ()) -> None:
-        """The command finished the run as if nothing had happened."""
+        """Require that the command finished the run as if nothing had happened."""
         self.expect(ended, (FINISHED,))
         self.as_undisturbed(overrides)
 
     def resumes(self, *more: str, overrides: Sequence[str] = (), exact: bool = True) -> None:
-        """The run goes on to its end, and is the undisturbed run.
+        """Resume the run to its end, and require that it is the undisturbed run.
 
         Args:
             more: overrides of the resumption alone.
@@ -175,13 +185,14 @@ class Scene:
         self.as_undisturbed(overrides, exact=exact)
 
     def as_undisturbed(self, overrides: Sequence[str] = (), *, exact: bool = True) -> None:
+        """Require that the run is the undisturbed one, with nothing half-written beside its checkpoints."""
         promises.complete_and_same(self.run, self.reference(overrides), exact=exact)
         promises.none_lost(self.run)
         leftovers = [path.name for path in (self.run / "checkpoints").iterdir() if path.name.startswith(".")]
         require(not leftovers, f"left in checkpoints/: {leftovers}")
 
     def nothing_else_changed(self) -> None:
-        """Outside the run's directory everything is as it was."""
+        """Require that outside the run's directory everything is as it was."""
         if self._before is None:
             return
         now = self._snapshot()
@@ -221,16 +232,17 @@ class Scene:
         self.remember()
 
     def reference(self, overrides: Sequence[str] = ()) -> Path:
-        """The directory of the run of this case without a fault, made once."""
+        """Return the directory of the run of this case without a fault, made once."""
         return self._once("undisturbed", overrides, self._make_reference)
 
     def _once(self, name: str, overrides: Sequence[str], make: Callable[[Path, Sequence[str]], None]) -> Path:
-        """The run that `make` makes at a path, with this case's spread; another product or recipe has another."""
+        """Return the run that ``make`` makes at a path, one for each spread, recipe and version of the code."""
         strategy, processes = self.case.spread
-        texts = [name, self._code, strategy, str(processes), *overrides]
-        files = [self.recipe, self.work / "rows.jsonl"]
-        digest = hashlib.sha256(json.dumps([*texts, *(f.read_text() for f in files)]).encode()).hexdigest()[:16]
-        place = self._shared / "runs" / digest
+        texts = [name, self.setting.code, strategy, str(processes), *overrides]
+        files = [self.work / name for name in self.setting.files]
+        contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        digest = hashlib.sha256(json.dumps([*texts, *contents]).encode()).hexdigest()[:16]
+        place = self.setting.shared / "runs" / digest
         place.mkdir(parents=True, exist_ok=True)
         with (place / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -242,43 +254,59 @@ class Scene:
                 (place / "scratch").rename(place / "run")
         return place / "run"
 
+    def _variables(self, cache: Path) -> dict[str, str]:
+        """Return the environment of a command: directories of the trial's own, and the campaign's variables."""
+        own = {
+            "HOME": self.home,
+            "TMPDIR": self.temporary,
+            "TRAINWRIGHT_CACHE": cache,
+            "PYTHONUNBUFFERED": 1,
+            "NO_COLOR": 1,
+        }
+        return {**{name: str(value) for name, value in own.items()}, **self.setting.variables}
+
     def _start_at(self, run: Path, overrides: Sequence[str]) -> Command:
         asked = [f"logging.run_directory={run}" if a.startswith("logging.run_d") else a for a in self.asked()]
-        (self._shared / "cache").mkdir(parents=True, exist_ok=True)
+        cache = self.setting.shared / "cache"
+        cache.mkdir(parents=True, exist_ok=True)
         return Command(
             [*TRAINWRIGHT, "train", *asked, *overrides],
-            cwd=run.parent,
+            cwd=self.setting.directory or run.parent,
             output=run.with_name("output.txt"),
-            variables=environment(self.home, self.temporary, self._shared / "cache"),
+            variables=self._variables(cache),
         )
 
     def _make_reference(self, run: Path, overrides: Sequence[str]) -> None:
-        ended = self._start_at(run, overrides).wait(RUN_SECONDS)
+        begun = time.time()
+        ended = self.wait(self._start_at(run, overrides))
         if ended.code != FINISHED:
-            raise Broken(f"the undisturbed run did not finish: {ended}")
+            raise Undisturbed(ended.code, ended.text)
+        first = next(event["time"] for event in promises.lines(run) if event["event"] == "step")
+        run.with_name("seconds.json").write_text(json.dumps({"start": first - begun, "all": ended.seconds}))
 
     def _make_stopped(self, run: Path, overrides: Sequence[str]) -> None:
         for _ in range(10):
             shutil.rmtree(run, ignore_errors=True)
             command = self._start_at(run, overrides)
-            phases.wait_until(command, lambda: phases.has_event(run, "step", phases.STEPS - 4))
+            self.wait_until(command, lambda: phases.has_event(run, "step", phases.STEPS - 4))
             command.kill()
             if promises.checkpoint_steps(run) == [6, 12, 18]:
                 return
         raise Broken("no run could be killed between its third checkpoint and its end")
 
 
-def perform(trial: Trial, directory: Path, shared: Path, code: str) -> None:
-    """Put the trial's fault into a run; raises a verdict unless everything held."""
+def perform(trial: Trial, directory: Path, setting: Setting) -> dict[str, float]:
+    """Put the trial's fault into a run; return what was measured, or raise a verdict unless everything held."""
     kind = KINDS[trial.kind]
     for attempt in range(_ATTEMPTS):
         place = directory / f"try-{attempt}"
-        scene = Scene(trial, place, shared, code)
+        scene = Scene(trial, place, setting)
         scene.draw.seed(f"{trial.seed}/{trial.name}/{attempt}")
         try:
+            scene.reference()  # a run that does not finish without a fault is not tried with one
             kind.inject(scene)
             scene.nothing_else_changed()
-            return
+            return measured(scene)
         except Missed:
             if attempt == _ATTEMPTS - 1:
                 raise
@@ -289,16 +317,46 @@ def perform(trial: Trial, directory: Path, shared: Path, code: str) -> None:
         finally:
             for command in scene.commands:
                 command.kill()
+    raise AssertionError("unreachable")
 
 
-def write_rows(path: Path, count: int = 72) -> None:
-    """Questions and answers, the same on every machine."""
-    draw = random.Random(7)
-    with path.open("w") as file:
-        for _ in range(count):
-            a, b = draw.randrange(90), draw.randrange(90)
-            answer = f"{a} and {b} make {a + b}" + ", which is even." * ((a + b) % 2 == 0)
-            file.write(json.dumps({"question": f"What is {a} and {b}?", "answer": answer}) + "\n")
+def measured(scene: Scene) -> dict[str, float]:
+    """Return the seconds until the fault was noticed and until training went on, and the steps that were repeated.
+
+    ``start`` is what an undisturbed start of this run takes to its first step, imports and loading included.
+    """
+    if scene.injected is None or not scene.run.exists():
+        return {}
+    events = promises.lines(scene.run)
+    known = [event["time"] for event in events if event["event"] in ("fault", "restart")]
+    known += [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
+    noticed = min((time for time in known if time >= scene.injected), default=None)
+    if noticed is None:
+        return {}
+    found = {"detection": noticed - scene.injected}
+    again = next((n for n, e in enumerate(events) if e["event"] in ("start", "rewind") and e["time"] > noticed), None)
+    if again is None:
+        return found
+    resumed = int(events[again].get("resumed_from") or 0)
+    reached = max((event["step"] for event in events[:again] if event["event"] == "step"), default=0)
+    found["lost"] = max(0, reached - resumed)
+    step = next((event for event in events[again:] if event["event"] == "step"), None)
+    if step is not None:
+        found["recovery"] = step["time"] - noticed
+    found["start"] = seconds_of(scene.reference())["start"]
+    return found
+
+
+def seconds_of(reference: Path) -> dict[str, float]:
+    """Return what an undisturbed run took to its first step, and in all."""
+    found: dict[str, float] = json.loads(reference.with_name("seconds.json").read_text())
+    return found
+
+
+def undisturbed_seconds(setting: Setting, trial: Trial) -> float:
+    """Return what the run of a trial takes without a fault; raises Undisturbed if it does not finish."""
+    with tempfile.TemporaryDirectory(prefix="trainwright-drill-") as directory:
+        return seconds_of(Scene(trial, Path(directory, "scene"), setting).reference())["all"]
 
 
 def _listing(directory: Path) -> list[str]:

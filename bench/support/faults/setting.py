@@ -1,0 +1,61 @@
+"""The run that the bench puts faults into, and what a refusal of a hostile file has to be like."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from trainwright.drilling.commands import Ended
+from trainwright.drilling.scene import REQUEST, Scene
+from trainwright.drilling.setting import Setting
+from trainwright.drilling.verdicts import require
+
+ROOT = Path(__file__).resolve().parents[3]
+# A command that only refuses does so soon, and in bounded memory.
+REFUSAL_SECONDS, REFUSAL_BYTES = 60.0, 1536 * 2**20
+_SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3), ("zero2", 2), ("zero3", 2))
+
+
+def setting(work: Path) -> Setting:
+    """The bench's recipe and rows; `work` is for undisturbed runs and prepared data."""
+    work.mkdir(parents=True, exist_ok=True)
+    rows, bystander = work / "rows.jsonl", work / "bystander.txt"
+    write_rows(rows)
+    bystander.write_text("not part of the run\n")
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+    return Setting(
+        files={"recipe.yaml": Path(__file__).with_name("recipe.yaml"), rows.name: rows, bystander.name: bystander},
+        spreads=_SPREADS,
+        shared=work,
+        variables={
+            **kept,
+            "PYTHONPATH": str(ROOT / "src"),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "DS_ACCELERATOR": "cpu",
+        },
+        # Memory that ran out may have halved the micro-batch, which changes what dropout draws.
+        halvable=("model.dropout=0.0", "train.micro_batch_size=4"),
+    )
+
+
+def write_rows(path: Path, count: int = 72) -> None:
+    """Questions and answers, the same on every machine."""
+    draw = random.Random(7)
+    with path.open("w") as file:
+        for _ in range(count):
+            a, b = draw.randrange(90), draw.randrange(90)
+            answer = f"{a} and {b} make {a + b}" + ", which is even." * ((a + b) % 2 == 0)
+            file.write(json.dumps({"question": f"What is {a} and {b}?", "answer": answer}) + "\n")
+
+
+def refused(scene: Scene, ended: Ended, says: str | Sequence[str], codes: Collection[int] = (REQUEST,)) -> None:
+    """It was refused in words, in bounded time and memory, and nothing was left behind."""
+    scene.expect(ended, codes, says)
+    require(ended.peak < REFUSAL_BYTES, f"took {ended.peak / 2**20:.0f} MiB: {ended}")
+    require(not scene.run.exists(), "a refused run is there")

@@ -1,0 +1,262 @@
+"""Drills: faults put into short runs of a recipe, and whether anything is lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.api.processes.separate import run_in_process
+from trainwright.api.recipe import Recipe, source_of
+from trainwright.errors import (
+    EXIT_MACHINE,
+    EXIT_REQUEST,
+    Interrupted,
+    MachineError,
+    RequestError,
+    Stopped,
+    TrainingError,
+    TrainwrightError,
+)
+from trainwright.machine.file_lock import lock_directory
+from trainwright.paths import user_path, write_file
+from trainwright.recipe.loading import dump_recipe
+from trainwright.text import say
+
+if TYPE_CHECKING:
+    from trainwright.drilling.campaign import Results
+    from trainwright.drilling.kinds import Spread, Trial
+    from trainwright.drilling.setting import Setting
+    from trainwright.recipe import schema
+    from trainwright.recipe.yaml_text import Tree
+
+SUMMARY = "drill.json"
+_TRIALS, _RECIPE = "trials.jsonl", "recipe.yaml"
+_ERRORS: dict[int, type[TrainwrightError]] = {EXIT_REQUEST: RequestError, EXIT_MACHINE: MachineError}
+# A day: how long an undisturbed run takes is not known before the first one.
+_FIRST_RUN_SECONDS = 86_400.0
+# How many trials are drawn where only the time limits them.
+_MOST_TRIALS = 10_000
+
+
+@dataclass(frozen=True)
+class Drill:
+    """The results of a drill; ``str()`` gives the table that ``trainwright drill`` prints.
+
+    Attributes:
+        directory: contains the verdicts as ``trials.jsonl``, the rows as ``drill.json``, and the directories of trials
+            that did not hold.
+        rows: one of each kind of fault, and the last one of all: ``kind``, ``tries``, how many ``held``, are
+            ``broken``, ``missed`` (the run had passed the moment) and ``skipped`` (this fault cannot be put in here),
+            and medians: seconds until the fault was noticed (``median_detection``) and from there to the next step
+            (``median_recovery``; an undisturbed start takes ``median_start``), and steps that were repeated
+            (``median_lost``).
+        left: trials without a verdict.
+    """
+
+    directory: Path
+    rows: tuple[dict[str, Any], ...]
+    left: int
+    table: str
+
+    def __str__(self) -> str:
+        return self.table
+
+    def values(self) -> dict[str, Any]:
+        """Return the results as in ``drill.json``."""
+        return {"held": self.held, "left": self.left, "kinds": list(self.rows)}
+
+    @property
+    def held(self) -> bool:
+        """Return whether no trial broke a promise, and at least one could be tried."""
+        return self.rows[-1]["broken"] == 0 < self.rows[-1]["tries"]
+
+
+def drill(
+    recipe: Recipe | str | PathLike[str],
+    *overrides: str,
+    output: str | PathLike[str] | None = None,
+    seed: int = 0,
+    tries: int | None = None,
+    minutes: float | None = None,
+    kinds: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    processes: Sequence[int] = (),
+    jobs: int = 1,
+    resume: bool = False,
+    progress: bool = False,
+) -> Drill:
+    """Put faults into short runs of a recipe, and see whether anything is lost; what ``trainwright drill`` does.
+
+    The recipe is shortened to 24 steps. The seed draws the kinds, moments, ranks and places of the faults.
+
+    Args:
+        recipe: a `Recipe`, or the path of a recipe file.
+        overrides: ``section.key=value``, the value in YAML.
+        output: the directory of the drill, which must not exist. Default: ``drills/<recipe>``.
+        tries: how many faults. Default: one of each kind, or with ``minutes`` as many as there is time for.
+        minutes: begin no fault after this time.
+        kinds: shell patterns of the names of kinds. Default: all.
+        strategies: strategies to train with. Default: the recipe's, or with ``auto`` all that need no other library.
+        processes: numbers of processes to train with. Default: 1 and 2.
+        jobs: how many faults at once.
+        resume: continue the drill of the same recipe and seed in ``output``.
+        progress: show each verdict.
+
+    Raises:
+        RequestError: an argument is invalid, ``output`` exists, or is no drill of this recipe to resume.
+        MachineError, TrainingError: the recipe does not train without a fault.
+        Stopped: it was stopped; the verdicts so far are kept.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> tw.drill("tiny.yaml", kinds=["earthquake"])
+        Traceback (most recent call last):
+            ...
+        trainwright.errors.RequestError: --kinds earthquake: no kind of fault has such a name; known are: ...
+    """
+    source = source_of(recipe)
+    directory = user_path(output or Path("drills") / _stem(source))
+    asked = DrillRequest(
+        source,
+        overrides,
+        directory,
+        seed,
+        tries,
+        minutes,
+        tuple(kinds),
+        tuple(strategies),
+        tuple(processes),
+        jobs,
+        resume,
+    )
+    return run_in_process(_drill, asked, progress, progress=progress)
+
+
+@dataclass(frozen=True)
+class DrillRequest:
+    """A request for a drill; the fields are the arguments of `drill`."""
+
+    recipe: Path | Tree
+    overrides: tuple[str, ...]
+    directory: Path
+    seed: int
+    tries: int | None
+    minutes: float | None
+    kinds: tuple[str, ...]
+    strategies: tuple[str, ...]
+    processes: tuple[int, ...]
+    jobs: int
+    resume: bool
+
+
+def _drill(asked: DrillRequest, progress: bool) -> Drill:
+    """Perform the trials that have no verdict yet, in a process that does nothing else."""
+    from trainwright.drilling.campaign import Results
+    from trainwright.drilling.report import rows_of, table
+    from trainwright.drilling.shortened import setting_of, shortened, spreads_of
+    from trainwright.launch.ending.stop import interruptible
+    from trainwright.launch.group.environment import refuse_worker
+
+    refuse_worker("drill")
+    begun, directory = time.monotonic(), asked.directory
+    recipe = shortened(asked.recipe, asked.overrides)
+    spreads = spreads_of(recipe, asked.strategies, asked.processes)
+    trials = _trials(asked, recipe, spreads)
+    _check_directory(asked, dump_recipe(recipe))
+    directory.mkdir(parents=True, exist_ok=True)
+    results = Results(directory / _TRIALS)
+    with lock_directory(directory, f"{directory} is used by another drill"), interruptible():
+        setting = setting_of(recipe, directory / _RECIPE, spreads, directory / "undisturbed")
+        try:
+            _perform(asked, trials, results, setting, begun, progress)
+        except Interrupted:
+            text = f"stopped; to continue, repeat the command with --resume --output {directory}"
+            raise Stopped(text) from None
+        found = results.of(trials)
+        rows = tuple(row.as_json() for row in rows_of(found))
+        result = Drill(directory, rows, sum(line is None for line in found.values()), table(found))
+        write_file(directory / SUMMARY, json.dumps(result.values(), indent=2) + "\n")
+    return result
+
+
+def _check_directory(asked: DrillRequest, recipe: str) -> None:
+    """Raise RequestError unless the directory is new, or that of the drill to resume."""
+    directory = asked.directory
+    if not asked.resume:
+        if directory.exists():
+            text = f"--output: {directory} exists; choose another directory, or continue the drill in it with --resume"
+            raise RequestError(text)
+        return
+    try:
+        begun_with = (directory / _RECIPE).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"--resume: {directory} has no drill to continue: {error.strerror}") from None
+    if begun_with != recipe:
+        raise RequestError(f"--resume: the drill in {directory} is of another recipe; choose another --output")
+
+
+def _trials(asked: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, ...]) -> list[Trial]:
+    """Return the trials in their order. Raises RequestError if there are none."""
+    from trainwright.drilling.faults import catalog  # noqa: F401
+    from trainwright.drilling.kinds import KINDS, matching, schedule
+    from trainwright.drilling.shortened import phases_of
+
+    for name, value in (("tries", asked.tries), ("minutes", asked.minutes), ("jobs", asked.jobs)):
+        if value is not None and value <= 0:
+            raise RequestError(f"--{name} {value}: expected more than 0")
+    for pattern in asked.kinds:
+        if not matching([pattern]):
+            known = ", ".join(KINDS)
+            raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {known}")
+    phases = phases_of(recipe)
+    cases = {name: kind.cases(spreads, phases) for name, kind in matching(asked.kinds).items()}
+    trials = schedule(asked.seed, asked.tries or (_MOST_TRIALS if asked.minutes else 1), cases)
+    if not trials:
+        raise RequestError("--processes: these kinds of faults need several processes; add a number above 1")
+    return trials
+
+
+def _perform(
+    asked: DrillRequest,
+    trials: list[Trial],
+    results: Results,
+    setting: Setting,
+    begun: float,
+    progress: bool,
+) -> None:
+    """Perform the trials without a verdict, as long as there is time."""
+    from trainwright.drilling.campaign import run_trials
+    from trainwright.drilling.scene import undisturbed_seconds
+    from trainwright.drilling.verdicts import Undisturbed
+
+    stream = sys.stderr if progress else None
+    left = [trial for trial, line in results.of(trials).items() if line is None]
+    if not left:
+        return
+    try:
+        seconds = undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left[0])
+    except Undisturbed as error:
+        raise _ERRORS.get(error.code, TrainingError)(str(error)) from None
+    setting = replace(setting, patience=max(setting.patience, 10 * seconds))
+
+    def over() -> bool:
+        return asked.minutes is not None and time.monotonic() - begun >= 60 * asked.minutes
+
+    lines = run_trials(left, setting, asked.directory / "trials", asked.jobs, until=over)
+    for number, line in enumerate(lines, 1):
+        results.add(line)
+        if stream:
+            why = line["why"].splitlines()[0][:200] if line["why"] else ""
+            of = "" if asked.minutes else f"/{len(left)}"
+            say(f"[{number}{of}] {line['trial']} ({line['case']}): {line['verdict']}  {why}".rstrip(), file=stream)
+
+
+def _stem(source: Path | Tree) -> str:
+    file = source if isinstance(source, Path) else source.file
+    return "recipe" if file is None else Path(file).stem

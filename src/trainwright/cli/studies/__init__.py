@@ -1,0 +1,1 @@
+"""Commands that train several runs and compare them."""

@@ -1,0 +1,67 @@
+"""Numbers that go wrong inside a worker: NaN, flipped bits, and a clock that jumps."""
+
+from __future__ import annotations
+
+import json
+
+from trainwright.drilling import phases, promises
+from trainwright.drilling.commands import Ended
+from trainwright.drilling.kinds import ANY, COPIES, SEVERAL, fault
+from trainwright.drilling.scene import FAILED, Scene
+from trainwright.drilling.verdicts import require
+from trainwright.recipe.loading import load_recipe
+
+_POLICIES = "trainwright.drilling.faults.planted"
+# A check that finds nothing comes first, so that there is a checkpoint to go back to.
+_CHECKED_EVERY = 4
+_CHECKS = (f"faults.replay_every={_CHECKED_EVERY}", "faults.on_corruption=rewind", "checkpoint.every=2")
+_BITS = 23
+
+
+@fault("NaN in a pass", spreads=ANY, variants=("at a step before a checkpoint", "after one"), share=2)
+def not_a_number(scene: Scene) -> None:
+    """The run fails at that step, is not restarted, keeps no such number, and goes on when the cause is gone."""
+    first = 2 if scene.variant.startswith("at") else phases.SAVES_EVERY + 1
+    step = scene.draw.randrange(first, first + phases.SAVES_EVERY - 2)
+    rank = scene.draw.randrange(scene.case.spread[1])
+    ended = _train(scene, "NotANumber", {"rank": rank, "step": step, "pass": 0})
+    scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
+    reached = promises.last_step(scene.run)
+    require(reached == step - 1, f"step {step} was NaN, and the last one is {reached}")
+    promises.none_lost(scene.run)
+    scene.resumes()
+
+
+@fault("a flipped bit of a weight", spreads=COPIES, share=2)
+def flipped_weight(scene: Scene) -> None:
+    """The next check finds it and names the rank, and the run goes back to before it."""
+    _flipped(scene, "Weight", scene.draw.randrange(_CHECKED_EVERY + 1, 2 * _CHECKED_EVERY))
+
+
+@fault("a flipped bit of an activation", spreads=SEVERAL, share=2)
+def flipped_activation(scene: Scene) -> None:
+    """The check of that step finds it and names the rank."""
+    _flipped(scene, "Activation", 2 * _CHECKED_EVERY)
+
+
+@fault("a clock that jumps", spreads=ANY, variants=("+3600", "-3600", "+86400", "-1"), share=1)
+def clock(scene: Scene) -> None:
+    """Nothing changes."""
+    rank, step = scene.draw.randrange(scene.case.spread[1]), scene.draw.randrange(1, phases.STEPS - 1)
+    scene.stays_undisturbed(_train(scene, "Clock", {"rank": rank, "step": step, "seconds": float(scene.variant)}))
+
+
+def _flipped(scene: Scene, policy: str, step: int) -> None:
+    rank = scene.draw.randrange(scene.case.spread[1])
+    where = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
+    scene.stays_undisturbed(_train(scene, policy, where, *_CHECKS))
+    told = [(event["rank"], event["step"]) for event in promises.lines(scene.run) if event["event"] == "fault"]
+    require(told, f"nobody noticed {where}")
+    require(told[-1][0] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {told}")
+
+
+def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> Ended:
+    """Train the run with a policy beside its own."""
+    own = load_recipe(scene.recipe).train.step_policies
+    policies = f"train.step_policies={json.dumps([*own, f'{_POLICIES}:{policy}'])}"
+    return scene.wait(scene.train(policies, *overrides, variables={"TRAINWRIGHT_FAULT": json.dumps(where)}))

@@ -1,0 +1,96 @@
+"""Step policies that do to a worker, once, what nobody can do from outside: wrong numbers, and a clock that jumps.
+
+``TRAINWRIGHT_FAULT`` in the environment says where: ``{"rank": 1, "step": 5, "place": 0.3, "bit": 7, "pass": 0}``;
+without it they do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainwright.data.stream.stream import GlobalBatch
+from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
+
+VARIABLE = "TRAINWRIGHT_FAULT"
+_INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
+_MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+
+
+def flip(tensor: torch.Tensor, place: float, bit: int) -> None:
+    """Flip a bit of the element at this share of a tensor's elements."""
+    bits = tensor.detach().view(_INTEGERS[tensor.element_size()]).view(-1)
+    bits[int(place * len(bits))] ^= 1 << bit
+
+
+class Planted(StepPolicy):
+    """The base class: knows whether the fault is due."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self.where: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "null")) or {"rank": None}
+        self._done = self.training.world.rank != self.where["rank"]
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this is the rank and the step; True once."""
+        due = not self._done and step == self.where["step"]
+        self._done |= due
+        return due
+
+    def flip(self, tensor: torch.Tensor) -> None:
+        """Flip the bit, of the mantissa."""
+        flip(tensor, self.where["place"], self.where["bit"] % _MANTISSA_BITS[tensor.dtype])
+
+    def change_output(self, change: Callable[[torch.Tensor], object]) -> None:
+        """Change what the first block returns, in the pass of this number from now on."""
+        passes = iter(range(1000))
+
+        def after_block(module: torch.nn.Module, arguments: object, output: Any) -> None:
+            if next(passes) == self.where["pass"]:
+                change((output[0] if isinstance(output, tuple) else output).data)
+                hook.remove()
+
+        hook = self.training.task.blocks()[0].register_forward_hook(after_block, prepend=True)
+
+
+class Weight(Planted):
+    """Flip a bit of a weight after a step."""
+
+    def after(self, step: int) -> None:
+        """Flip it."""
+        if self.is_due(step):
+            weights = [tensor for _, tensor in self.training.strategy.module.named_parameters()]
+            self.flip(weights[int(self.where["place"] * len(weights))].data)
+
+
+class Activation(Planted):
+    """Flip a bit of what the first block returns in a step."""
+
+    def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], StepGradients]) -> None:
+        """Have it flipped."""
+        if self.is_due(step):
+            self.change_output(self.flip)
+
+
+class NotANumber(Planted):
+    """Make what the first block returns in a step NaN."""
+
+    def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], StepGradients]) -> None:
+        """Have it made NaN."""
+        if self.is_due(step):
+            self.change_output(lambda output: output.fill_(float("nan")))
+
+
+class Clock(Planted):
+    """Let the clock of the system, as Python sees it, jump by ``seconds`` after a step."""
+
+    def after(self, step: int) -> None:
+        """Let it jump."""
+        if self.is_due(step):
+            clock, seconds = time.time, self.where["seconds"]
+            time.time = lambda: clock() + seconds

@@ -1,0 +1,164 @@
+"""The registry of kinds of faults: a function each, and the cases that it is tried in."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from trainwright.recipe.strategy_spec import spec_of
+
+if TYPE_CHECKING:
+    from trainwright.drilling.scene import Scene
+
+# Strategy and number of processes.
+Spread = tuple[str, int]
+
+
+class Worlds(Enum):
+    """Which of a campaign's spreads a kind is tried on."""
+
+    ONE = "the smallest"
+    ANY = "all"
+    SEVERAL = "those of several processes"
+    COPIES = "those of several processes, each with all weights"
+
+    def among(self, spreads: Sequence[Spread]) -> tuple[Spread, ...]:
+        """Return those of the spreads."""
+        if self is Worlds.ONE:
+            return (min(spreads, key=lambda spread: spread[1]),)
+        found = tuple(spread for spread in spreads if self is Worlds.ANY or spread[1] > 1)
+        if self is not Worlds.COPIES:
+            return found
+        return tuple(spread for spread in found if "parameters" not in spec_of(spread[0]).shards)
+
+
+ANY, SEVERAL, COPIES = Worlds.ANY, Worlds.SEVERAL, Worlds.COPIES
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to try a kind. ``variant`` is empty where the kind has no variants."""
+
+    spread: Spread
+    phase: str = ""
+    variant: str = ""
+
+    def __str__(self) -> str:
+        strategy, processes = self.spread
+        text = ", ".join(part for part in (f"{strategy} on {processes}", self.phase, self.variant) if part)
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        inject: puts the fault into a run and sees what becomes of it; raises one of the verdicts of verdicts.py.
+        spreads: what it is tried on.
+        share: how many of a campaign's trials are of this kind, beside the others.
+        seconds: how long one trial may take before it is ended and broken.
+        needs: why it cannot be tried on this machine, or None.
+    """
+
+    name: str
+    inject: Callable[[Scene], None]
+    spreads: Worlds | tuple[Spread, ...]
+    phases: tuple[str, ...]
+    variants: tuple[str, ...]
+    share: float
+    seconds: float
+    needs: Callable[[], str | None]
+
+    def cases(self, spreads: Sequence[Spread], phases: Collection[str]) -> tuple[Case, ...]:
+        """Return every case on these spreads, in a run that has these phases."""
+        chosen = self.spreads.among(spreads) if isinstance(self.spreads, Worlds) else self.spreads
+        moments = [phase for phase in self.phases if not phase or phase in phases]
+        return tuple(Case(*parts) for parts in itertools.product(chosen, moments, self.variants))
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def fault(
+    name: str,
+    *,
+    spreads: Worlds | Sequence[Spread] = Worlds.ONE,
+    phases: Sequence[str] = ("",),
+    variants: Iterable[str] = ("",),
+    share: float = 1.0,
+    seconds: float = 420.0,
+    needs: Callable[[], str | None] = lambda: None,
+) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
+    """Register the decorated function as a kind, to be tried in every combination of the rest."""
+    chosen = spreads if isinstance(spreads, Worlds) else tuple(spreads)
+
+    def register(function: Callable[[Scene], None]) -> Callable[[Scene], None]:
+        assert name not in KINDS, name
+        KINDS[name] = Kind(name, function, chosen, tuple(phases), tuple(variants), share, seconds, needs)
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial of a campaign; it does not depend on how many others there are."""
+
+    kind: str
+    ordinal: int
+    seed: int
+    case: Case
+
+    @property
+    def name(self) -> str:
+        """Return the name, which is its own among the trials of a seed."""
+        return f"{self.kind}/{self.ordinal}"
+
+    @property
+    def key(self) -> str:
+        """Return what identifies it among the verdicts of all campaigns."""
+        return f"{self.seed}:{self.name}:{self.case}"
+
+
+def matching(patterns: Sequence[str]) -> dict[str, Kind]:
+    """Return the kinds that one of these shell patterns matches; all without patterns."""
+    if not patterns:
+        return dict(KINDS)
+    return {name: kind for name, kind in KINDS.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
+
+
+def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[Case]]) -> list[Trial]:
+    """Deal ``trials`` to the kinds by their shares, at least one each, in an order drawn by the seed.
+
+    Args:
+        cases: of each kind; one without any is left out.
+    """
+    kinds = [KINDS[name] for name, found in cases.items() if found]
+    total = sum(kind.share for kind in kinds)
+    exact = {kind.name: trials * kind.share / total for kind in kinds}
+    counts = {name: max(1, int(share)) for name, share in exact.items()}
+    by_rest = sorted(exact, key=lambda name: exact[name] - counts[name], reverse=True)
+    for name in itertools.islice(itertools.cycle(by_rest), max(0, trials - sum(counts.values()))):
+        counts[name] += 1
+    drawn = [
+        Trial(name, ordinal, seed, drawn_case(seed, name, cases[name], ordinal))
+        for name, count in counts.items()
+        for ordinal in range(count)
+    ]
+    random.Random(seed).shuffle(drawn)
+    # Each kind once before any twice, so that a campaign that is cut short has seen them all.
+    drawn.sort(key=lambda trial: trial.ordinal > 0)
+    return drawn[:trials]
+
+
+def drawn_case(seed: int, kind: str, cases: Sequence[Case], ordinal: int) -> Case:
+    """Return the case of a kind's trial ``ordinal`` (from 0): all in an order drawn by the seed, then again."""
+    order = list(cases)
+    random.Random(f"{seed}/{kind}/{ordinal // len(order)}").shuffle(order)
+    return order[ordinal % len(order)]
