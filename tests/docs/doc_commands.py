@@ -21,6 +21,7 @@ NOT_RUN = {
     r"^(make|pip|git) ": "installs, or is run by CI itself",
     r"^python bench/": "a bench: minutes, other programs in environments of their own, or rewriting results",
     r"^(torchrun|accelerate|srun|mpirun) |^python -m trainwright\.worker": "other launchers: tests/launch runs them",
+    r"^trainwright drill ": "minutes: tests/drilling runs them",
     r"^trainwright doctor(?! --explain docs)": "looks at this machine: tests/doctor runs its checks",
     r"--rendezvous": "several nodes: tests/launch runs them",
     r"<name>|\b(RUN|MODEL|BASE|STUDY|RECIPE|SCRIPT)\b": "names what the reader has",
