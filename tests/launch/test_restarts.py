@@ -149,3 +149,19 @@ def test_known_errors_and_exceptions_before_the_first_step_are_not_retried(log: 
         Failure("rank 0 failed\nValueError: x", 4, cause=Cause.ERROR),
     ):
         assert restarts.decide(error) is error
+
+
+def test_restarts_are_counted_on_when_the_launcher_is_started_again(log: Path) -> None:
+    clock = [100.0]
+    killed = Failure("rank 1 was killed by an external SIGKILL", EXIT_FAULT, cause=Cause.PROCESS)
+    error = Failure("rank 1 failed\nValueError: a bad row", EXIT_TRAINING, cause=Cause.ERROR)
+    at(7, log, clock)
+    first = Restarts(log.parent, "2 per hour", lambda: clock[0])
+    assert isinstance(first.decide(error), Restart)
+    again = Restarts(log.parent, "2 per hour", lambda: clock[0])
+    at(7, log, clock)
+    repeated = again.decide(error)
+    assert isinstance(repeated, Failure) and "the same error happened twice" in repeated.message
+    restart = again.decide(killed)
+    assert isinstance(restart, Restart) and restart.number == 2
+    assert isinstance(Restarts(log.parent, "2 per hour", lambda: clock[0]).decide(killed), Failure)

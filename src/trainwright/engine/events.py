@@ -175,7 +175,7 @@ class Restart(Event):
 
     Attributes:
         cause: `process`, `connection`, `hang` or `error`.
-        number: counts the restarts of this launch of the command, from 1.
+        number: counts the restarts of the run, from 1.
         allowed: ``faults.restarts``.
         after_step: the last step before the failure; None: before the first one.
     """

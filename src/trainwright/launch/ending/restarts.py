@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +13,17 @@ from trainwright.engine.events import Restart
 from trainwright.errors import EXIT_TRAINING
 from trainwright.launch.ending.failure import FROM_OUTSIDE, Cause, Failure
 from trainwright.observe.reader import read_events
+from trainwright.paths import write_file
 from trainwright.recipe.sections.fields import rate_of
+
+# Beside the logs of the launches that it is about.
+_FILE = Path("logs") / "restarts.json"
 
 
 class Restarts:
     """Count the restarts of a run, and compare each failure with the ones before it.
+
+    Both are kept in the run's directory, as the launcher may be killed together with its workers and started again.
 
     Args:
         allowed: ``faults.restarts``.
@@ -25,8 +33,7 @@ class Restarts:
     def __init__(self, run: Path, allowed: str, clock: Callable[[], float] = time.time) -> None:
         self._run, self._allowed, self._clock = run, allowed, clock
         self._rate = rate_of(allowed)
-        self._times: list[float] = []
-        self._failures: set[tuple[int | None, str]] = set()
+        self._times, self._failures = _read(run / _FILE)
         self._begun = clock()
 
     def decide(self, failure: Failure) -> Restart | Failure:
@@ -45,13 +52,14 @@ class Restarts:
             if key in self._failures:
                 why = f"\nnot restarted again: the same error happened twice after {_at(step)}"
                 return replace(failure, message=failure.message + why, exit_code=EXIT_TRAINING)
-            self._failures.add(key)
+            self._failures.append(key)
         recent = [each for each in self._times if now - each < self._rate.seconds]
         if len(recent) >= self._rate.times:
             why = f"\nnot restarted again: faults.restarts allows {self._allowed}"
             return replace(failure, message=failure.message + why)
         self._times.append(now)
         self._begun = now
+        self._write()
         return Restart(
             cause=str(failure.cause),
             detail=failure.message.splitlines()[0],
@@ -59,6 +67,12 @@ class Restarts:
             allowed=self._allowed,
             after_step=step,
         )
+
+    def _write(self) -> None:
+        file, kept = self._run / _FILE, {"times": self._times, "failures": self._failures}
+        with suppress(OSError):  # a full disk is no reason to end a run that can go on
+            file.parent.mkdir(exist_ok=True)
+            write_file(file, json.dumps(kept))
 
     def _last_step(self) -> int | None:
         """Return the last step that this launch has recorded."""
@@ -68,6 +82,15 @@ class Restarts:
             return None
         steps = [event["step"] for event in events if event["event"] == "step" and event["time"] >= self._begun]
         return steps[-1] if steps else None
+
+
+def _read(file: Path) -> tuple[list[float], list[tuple[int | None, str]]]:
+    """Return the times of the restarts so far, and the step and the error of each failure from within."""
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return [float(each) for each in kept["times"]], [(step, str(error)) for step, error in kept["failures"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [], []
 
 
 def _essence(message: str) -> str:
