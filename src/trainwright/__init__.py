@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainwright.api.clusters.jobs import RunState, jobs
+    from trainwright.api.clusters.submitting import Submission, submit
     from trainwright.api.collecting import Collected, collect
     from trainwright.api.doctor.explaining import Diagnosis, explain
     from trainwright.api.doctor.machine import MachineReport, check_machine
@@ -47,8 +49,10 @@ __all__ = [
     "Recipe",
     "RequestError",
     "Run",
+    "RunState",
     "Simulation",
     "Stopped",
+    "Submission",
     "TrainingError",
     "TrainwrightError",
     "Upload",
@@ -60,12 +64,14 @@ __all__ = [
     "explain",
     "export",
     "generate",
+    "jobs",
     "merge",
     "plan",
     "push",
     "resume",
     "simulate",
     "stop",
+    "submit",
     "train",
     "unlearn_study",
     "verify",
@@ -85,8 +91,10 @@ _MODULES = {
     "Recipe": "api.recipe",
     "RequestError": "errors",
     "Run": "api.run",
+    "RunState": "api.clusters.jobs",
     "Simulation": "simulation.report",
     "Stopped": "errors",
+    "Submission": "api.clusters.submitting",
     "TrainingError": "errors",
     "TrainwrightError": "errors",
     "Upload": "api.publishing",
@@ -98,12 +106,14 @@ _MODULES = {
     "explain": "api.doctor.explaining",
     "export": "api.publishing",
     "generate": "api.generation",
+    "jobs": "api.clusters.jobs",
     "merge": "api.merging",
     "plan": "api.planning",
     "push": "api.publishing",
     "resume": "api.training",
     "simulate": "api.simulation",
     "stop": "api.stopping",
+    "submit": "api.clusters.submitting",
     "train": "api.training",
     "unlearn_study": "api.studies.unlearning",
     "verify": "api.verification",

@@ -24,6 +24,7 @@ from trainwright.cli import (
     train,
     verify,
 )
+from trainwright.cli.clusters import jobs, submit
 from trainwright.cli.data import rows as data
 from trainwright.cli.models import evaluate, generate, publish
 from trainwright.cli.studies import ablate, study
@@ -39,6 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", cls=train.TrainCommand)(train.train)
+app.command("submit")(submit.submit)
+app.command("jobs")(jobs.jobs)
 app.command("stop")(stop.stop)
 app.command("ablate")(ablate.ablate)
 app.command("collect")(collect.collect)

@@ -40,6 +40,10 @@ class Start(Event):
 
     Attributes:
         resumed_from: the step of the checkpoint; None: a fresh run.
+        launcher: what started the processes: `trainwright`, `torchrun`, `srun` and so on.
+        job: the number of the scheduler's job, with the index in an array; None outside of one.
+        nodes: the host names of the ranks, each once.
+        gpus: how many the run uses.
         pending: what the previous launch interrupted after that step, `evaluation` or `generation`.
         attention: the kernels that compute the model's attention, and why not faster ones.
         details: fields specific to the task.
@@ -70,6 +74,10 @@ class Start(Event):
     reasons: Sequence[str]
     predicted: Mapping[str, float]
     layout: str
+    launcher: str
+    job: str | None
+    nodes: Sequence[str]
+    gpus: int
     attention: Sequence[str] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 

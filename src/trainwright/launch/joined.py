@@ -153,7 +153,7 @@ def run_joined(
         try:
             from trainwright.launch.run_worker import train
 
-            code = train(run, opened.resume, rank_info, deadline=deadline)
+            code = train(run, opened.resume, rank_info, deadline=deadline, launcher=environment.launcher)
         except Exception as error:
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:

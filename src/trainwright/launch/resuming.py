@@ -27,6 +27,7 @@ _FREE = (
     ("evaluate",),
     ("faults",),
     ("logging",),
+    ("launch",),
     ("train", "micro_batch_size"),
     ("train", "gradient_accumulation_steps"),
     ("train", "activation_checkpointing"),

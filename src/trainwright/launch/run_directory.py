@@ -24,9 +24,10 @@ RECIPE = "recipe.yaml"
 PLAN = "plan.json"
 SUBMITTED = "slurm"  # what `trainwright submit` keeps in a run directory
 
+ARRAY_ELEMENT = "SLURM_ARRAY_TASK_ID"
+
 # What may be in a directory before its run begins.
 _BEFORE = ("logs", SUBMITTED)
-_ARRAY_ELEMENT = "SLURM_ARRAY_TASK_ID"
 
 _LEAVING_SECONDS = 3.0
 _STAMP = r"\d{8}-\d{6}(-\d+)?"
@@ -70,20 +71,20 @@ def own_directory(wanted: str, stem: str) -> Path:
     runs/<stem>; in an array of jobs the directory in it that is named by the job's index.
     """
     directory = RUNS / stem if wanted == "auto" else user_path(wanted)
-    element = os.environ.get(_ARRAY_ELEMENT, "")
+    element = os.environ.get(ARRAY_ELEMENT, "")
     return directory / element if element.isdigit() else directory
 
 
 def check_unbegun(directory: Path) -> None:
-    """Raise RequestError if something other than a run, or what is there before one begins, is in the directory."""
+    """Raise RequestError if there is no run in the directory, and more than what is there before one begins."""
     try:
         found = sorted(os.listdir(directory))
     except FileNotFoundError:
         return
     except OSError as error:
         raise RequestError(f"logging.run_directory: {directory} cannot be read: {error.strerror}") from error
-    known = {*_BEFORE, RECIPE, PLAN}
-    if other := [name for name in found if name not in known and not name.startswith(".")]:
+    other = [name for name in found if name not in _BEFORE and not name.startswith(".")]
+    if other and RECIPE not in found:
         raise RequestError(
             f"logging.run_directory: {directory} has no run, but other files ({', '.join(other[:3])}); choose another "
             "directory"

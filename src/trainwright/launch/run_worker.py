@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.ending.requests import StopRequests
+from trainwright.launch.ending.stop import scheduler_job
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.hangs.stacks import write_stacks_on_signal
 from trainwright.launch.limits import open_files_in_words
@@ -96,6 +98,7 @@ def train(
     may_change: bool = False,
     watched: bool = False,
     deadline: Deadline | None = None,
+    launcher: str = "trainwright",
 ) -> int:
     """Train this process's share of the run, with the recipe's observers, until it ends or a stop is requested.
 
@@ -118,6 +121,7 @@ def train(
         stop_requested=stop_requested,
         rank_info=rank_info,
         may_change=may_change,
+        launcher=launcher,
         requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user),
     )
 
@@ -153,6 +157,7 @@ def run_worker(
     largest: bool = False,
     rank_info: RankInfo | None = None,
     may_change: bool = False,
+    launcher: str = "trainwright",
     watch: Callable[[Task, Strategy], None] = lambda task, strategy: None,
     requests: Callable[[int], StopRequests] | None = None,
 ) -> int:
@@ -166,6 +171,7 @@ def run_worker(
         largest: repeat the step with the largest micro-batch.
         rank_info: rank information of this process; None: read it from the environment.
         may_change: whether the launcher can relaunch the run with another plan, if train.replan asks for it.
+        launcher: what started this process.
         watch: called with the task and its strategy before they are used.
         requests: called on rank 0 with the bytes of a checkpoint; looks for stop requests other than signals.
 
@@ -235,7 +241,7 @@ def run_worker(
         events.announce(f"loading {checkpoint.path}")
         heartbeat.phase("loading")
         trainer.resume(checkpoint)
-    events.emit(_start(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout))
+    events.emit(_start(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout, launcher))
     if reported is not None:
         events.emit(reported)
     with open_files_in_words():
@@ -309,8 +315,10 @@ def _start(
     reasons: Sequence[str],
     predicted: Mapping[str, float],
     layout: ModelLayout,
+    launcher: str,
 ) -> Start:
     world = trainer.world
+    hosts: list[str] = world.gather(socket.gethostname())
     first, steps = task.stream.global_batch(0), recipe.train.gradient_accumulation_steps
     return Start(
         task=recipe.task,
@@ -336,6 +344,10 @@ def _start(
         reasons=list(reasons),
         predicted=predicted,
         layout=layout.line(),
+        launcher=launcher,
+        job=scheduler_job(),
+        nodes=list(dict.fromkeys(hosts)),
+        gpus=world.size if world.device.type == "cuda" else 0,
         attention=_attention(recipe, task, world),
         details=task.describe(),
     )

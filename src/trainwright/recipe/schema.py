@@ -38,6 +38,7 @@ from trainwright.recipe.sections.fields import (
     Text,
     reject_bool,
 )
+from trainwright.recipe.sections.launch import LaunchSection
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.task_spec import TaskSpec
@@ -256,6 +257,7 @@ class Recipe(Section):
         default_factory=FaultsSection, description="What to do when something goes wrong while training."
     )
     logging: LoggingSection = Field(default_factory=LoggingSection, description="Where to record the run.")
+    launch: LaunchSection | None = Field(None, description="The job in which `trainwright submit` runs the recipe.")
 
     @model_validator(mode="wrap")
     @classmethod

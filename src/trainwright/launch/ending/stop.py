@@ -238,6 +238,14 @@ def _stop_with_shell() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def scheduler_job() -> str | None:
+    """Return the number of the scheduler's job of this process, with Slurm's index in an array; None outside of one."""
+    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array and element:
+        return f"{array}_{element}"
+    return next((os.environ[name] for name in _JOBS if os.environ.get(name)), None)
+
+
 def job_script_warning() -> str | None:
     """Return a warning about a command to which Slurm leaves no time for a last checkpoint, or None."""
     if os.environ.get("SLURM_TASK_PID") != str(os.getppid()) or not _is_shell(os.getppid()):

@@ -113,6 +113,15 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     )
 
 
+def node_of_srun(nodes: int) -> tuple[int, str] | None:
+    """Return the index of this node and the rendezvous, if srun has started one process on each of ``nodes`` nodes."""
+    given = Variables(os.environ)
+    found = _launched(given, os.getppid())
+    if found is None or found.launcher != "srun" or (found.size, found.nodes) != (nodes, nodes):
+        return None
+    return found.node, f"{found.address}:{found.port}"
+
+
 def launcher_of(given: Variables, nodes: int = 1) -> str | None:
     """Return the launcher that started this process as one of several, or None.
 

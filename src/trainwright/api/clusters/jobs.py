@@ -1,0 +1,144 @@
+"""Runs and the jobs that train them."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.errors import RequestError
+from trainwright.text import say
+
+if TYPE_CHECKING:
+    from trainwright.launch.slurm.scheduler import QueuedJob
+    from trainwright.observe.reader import EventRecord
+
+_LAST_STEPS = 50  # whose median gives the expected end
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run and its job.
+
+    Attributes:
+        run: the run directory; of an array whose elements wait, that of their runs.
+        job: the scheduler's number; None if no job of the queue trains the run.
+        state: ``pending``, ``running`` and so on as the scheduler says, with its reason to wait; without a job
+            ``training``, ``finished``, ``stopped`` or ``unfinished``.
+        step: the last step; None before the first.
+        steps: the last step of the finished run.
+        goodput: seconds of the steps that count, of all seconds since the run began.
+        end: when the run is expected to finish, in seconds since the epoch; None unless it trains.
+    """
+
+    run: Path
+    job: str | None
+    state: str
+    step: int | None = None
+    steps: int | None = None
+    goodput: float | None = None
+    end: float | None = None
+
+    def columns(self) -> list[str]:
+        """Return the columns of ``trainwright jobs``."""
+        at = "" if self.step is None else f"{self.step}/{self.steps}"
+        goodput = "" if self.goodput is None else f"{self.goodput:.0%}"
+        end = "" if self.end is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(self.end))
+        return [str(self.run), self.job or "", self.state, at, goodput, end]
+
+
+def jobs(*runs: str | Path) -> list[RunState]:
+    """Return runs and the jobs of Slurm that train them; what ``trainwright jobs`` shows.
+
+    Args:
+        runs: directories of runs. Default: those in ``runs/`` and those of this user's jobs.
+
+    Raises:
+        RequestError: a directory is not a run's. If Slurm does not answer, runs are shown without their jobs.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> [(each.run.name, each.state, each.step, each.steps) for each in tw.jobs("runs/tiny")]
+        [('tiny', 'finished', 4, 4)]
+    """
+    from trainwright.api.run import Run
+
+    queued = {job.run: job for job in _queue()}
+    wanted = [Run(run).directory for run in runs] if runs else [*_runs_here(), *queued]
+    found = {directory.absolute(): directory for directory in reversed(wanted)}
+    return [_state(shown, queued.get(directory)) for directory, shown in sorted(found.items())]
+
+
+def table(found: Sequence[RunState]) -> Iterator[str]:
+    """Yield the lines of ``trainwright jobs``."""
+    rows = [["RUN", "JOB", "STATE", "STEP", "GOODPUT", "EXPECTED END"], *(each.columns() for each in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _queue() -> list[QueuedJob]:
+    """Return the jobs in Slurm's queue; none, with a note, if it does not answer."""
+    from shutil import which
+
+    from trainwright.launch.slurm.scheduler import queue
+
+    try:
+        return [] if which("squeue") is None else queue()
+    except RequestError as error:
+        say(f"note: runs are shown without their jobs: {error}", file=sys.stderr)
+        return []
+
+
+def _runs_here() -> list[Path]:
+    from trainwright.launch.run_directory import RECIPE, RUNS
+
+    return sorted(file.parent for pattern in (f"*/{RECIPE}", f"*/*/{RECIPE}") for file in RUNS.glob(pattern))
+
+
+def _state(directory: Path, job: QueuedJob | None) -> RunState:
+    from trainwright.api.run import Run
+    from trainwright.machine.file_lock import is_locked
+
+    try:
+        run = Run(directory)
+    except RequestError:  # it has not begun
+        assert job is not None, "the others are runs"
+        return RunState(directory, job.name, _words(job))
+    events = run.events()
+    is_training = is_locked(directory)
+    state = _words(job) if job is not None else "training" if is_training else run.status
+    start = next((event for event in reversed(events) if event["event"] == "start"), None)
+    steps = [event for event in events if event["event"] == "step"]
+    if start is None:
+        return RunState(directory, None if job is None else job.name, state)
+    runs_now = is_training or (job is not None and job.state == "RUNNING")
+    return RunState(
+        directory,
+        None if job is None else job.name,
+        state,
+        int(steps[-1]["step"]) if steps else None,
+        int(start["max_steps"]),
+        _goodput(events, steps),
+        _expected_end(start, steps) if runs_now and steps else None,
+    )
+
+
+def _words(job: QueuedJob) -> str:
+    words = job.state.lower()
+    return f"{words} ({job.reason})" if job.state == "PENDING" else words
+
+
+def _goodput(events: Sequence[EventRecord], steps: Sequence[EventRecord]) -> float | None:
+    if not steps:
+        return None
+    return float(sum(event["step_time"] for event in steps) / max(1e-9, events[-1]["time"] - events[0]["time"]))
+
+
+def _expected_end(start: dict[str, Any], steps: Sequence[EventRecord]) -> float:
+    left = max(0, int(start["max_steps"]) - int(steps[-1]["step"]))
+    return float(steps[-1]["time"] + left * statistics.median(event["step_time"] for event in steps[-_LAST_STEPS:]))

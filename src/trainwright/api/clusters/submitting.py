@@ -1,0 +1,121 @@
+"""Submit a recipe to a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainwright.api.planning import Plan
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job, and the run that it trains.
+
+    Attributes:
+        job: the scheduler's number; None if nothing was submitted.
+        run: the directory of the run; with an array, of the runs of its elements.
+        script: the text of the job's file.
+        plan: for the described machine; None if the cluster's nodes are not described.
+        seconds: the time limit, if it is known.
+    """
+
+    job: str | None
+    run: Path
+    script: str
+    plan: Plan | None
+    seconds: int | None
+
+    def lines(self) -> Iterator[str]:
+        """Yield what ``trainwright submit`` prints."""
+        if self.plan is None:
+            yield "not planned: the cluster's nodes are not described (machine in clusters.yaml, such as 8xH100)"
+        else:
+            from trainwright.planning.output.table import summary
+
+            yield summary(self.plan.details)
+            step = self.plan.predicted.get("step_time")
+            if self.seconds is not None and step:
+                yield f"about {int(self.seconds / step):,} steps fit into the {self.seconds / 3600:.3g} h of a job"
+        yield f"job {self.job}"
+        yield f"run {self.run}"
+
+
+def submit(
+    recipe: str | PathLike[str],
+    *overrides: str,
+    to: str | None = None,
+    name: str | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    cpus_per_node: int | None = None,
+    time: str | None = None,
+    partition: str | None = None,
+    account: str | None = None,
+    array: str | None = None,
+    until_done: bool | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+) -> Submission:
+    """Submit a recipe as a job of Slurm; what ``trainwright submit`` does.
+
+    The job starts the run, or resumes it if it has begun: submit the same again to continue a run whose job has ended.
+    What is not given is taken from the recipe's section ``launch``, then from the cluster in
+    ``~/.config/trainwright/clusters.yaml``, then left to the scheduler.
+
+    Args:
+        recipe: the path of a recipe file, which the nodes see too.
+        overrides: ``section.key=value``; with an array, ``{element}`` is replaced by the element's index.
+        to: ``slurm``, or a cluster of clusters.yaml.
+        name: of the run, in ``runs/``, and of its job. Default: that of the recipe or of ``logging.run_directory``.
+        nodes: number of nodes.
+        gpus_per_node: GPUs of each node.
+        cpus_per_node: CPUs of each node. Default: the share that belongs to its GPUs, or all.
+        time: the time limit, such as ``4h`` or ``"4:00:00"``.
+        partition: where the job runs.
+        account: who is charged.
+        array: the indices of an array of jobs, such as ``0-9``.
+        until_done: requeue the job until the run has finished.
+        force: submit even if the plan says that the run does not fit.
+        dry_run: submit and write nothing; the submission's ``script`` is the file.
+
+    Raises:
+        RequestError: the recipe or the arguments are invalid, the scheduler refuses them, or there is none.
+        MachineError: the run does not fit into the described machine.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> made = tw.submit("tiny.yaml", to="slurm", name="first", nodes=2, time="4h", dry_run=True)
+        >>> "#SBATCH --time=4:00:00" in made.script.splitlines()
+        True
+    """
+    from trainwright.launch.slurm import submission
+    from trainwright.recipe.sections.launch import job_seconds
+
+    options = {
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "cpus_per_node": cpus_per_node,
+        "time": time,
+        "partition": partition,
+        "account": account,
+        "array": array,
+        "until_done": until_done,
+    }
+    job = submission.job_of(Path(recipe), overrides, options, to, name)
+    plan = None
+    if (machine := job.settings.described()) is not None:
+        from trainwright.api.planning import plan as plan_for
+
+        plan = plan_for(recipe, *submission.first_overrides(job), on=machine)
+        if not force:
+            plan.details.refuse_shortage()
+    number = None
+    if not dry_run:
+        number, job = submission.submit(job)
+    limit = job.settings.time
+    return Submission(number, job.run, job.text(), plan, None if limit is None else job_seconds(limit))

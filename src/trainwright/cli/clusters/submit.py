@@ -1,0 +1,76 @@
+"""``trainwright submit``: train a recipe in a job of a cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trainwright.errors import RequestError
+from trainwright.text import say
+
+
+def submit(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE [SECTION.KEY=VALUE]...", help="The recipe, and overrides.", show_default=False),
+    ],
+    to: Annotated[
+        str | None, typer.Option(metavar="CLUSTER", help="slurm, or a cluster of ~/.config/trainwright/clusters.yaml.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run in runs/, and of the job.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Number of GPUs of each node.")] = None,
+    cpus_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of CPUs of each node. Default: the share of its GPUs, or all of them."),
+    ] = None,
+    time: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit, such as 4h or 4:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account that is charged.")] = None,
+    array: Annotated[
+        str | None,
+        typer.Option(
+            metavar="INDICES",
+            help="An array of jobs, such as 0-9: a run for each index, which replaces {element} in overrides.",
+        ),
+    ] = None,
+    until_done: Annotated[
+        bool | None,
+        typer.Option("--until-done/--once", help="Requeue the job until the run has finished.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Submit even if the plan does not fit.")] = False,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the job's file, and submit nothing.")] = False,
+) -> None:
+    """Train a recipe in a job of Slurm.
+
+    The run is planned for the described nodes first. The job resumes the run if it has begun, so the same command
+    continues it. Defaults are in the recipe's section launch and in clusters.yaml.
+    """
+    import trainwright as tw
+    from trainwright.launch.request import split_words
+
+    recipe, overrides = split_words(arguments)
+    if recipe is None:
+        raise RequestError("no recipe; pass one, for instance: trainwright submit recipes/sft/tiny.yaml --to slurm")
+    made = tw.submit(
+        recipe,
+        *overrides,
+        to=to,
+        name=name,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        cpus_per_node=cpus_per_node,
+        time=time,
+        partition=partition,
+        account=account,
+        array=array,
+        until_done=until_done,
+        force=force,
+        dry_run=print_only,
+    )
+    if print_only:
+        say(made.script, end="", wrap=False)
+        return
+    for line in made.lines():
+        say(line, wrap=False)

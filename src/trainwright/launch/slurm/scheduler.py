@@ -1,0 +1,114 @@
+"""Slurm's own commands, and what they answer."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.errors import RequestError
+from trainwright.launch.slurm.job import COMMENT
+
+_SECONDS = 60
+_FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"
+_NOT_SET = ("N/A", "")
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job of this user that trains a run.
+
+    Attributes:
+        name: the job's number, and with an array its index or indices: ``12``, ``12_3``, ``12_[4-9]``.
+        run: the run directory; of an array whose elements wait, the directory of their runs.
+        state: such as ``PENDING``, ``RUNNING`` or ``COMPLETING``.
+        reason: why it waits.
+    """
+
+    name: str
+    run: Path
+    state: str
+    reason: str
+    nodes: str
+
+
+def submit(file: Path) -> str:
+    """Submit a job's file; return the number of the job. Raises RequestError with sbatch's words."""
+    done = _run("sbatch", "--parsable", str(file))
+    if done.returncode:
+        raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(done.stderr)}{_there()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def queue() -> list[QueuedJob]:
+    """Return the jobs of this user that train a run. Raises RequestError if there is no answer."""
+    done = _run("squeue", "--me", "--noheader", f"--format={_FIELDS}")
+    if done.returncode:
+        raise RequestError(f"squeue does not answer: {_words(done.stderr)}")
+    lines = (line.split("|", 7) for line in done.stdout.splitlines())
+    return [_queued(fields) for fields in lines if len(fields) == 8 and fields[7].startswith(COMMENT)]
+
+
+def shown(job: str) -> dict[str, str]:
+    """Return what scontrol shows of a job, by its keys; empty if it does not know the job."""
+    done = _run("scontrol", "show", "job", "--oneliner", job)
+    return dict(re.findall(r"(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
+
+
+def requeue(job: str) -> None:
+    """Put a job back into the queue. Raises RequestError with Slurm's words."""
+    done = _run("scontrol", "requeue", job)
+    if done.returncode:
+        raise RequestError(f"scontrol refuses: {_words(done.stderr)}")
+
+
+def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
+    """Return the CPUs of a partition's smallest node, or the share of them that belongs to ``gpus`` of its GPUs; None
+    if Slurm does not say.
+    """
+    only = [] if partition is None else [f"--partition={partition}"]
+    done = _run("sinfo", "--noheader", "--format=%P|%c|%G", *only)
+    shares = []
+    for line in done.stdout.splitlines():
+        name, cpus, devices = (*line.split("|"), "", "")[:3]
+        if (partition is None and not name.endswith("*")) or not cpus.rstrip("+").isdigit():
+            continue
+        found = re.search(r"gpu(?::[^:(,]+)?:(\d+)", devices)
+        if gpus is None or found is not None:
+            share = 1.0 if gpus is None or found is None else min(1.0, gpus / int(found[1]))
+            shares.append(max(1, int(int(cpus.rstrip("+")) * share)))
+    return min(shares, default=None)
+
+
+def _queued(fields: Sequence[str]) -> QueuedJob:
+    number, array, index, state, reason, _, nodes, comment = fields
+    run = Path(comment.removeprefix(COMMENT))
+    if index in _NOT_SET:
+        return QueuedJob(number, run, state, reason, nodes)
+    if index.isdigit():
+        return QueuedJob(f"{array}_{index}", run / index, state, reason, nodes)
+    return QueuedJob(f"{array}_[{index}]", run, state, reason, nodes)
+
+
+def _there() -> str:
+    done = _run("sinfo", "--noheader", "--format=%R")
+    names = sorted(set(done.stdout.split()))
+    return f"; partitions here: {', '.join(names)}" if names else ""
+
+
+def _words(text: str) -> str:
+    return "; ".join(re.sub(r"^\w+: (error: )?", "", line) for line in text.splitlines() if line.strip())
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except FileNotFoundError:
+        raise RequestError(
+            f"no scheduler found: there is no {command[0]} here; run this on a login node of the cluster, or only show "
+            "the job's file with --print"
+        ) from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RequestError(f"{command[0]} does not answer: {error}") from None

@@ -1,0 +1,99 @@
+"""What a job asks for: the command's options, then the recipe's section `launch`, then the cluster's defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from trainwright.errors import RequestError
+from trainwright.paths import user_path
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.fields import Text
+from trainwright.recipe.sections.launch import JobSection
+
+SLURM = "slurm"
+_FILE = "clusters.yaml"
+_MACHINE = re.compile(r"(\d+)([x×*].+)")
+
+
+class Cluster(JobSection):
+    """The defaults of a cluster in clusters.yaml."""
+
+    scheduler: Literal["slurm"] = "slurm"
+    machine: Text | None = Field(None, description="One node, as `trainwright plan --on` takes it, such as 8xH100.")
+    options: list[Text] = Field([], description="Further options of sbatch, such as --exclusive or --mem=0.")
+    setup: list[Text] = Field([], description="Lines of shell that the job runs first, such as module load cuda.")
+
+    def described(self) -> str | None:
+        """Return the machine of a job as `trainwright plan --on` takes it; None if the node is not described."""
+        nodes = self.nodes or 1
+        if self.machine is None or (found := _MACHINE.fullmatch(self.machine)) is None:
+            return self.machine if nodes == 1 else None
+        devices = self.gpus_per_node or int(found[1])
+        return f"{nodes}x{devices}{found[2]}" if nodes > 1 else f"{devices}{found[2]}"
+
+
+def clusters_file() -> Path:
+    """Return the file with the user's clusters."""
+    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return user_path(base) / "trainwright" / _FILE
+
+
+def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> Cluster:
+    """Return the job's settings.
+
+    Args:
+        options: of the command, by the keys of the section ``launch``; None is not given.
+        to: ``slurm``, or a cluster of clusters.yaml.
+
+    Raises:
+        RequestError: naming the option, or the key and its file.
+    """
+    launch = {} if recipe.launch is None else recipe.launch.model_dump(exclude_none=True)
+    name = launch.pop("to", None) if to is None else to
+    launch.pop("to", None)
+    if name is None:
+        raise RequestError("--to: where to submit to is missing; pass --to slurm, or set launch.to in the recipe")
+    given = {key: value for key, value in options.items() if value is not None}
+    defaults = _cluster(name).model_dump(exclude_none=True)
+    try:
+        return Cluster.model_validate({**defaults, **launch, **given})
+    except ValidationError as error:  # the recipe and the file are valid
+        raise RequestError("\n".join(_problems(error, lambda key: "--" + key.replace("_", "-")))) from None
+
+
+def _cluster(name: str) -> Cluster:
+    file = clusters_file()
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(found, dict | None):
+        raise RequestError(f"{file}: is no mapping of names to clusters")
+    clusters = found or {}
+    if name not in clusters:
+        if name == SLURM:
+            return Cluster()
+        known = ", ".join([SLURM, *map(str, clusters)])
+        raise RequestError(f"--to {name}: no such cluster in {file}; there are: {known}")
+    try:
+        return Cluster.model_validate(clusters[name] or {})
+    except ValidationError as error:
+        raise RequestError("\n".join(_problems(error, lambda key: f"{file}: {name}.{key}"))) from None
+
+
+def _problems(error: ValidationError, place: Any) -> list[str]:
+    details = error.errors(include_url=False)
+    return [f"{place('.'.join(map(str, each['loc'])))}: expected {_expected(each)}" for each in details]
+
+
+def _expected(detail: Any) -> str:
+    if detail["type"] == "extra_forbidden":
+        return f"one of {', '.join(Cluster.model_fields)}"
+    return f"{detail['msg']}, not {detail['input']!r}"

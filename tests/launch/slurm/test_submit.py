@@ -1,0 +1,178 @@
+"""Jobs for Slurm without a Slurm: the file, its defaults, what is refused, and when a job goes back into the queue."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import trainwright as tw
+from tests.support.commands import ROOT, environment
+from tests.support.runs import ON_ROWS, ROWS, TINY
+from trainwright.errors import MachineError, RequestError
+from trainwright.launch.slurm.requeue import failures_in_a_row, may_continue
+from trainwright.recipe.sections.launch import job_seconds
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    return tmp_path
+
+
+def clusters(here: Path, text: str) -> None:
+    file = here / "config" / "trainwright" / "clusters.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+
+
+def printed(*overrides: str, recipe: Path = TINY, to: str | None = "slurm", **options: object) -> list[str]:
+    made = tw.submit(recipe, ON_ROWS, *overrides, to=to, dry_run=True, **options)  # type: ignore[arg-type]
+    assert made.job is None and not (Path("runs")).exists()
+    return made.script.splitlines()
+
+
+def test_the_file_asks_for_what_was_asked_and_has_no_secret(here: Path) -> None:
+    lines = printed(nodes=2, gpus_per_node=8, time="4h", partition="gpu", account="me", array="0-9%2", until_done=True)
+    asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
+    assert asked >= {
+        *("--job-name=tiny", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=4:00:00"),
+        *("--partition=gpu", "--account=me", "--array=0-9%2", "--open-mode=append", "--requeue", "--signal=USR1@120"),
+        *(f'--comment="trainwright:{here}/runs/tiny"', f'--output="{here}/runs/tiny/slurm/%A_%a.log"'),
+    }
+    (srun,) = (line for line in lines if line.startswith("srun "))
+    assert srun.endswith(f"logging.run_directory={here}/runs/tiny --resume auto --nodes 2")
+    assert lines[-1].endswith('"$run" "$code" --until-done') and "hf_secret" not in "\n".join(lines)
+
+
+def test_options_come_before_the_recipe_and_the_recipe_before_the_cluster(here: Path) -> None:
+    clusters(
+        here,
+        "big: {partition: low, account: ours, time: 1 h, nodes: 4, options: [--exclusive], setup: [module load cuda]}",
+    )
+    (here / "r.yaml").write_text(f"include: {TINY}\nlaunch: {{to: big, time: 2 h, partition: high}}\n")
+    lines = printed(recipe=here / "r.yaml", to=None, partition="gpu")
+    asked = [line.removeprefix("#SBATCH --") for line in lines]
+    assert {"partition=gpu", "time=2:00:00", "account=ours", "nodes=4", "exclusive"} <= set(asked)
+    assert "module load cuda" in lines
+
+
+def test_nothing_that_a_name_says_is_executed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is run with an srun that writes its words down."""
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    odd = here / "a b'$(touch pwned)`touch pwned`"
+    odd.mkdir()
+    recipe = odd / "r $(touch pwned).yaml"
+    recipe.write_text(f"include: {TINY}\n")
+    (here / "bin").mkdir()
+    (here / "bin" / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >srun.txt\n')
+    (here / "bin" / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", "$(touch pwned)\n`touch pwned`'")
+    prompt = "evaluate.prompts=['$(touch pwned) {element}; touch pwned']"
+    lines = printed(prompt, f"logging.run_directory={odd}/run", recipe=recipe, array="3-4")
+    (here / "job.sbatch").write_text("\n".join(lines) + "\n")
+    variables = {**os.environ, "SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "3"}
+    subprocess.run(["bash", "job.sbatch"], env=variables, check=True, timeout=100)
+    words = (here / "srun.txt").read_text().splitlines()
+    assert words[words.index("train") + 1] == str(recipe)
+    assert prompt.replace("{element}", "3") in words and f"logging.run_directory={odd}/run" in words
+    assert not [*here.rglob("pwned")]
+
+
+@pytest.mark.parametrize("name", ["a b", "a'b", 'a"b', "a\nb", "$(touch pwned)", "a;b", "-a", "../a", "", "a/b"])
+def test_a_name_that_is_not_plain_is_refused(name: str, here: Path) -> None:
+    with pytest.raises(RequestError, match=r"--name: .* is no plain name"):
+        printed(name=name)
+    assert not [*here.rglob("pwned")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"time": "soon"}, "--time: expected a time such as 4 h"),
+        ({"partition": "a b"}, "--partition: expected a name of letters"),
+        ({"array": "0-9; rm"}, "--array: expected indices such as 0-9"),
+        ({"to": "nowhere"}, "--to nowhere: no such cluster in .*clusters.yaml; there are: slurm"),
+        ({"to": None}, "--to: where to submit to is missing"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options: dict[str, object], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        printed(**options)
+
+
+def test_wrong_keys_of_a_cluster_are_refused_with_their_file(here: Path) -> None:
+    clusters(here, "big: {partitoin: low}")
+    with pytest.raises(RequestError, match=r"clusters.yaml: big.partitoin: expected one of nodes, "):
+        printed(to="big")
+
+
+def test_element_needs_an_array_and_paths_no_quotes(here: Path) -> None:
+    with pytest.raises(RequestError, match="pass --array"):
+        printed("train.seed={element}")
+    with pytest.raises(RequestError, match="has a quote, a backslash or a control character"):
+        printed("logging.run_directory='a\"b'")
+
+
+def test_without_a_scheduler_nothing_is_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(here))
+    with pytest.raises(RequestError, match="no scheduler found: there is no squeue here"):
+        tw.submit(TINY, ON_ROWS, to="slurm")
+    assert not (here / "runs").exists()
+
+
+def test_what_cannot_fit_is_refused_before_it_is_queued(here: Path) -> None:
+    clusters(here, "small: {machine: 1xT4}\nbig: {machine: 8xH100, gpus_per_node: 2}")
+    large = here / "large.yaml"
+    large.write_text(
+        f"task: sft\nmodel: {{name: meta-llama/Llama-3.1-8B}}\ndata: {{train: {ROWS}, validation: null}}\n"
+    )
+    with pytest.raises(MachineError, match="T4"):
+        tw.submit(large, to="small", dry_run=True)
+    assert tw.submit(large, to="small", dry_run=True, force=True).plan is not None
+    made = tw.submit(TINY, ON_ROWS, to="big", time="1h", nodes=2, dry_run=True)
+    assert made.plan is not None and made.plan.details.cluster.devices_per_node == 2
+    assert made.plan.details.cluster.nodes == 2
+    assert any(line.startswith("about ") and line.endswith("of a job") for line in made.lines())
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("4:00:00", 14400), ("1-12", 129600), ("1-0:30:00", 88200), ("4 h", 14400)],
+)
+def test_times_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert job_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("code", "continues"), [(0, False), (2, False), (3, False), (4, False), (5, True), (75, True), (137, True)]
+)
+def test_what_the_run_failed_by_is_not_retried(code: int, continues: bool) -> None:
+    assert may_continue(code) is continues
+
+
+def test_ends_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
+    assert [failures_in_a_row(tmp_path) for _ in range(2)] == [1, 2]
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert [failures_in_a_row(tmp_path) for _ in range(2)] == [0, 1]
+
+
+def test_jobs_shows_runs_without_a_scheduler(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainwright.api.clusters.jobs import RunState, table
+
+    monkeypatch.setenv("PATH", str(here))
+    assert tw.jobs() == []
+    shown = RunState(Path("runs/a"), "12_3", "running", 5, 10, 0.914, None)
+    assert [*table([shown])][1].split() == ["runs/a", "12_3", "running", "5/10", "91%"]
+
+
+def test_the_command_prints_the_file(here: Path) -> None:
+    words = ["python", "-m", "trainwright", "submit", str(TINY), "--to", "slurm", "--print"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=100, cwd=here)
+    assert done.stdout.startswith("#!/bin/bash\n"), done.stderr
+    assert str(ROOT / "src") in done.stdout
