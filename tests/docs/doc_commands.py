@@ -24,6 +24,7 @@ NOT_RUN = {
     r"^trainwright drill ": "minutes: tests/drilling runs them",
     r"^trainwright doctor(?! --explain docs)": "looks at this machine: tests/doctor runs its checks",
     r"--rendezvous": "several nodes: tests/launch runs them",
+    r"^trainwright (submit .*--to slurm(?!.*--print)|stop runs/tiny$)": "a cluster: tests/launch/slurm runs the page",
     r"<name>|\b(RUN|MODEL|BASE|STUDY|RECIPE|SCRIPT)\b": "names what the reader has",
     r"\b(my|more|raw|export|pairs|rows|test|tinyshakespeare)\.(jsonl|csv|txt)|documents/|[ =]recipe\.yaml": (
         "files of the reader"

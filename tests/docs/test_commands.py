@@ -56,7 +56,7 @@ def test_every_command_is_one_that_there_is(command: Command) -> None:
         options = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
         assert [option for option in options if f'"{option}"' not in source] == []
     elif program != "git":
-        assert words[words.index("-m") + 1] in ("trainwright.worker", "pytest")
+        assert words[words.index("-m") + 1] in ("trainwright.worker", "trainwright", "pytest")
 
 
 @pytest.mark.parametrize("pattern", NOT_RUN)
@@ -125,8 +125,9 @@ def _check_trainwright(words: list[str]) -> None:
     ]
     arguments = [str(value) for value in values]
     recipes = [word for word in arguments if word.startswith("recipes/")]
-    # Of ablate's KEY=VALUE,VALUE the first value.
-    overrides = [word.partition(",")[0] if path[0] == "ablate" else word for word in arguments if _OVERRIDE.match(word)]
+    # Of ablate's KEY=VALUE,VALUE the first value; the index in an array is a number.
+    words = [word.replace("{element}", "0") for word in arguments if _OVERRIDE.match(word)]
+    overrides = [word.partition(",")[0] if path[0] == "ablate" else word for word in words]
     overrides = [] if path[0] == "data" and not recipes else overrides
     if not recipes:
         _check_overrides(path, overrides)

@@ -9,8 +9,9 @@ from trainwright.api.run import Run
 from trainwright.errors import RequestError
 from trainwright.launch.ending.requests import STOP_FILE
 from trainwright.machine.file_lock import is_locked
+from trainwright.paths import user_path
 
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _ASK_SECONDS = 0.2, 2.0  # the second: the scheduler
 
 
 def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
@@ -20,8 +21,11 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
         run: a run that is training, or its directory.
         timeout: how many seconds to wait until it has ended.
 
+    A job of Slurm that trains the run ends too, and is not requeued; one that still waits is canceled.
+
     Returns:
-        ``stopped``, ``finished`` (it ended first), ``unfinished`` (it failed), or ``stopping`` after the timeout.
+        ``stopped``, ``finished`` (it ended first), ``unfinished`` (it failed), ``canceled`` (its job was waiting), or
+        ``stopping`` after the timeout.
 
     Raises:
         RequestError: no process trains the run, or the request cannot be written.
@@ -33,8 +37,15 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
             ...
         trainwright.errors.RequestError: runs/tiny is not being trained here; for another machine, create runs/tiny/stop
     """
+    from trainwright.launch.slurm import scheduler
+
+    job = scheduler.job_of(user_path(run))
+    if job is not None:
+        scheduler.end(job)
+        if job.state == "PENDING":
+            return "canceled"
     found = Run(run)
-    if not is_locked(found.directory):
+    if job is None and not is_locked(found.directory):
         raise RequestError(
             f"{found.directory} is not being trained here; for another machine, create {found.directory / STOP_FILE}"
         )
@@ -43,8 +54,8 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
     except OSError as error:
         raise RequestError(f"{found.directory / STOP_FILE} cannot be written: {error.strerror}") from None
     end = time.monotonic() + timeout
-    while is_locked(found.directory):
+    while is_locked(found.directory) or (job is not None and scheduler.job_of(found.directory) is not None):
         if time.monotonic() >= end:
             return "stopping"
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS if job is None else _ASK_SECONDS)
     return found.status

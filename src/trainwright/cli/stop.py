@@ -18,8 +18,8 @@ def stop(
 ) -> None:
     """Stop a run after its current step, with a checkpoint.
 
-    The same as creating the file RUN/stop, which works from another machine too. An evaluation is interrupted, and
-    repeated when the run is resumed.
+    A job of Slurm that trains it ends too, and is not requeued. Otherwise the same as creating the file RUN/stop, which
+    works from another machine too. An evaluation is interrupted, and repeated when the run is resumed.
     """
     import trainwright as tw
 

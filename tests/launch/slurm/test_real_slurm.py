@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import wait_for
+from tests.support.commands import ROOT, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from tests.support.slurm import Slurm, why_not
 
@@ -138,6 +140,34 @@ def test_paths_with_spaces_and_shell_characters_are_paths(slurm: Slurm, tmp_path
     slurm.wait_for(job, "COMPLETED", "FAILED")
     assert run == where / "runs" / "tiny" and events(run, "finish"), log(run)
     assert "finished at step 2" in log(run) and not [*tmp_path.rglob("pwned")]
+
+
+def test_the_guide_is_followed_in_order(slurm: Slurm, runs: Runs, tmp_path: Path) -> None:
+    """Its first two sections; the job's number there is 12."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    lines = [line.strip() for line in page.partition("## Nodes")[0].splitlines() if line.startswith("    ")]
+    fixed = (*SETTINGS, SLOW, "parallel.num_processes=1", "train.max_steps=60")
+    job, run = "", tmp_path / "runs" / "tiny"
+    for line in lines:
+        program, *words = shlex.split(line)
+        if words[:1] == ["submit"]:
+            words += fixed
+        words = [job if word == "12" else word for word in words]
+        if words[0] == "stop":
+            wait_for(lambda: len(events(run, "start")) == 2, every=0.3)
+            wait_for_step(run, events(run, "start")[-1]["resumed_from"] + 3)
+        said = slurm.run(*(_trainwright(*words) if program == "trainwright" else (program, *words)), cwd=tmp_path)
+        if words[0] == "submit" and "--print" not in words:
+            job = said.splitlines()[-2].removeprefix("job ")
+            wait_for_step(run, 5)
+    assert said == "runs/tiny: stopped"
+    assert not slurm.run("squeue", "--noheader"), "it is not requeued"
+    again, same = submit(slurm, tmp_path, SLOW, "parallel.num_processes=1", "train.max_steps=60")
+    assert same == run
+    slurm.wait_for(again, "COMPLETED", "FAILED")
+    assert all(each["resumed_from"] for each in events(run, "start")[1:]) and len(events(run, "start")) == 3
+    same_losses(runs, run, 1, 60)
 
 
 def _trainwright(*words: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import RequestError
+from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm.job import COMMENT
 
 _SECONDS = 60
@@ -62,6 +63,21 @@ def requeue(job: str) -> None:
     done = _run("scontrol", "requeue", job)
     if done.returncode:
         raise RequestError(f"scontrol refuses: {_words(done.stderr)}")
+
+
+def job_of(run: Path) -> QueuedJob | None:
+    """Return the job in the queue that trains a run; None if there is none, or the run was not submitted here."""
+    if not any((directory / SUBMITTED).is_dir() for directory in (run, run.parent)):
+        return None
+    return next((job for job in queue() if job.run == run.absolute() and job.state != "COMPLETING"), None)
+
+
+def end(job: QueuedJob) -> None:
+    """Cancel a job that waits; have one that runs not requeued when it ends. Raises RequestError with Slurm's words."""
+    waits = job.state == "PENDING"
+    done = _run("scancel", job.name) if waits else _run("scontrol", "update", f"JobId={job.name}", "Requeue=0")
+    if done.returncode:
+        raise RequestError(f"job {job.name} cannot be {'canceled' if waits else 'changed'}: {_words(done.stderr)}")
 
 
 def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
