@@ -1,0 +1,64 @@
+"""Put 1,000 faults into short runs of the smallest recipe, with several strategies and 1 to 3 processes.
+
+    python bench/drill.py --minutes 60      a piece; the next start goes on with the faults that have no verdict
+    python bench/drill.py --report          only the summary of the verdicts so far
+
+`trainwright drill` does the work. Verdicts are kept in results/drill.jsonl. Exit code 1 when a promise was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from support.machine import describe
+from support.runs import write_results
+
+import trainwright as tw
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
+OVERRIDES = (f"data.train={ROOT / 'tests' / 'engine' / 'golden' / 'rows.jsonl'}", "evaluate.prompts=[What is a list?]")
+RESULTS = Path(__file__).parent / "results"
+STRATEGIES, PROCESSES = ("single", "ddp", "fsdp", "zero3"), (1, 2, 3)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no fault after this time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="faults at once")
+    parser.add_argument("--report", action="store_true", help="begin no fault")
+    parser.add_argument("--work", type=Path, default=Path.home() / ".cache" / "trainwright" / "drill")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    work, verdicts = options.work, RESULTS / "drill.jsonl"
+    if verdicts.exists() and work.exists():
+        shutil.copy(verdicts, work / "trials.jsonl")
+    found = tw.drill(
+        RECIPE,
+        *OVERRIDES,
+        output=work,
+        seed=options.seed,
+        tries=options.tries,
+        minutes=1e-9 if options.report else options.minutes,
+        strategies=STRATEGIES,
+        processes=PROCESSES,
+        jobs=options.jobs,
+        resume=work.exists(),
+        progress=True,
+    )
+    shutil.copy(work / "trials.jsonl", verdicts)
+    print(found)
+    machine = describe(sorted(os.sched_getaffinity(0)))
+    write_results(RESULTS / "drill.json", {"machine": machine, "seed": options.seed, **found.values()})
+    return 0 if not found.rows[-1]["broken"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
