@@ -21,7 +21,10 @@ import trainwright as tw
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
-OVERRIDES = (f"data.train={ROOT / 'tests' / 'engine' / 'golden' / 'rows.jsonl'}", "evaluate.prompts=[What is a list?]")
+OVERRIDES = (
+    f"data.train={ROOT / 'tests' / 'engine' / 'golden' / 'rows.jsonl'}",
+    "evaluate.prompts=['What is a list?']",
+)
 RESULTS = Path(__file__).parent / "results"
 STRATEGIES, PROCESSES = ("single", "ddp", "fsdp", "zero3"), (1, 2, 3)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.engine.events import Event, Observer, Record
-from trainwright.errors import TrainingError
+from trainwright.errors import MachineError, TrainingError
 
 
 class EventLog:
@@ -19,6 +19,9 @@ class EventLog:
 
     A line is written in one call and flushed, so a killed run leaves at most one incomplete line, which is removed on
     resume. Floats are written with full precision; numbers that JSON cannot represent are written by name.
+
+    Raises:
+        MachineError: the file cannot be opened.
     """
 
     def __init__(self, path: Path | None, observers: Sequence[Observer] = ()) -> None:
@@ -26,9 +29,12 @@ class EventLog:
         self._path = path
         self._file = None
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_cut_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _drop_cut_line(path)
+                self._file = path.open("a", encoding="utf-8")
+            except OSError as error:
+                raise MachineError(f"{path}: a run cannot be written there: {error.strerror or error}") from error
 
     def follow(self, observer: Observer) -> None:
         """Add an observer, which may emit events itself."""
