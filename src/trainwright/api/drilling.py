@@ -53,7 +53,7 @@ class Drill:
             that did not hold.
         rows: one of each kind of fault, and the last one of all: ``kind``, ``tries``, how many ``held``, are
             ``broken``, ``missed`` (the run had passed the moment) and ``skipped`` (this fault cannot be put in here),
-            and medians: seconds until the fault was noticed (``median_detection``) and from there to the next step
+            and medians: seconds from the fault until it was told (``median_detection``) and until the next step
             (``median_recovery``; an undisturbed start takes ``median_start``), and steps that were repeated
             (``median_lost``).
         left: trials without a verdict.
@@ -105,7 +105,7 @@ def drill(
         strategies: strategies to train with. Default: the recipe's, or with ``auto`` all that need no other library.
         processes: numbers of processes to train with. Default: 1 and 2.
         jobs: how many faults at once.
-        resume: continue the drill of the same recipe and seed in ``output``.
+        resume: continue the drill of the same recipe in ``output``; what did not hold is tried again.
         progress: show each verdict.
 
     Raises:
@@ -230,13 +230,13 @@ def _perform(
     begun: float,
     progress: bool,
 ) -> None:
-    """Perform the trials without a verdict, as long as there is time."""
-    from trainwright.drilling.campaign import run_trials
+    """Perform the trials without a verdict, and those that did not hold, as long as there is time."""
+    from trainwright.drilling.campaign import BROKEN, MISSED, run_trials
     from trainwright.drilling.scene import undisturbed_seconds
     from trainwright.drilling.verdicts import Undisturbed
 
     stream = sys.stderr if progress else None
-    left = [trial for trial, line in results.of(trials).items() if line is None]
+    left = [trial for trial, line in results.of(trials).items() if line is None or line["verdict"] in (BROKEN, MISSED)]
     if not left:
         return
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED
 from trainwright.drilling.kinds import Trial
 
-# Of trials that measured them: until the fault was noticed; from there to the next step; steps that were repeated.
+# Of trials that measured them: until the fault was told, and until the next step; steps that were repeated.
 _MEASURES = {"detection": "noticed", "recovery": "recovered", "lost": "steps lost"}
 
 

@@ -321,20 +321,19 @@ def perform(trial: Trial, directory: Path, setting: Setting) -> dict[str, float]
 
 
 def measured(scene: Scene) -> dict[str, float]:
-    """Return the seconds until the fault was noticed and until training went on, and the steps that were repeated.
+    """Return the seconds until the fault was told and until the next step, and the steps that were repeated.
 
     ``start`` is what an undisturbed start of this run takes to its first step, imports and loading included.
     """
     if scene.injected is None or not scene.run.exists():
         return {}
-    events = promises.lines(scene.run)
-    known = [event["time"] for event in events if event["event"] in ("fault", "restart")]
-    known += [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
-    noticed = min((time for time in known if time >= scene.injected), default=None)
-    if noticed is None:
-        return {}
-    found = {"detection": noticed - scene.injected}
-    again = next((n for n, e in enumerate(events) if e["event"] in ("start", "rewind") and e["time"] > noticed), None)
+    events, injected = promises.lines(scene.run), scene.injected
+    told = [event["time"] for event in events if event["event"] == "fault"]
+    told += [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
+    noticed = min((time for time in told if time >= injected), default=None)
+    found = {} if noticed is None else {"detection": noticed - injected}
+    goes_on = ("start", "rewind")
+    again = next((n for n, e in enumerate(events) if e["event"] in goes_on and e["time"] > injected), None)
     if again is None:
         return found
     resumed = int(events[again].get("resumed_from") or 0)
@@ -342,7 +341,7 @@ def measured(scene: Scene) -> dict[str, float]:
     found["lost"] = max(0, reached - resumed)
     step = next((event for event in events[again:] if event["event"] == "step"), None)
     if step is not None:
-        found["recovery"] = step["time"] - noticed
+        found["recovery"] = step["time"] - injected
     found["start"] = seconds_of(scene.reference())["start"]
     return found
 
