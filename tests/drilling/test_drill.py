@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from trainwright.cli.main import app
 from trainwright.drilling import phases
 from trainwright.drilling.campaign import HELD, SKIPPED, Results, run_trials
 from trainwright.drilling.faults import catalog  # noqa: F401
-from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, schedule
+from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, schedule
 from trainwright.drilling.report import rows_of, table
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, shortened, spreads_of
@@ -115,11 +114,10 @@ def test_the_table_has_medians_and_what_is_left() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_sample_of_every_kind_holds_and_can_be_continued(tmp_path: Path) -> None:
-    """Some five minutes of faults, in two pieces."""
-    kinds = random.Random(0).sample(sorted(matching(())), len(KINDS))
+def test_a_sample_holds_and_can_be_continued(tmp_path: Path) -> None:
+    """Five minutes of faults, in two pieces."""
     output = tmp_path / "drill"
-    settings = {"output": output, "kinds": kinds, "processes": (1, 2), "tries": len(KINDS), "jobs": 2}
+    settings = {"output": output, "processes": (1, 2), "jobs": 2}
     first = tw.drill(TINY, ON_ROWS, **settings, minutes=2.5)
     assert first.held and first.left
     with pytest.raises(RequestError, match="another recipe"):

@@ -11,6 +11,7 @@ import pytest
 from trainwright.engine.out_of_memory import OutOfMemory
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.launch.ending.failure import (
+    Cause,
     Ended,
     MemoryFailure,
     RankErrorHandler,
@@ -60,7 +61,10 @@ def test_rank_that_the_agent_took_down_is_not_the_cause(tmp_path: Path) -> None:
 
 def test_only_lost_connections_are_told_as_they_are(tmp_path: Path) -> None:
     fail(tmp_path, 0, 100.1, "RuntimeError: Connection reset by peer")
-    assert "Connection reset" in first_failure(tmp_path, 2, {0: 4, 1: None}, False).message
+    failure = first_failure(tmp_path, 2, {0: 4, 1: None}, False)
+    assert "rank 0 lost its connection to another rank, and no rank reports another error" in failure.message
+    assert "Connection reset" in failure.message and "Traceback" not in failure.message
+    assert failure.cause is Cause.CONNECTION
 
 
 def test_a_known_error_is_explained_below_its_traceback(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -206,8 +206,7 @@ def first_failure(
     candidates = causes or records
     if candidates:
         rank = min(candidates, key=lambda r: float(candidates[r]["time"]))
-        described = describe_failure(rank, candidates[rank], logs)
-        return described if causes else replace(described, cause=Cause.CONNECTION)
+        return describe_failure(rank, candidates[rank], logs) if causes else _cut(rank, candidates[rank], logs)
     ends = ", ".join(f"rank {rank}: exit code {code}" for rank, code in sorted(exit_codes.items()))
     return Failure(f"a worker failed without an error ({ends})\nlogs: {logs}", EXIT_TRAINING)
 
@@ -225,6 +224,16 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
         return Failure(record["text"], exit_code, cause=cause)
     text = f"{record['text']}{_log(logs, rank, f'first seen on rank {rank}, ')}"
     return Failure(text, exit_code, ran_out, cause)
+
+
+def _cut(rank: int, record: dict[str, Any], logs: Path) -> Failure:
+    """Return the failure of a rank that lost its connection though no other rank failed: it was cut."""
+    said = record["message"]["message"].splitlines()[0]
+    trace = record["message"]["extraInfo"]["py_callstack"]
+    message = (
+        f"rank {rank} lost its connection to another rank, and no rank reports another error: {said}{advice(trace)}"
+    )
+    return Failure(message + _log(logs, rank), int(record["exit_code"]), cause=Cause.CONNECTION)
 
 
 def ended_from_outside(rank: int, number: signal.Signals) -> str:
