@@ -18,6 +18,7 @@ from trainwright.drilling.campaign import HELD, SKIPPED, Results, run_trials
 from trainwright.drilling.faults import catalog  # noqa: F401
 from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, schedule
 from trainwright.drilling.report import rows_of, table
+from trainwright.drilling.scene import measures_of
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, shortened, spreads_of
 from trainwright.errors import RequestError
@@ -110,6 +111,18 @@ def test_the_table_has_medians_and_what_is_left() -> None:
     lines = [{"verdict": HELD, "why": "", **value} for value in values]
     shown = table(dict(zip(trials, [*lines, None], strict=True)))
     assert "2.0 s" in shown and "6.0 s" in shown and "1 of 4 trials are left" in shown
+
+
+def test_what_is_measured_begins_with_the_fault() -> None:
+    def event(name: str, time: float, **values: Any) -> dict[str, Any]:
+        return {"event": name, "time": time, **values}
+
+    steps = [event("step", float(n), step=n) for n in range(1, 6)]
+    resumed = [event("start", 9.0, resumed_from=2), event("step", 11.0, step=3)]
+    assert measures_of([*steps, *resumed], 5.5, [6.0]) == {"detection": 0.5, "lost": 3, "recovery": 5.5}
+    told = event("fault", 5.75, kind="hang", rank=0)
+    assert measures_of([*steps, told, event("rewind", 7.0, resumed_from=4)], 5.5, []) == {"detection": 0.25, "lost": 1}
+    assert measures_of(steps, 5.5, [4.0]) == {}
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def drill(
         trainwright.errors.RequestError: --kinds earthquake: no kind of fault has such a name; known are: ...
     """
     source = source_of(recipe)
-    directory = user_path(output or Path("drills") / _stem(source))
+    directory = user_path(output or Path("drills") / _stem(source)).absolute()
     asked = DrillRequest(
         source,
         overrides,

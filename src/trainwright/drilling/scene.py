@@ -321,15 +321,22 @@ def perform(trial: Trial, directory: Path, setting: Setting) -> dict[str, float]
 
 
 def measured(scene: Scene) -> dict[str, float]:
-    """Return the seconds until the fault was told and until the next step, and the steps that were repeated.
-
-    ``start`` is what an undisturbed start of this run takes to its first step, imports and loading included.
-    """
+    """Return the measures of the trial; ``start``: what an undisturbed start takes to its first step, with imports."""
     if scene.injected is None or not scene.run.exists():
         return {}
-    events, injected = promises.lines(scene.run), scene.injected
-    told = [event["time"] for event in events if event["event"] == "fault"]
-    told += [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
+    failed = [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
+    found = measures_of(promises.lines(scene.run), scene.injected, failed)
+    return {**found, "start": seconds_of(scene.reference())["start"]} if "recovery" in found else found
+
+
+def measures_of(events: Sequence[dict[str, Any]], injected: float, failed: Sequence[float]) -> dict[str, float]:
+    """Return the seconds until the fault was told and until the next step, and the steps that were repeated.
+
+    Args:
+        injected: when the fault was put in.
+        failed: when commands ended that did not finish the run.
+    """
+    told = [*failed, *(event["time"] for event in events if event["event"] == "fault")]
     noticed = min((time for time in told if time >= injected), default=None)
     found = {} if noticed is None else {"detection": noticed - injected}
     goes_on = ("start", "rewind")
@@ -342,7 +349,6 @@ def measured(scene: Scene) -> dict[str, float]:
     step = next((event for event in events[again:] if event["event"] == "step"), None)
     if step is not None:
         found["recovery"] = step["time"] - injected
-    found["start"] = seconds_of(scene.reference())["start"]
     return found
 
 
