@@ -39,7 +39,7 @@ def test_what_would_take_all_memory_or_time_is_refused(refusal: Refusal, text: s
 
 def test_more_processes_than_there_are_on_earth_are_refused(refusal: Refusal) -> None:
     (line,) = refusal("", "parallel.num_processes=1000000000")
-    assert "parallel.num_processes: expected a number of at most 1000000" in line
+    assert "parallel.num_processes: expected a whole number from 1 to 1,000,000" in line
 
 
 def test_an_override_and_an_included_file_are_bounded_too(refusal: Refusal, write: Write) -> None:

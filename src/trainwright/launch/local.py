@@ -50,6 +50,7 @@ from trainwright.launch.ending.failure import (
 )
 from trainwright.launch.ending.stop import START_METHOD, Stopping
 from trainwright.launch.ending.stop_watcher import StopWatcher
+from trainwright.launch.group.elastic import Elastic
 from trainwright.launch.group.nodes import Nodes, NodesLost
 from trainwright.launch.group.rendezvous import LOOPBACK, host_store
 from trainwright.launch.hangs.judge import Conflict
@@ -79,23 +80,21 @@ def launch(
     `entry` returns EXIT_FINISHED or EXIT_STOPPED, or raises; where processes are spawned instead of forked (not Linux)
     it must be picklable. `logs` receives rank-<r>.log, launcher.log, and rank-<r>.error.json for a worker that raised.
     The caller enters `stopping`. With `nodes`, each node runs the same number of workers. `relaunch` decides what to do
-    after a failure; without it the launch ends. Several nodes relaunch only when memory ran out. `watched` is the run
-    that the workers train, to notice a hang.
+    after a failure; without it the launch ends. Several nodes relaunch only when memory ran out.
+    `watched` is the run that the workers train, to notice a hang.
 
     Raises:
         TrainwrightError: the first failure, of the class of its exit code.
     """
+    elastic = None if relaunch is None else relaunch.elastic
+    once = functools.partial(launch_once, logs=logs, stopping=stopping, nodes=nodes, watched=watched, elastic=elastic)
     for number in itertools.count():
-        ended = launch_once(
-            entry, processes=processes, logs=logs, stopping=stopping, nodes=nodes, number=number, watched=watched
-        )
+        ended = once(entry, processes=processes, number=number)
         if isinstance(ended, int):
             return ended
         fault = _decide(ended, stopping, nodes, relaunch)
-        restart: Event | Failure = ended
-        if fault is not None:
-            restart = Fault(**fault)
-        elif relaunch is not None and nodes is None and not stopping.flag.value:
+        restart: Event | Failure = ended if fault is None else Fault(**fault)
+        if fault is None and relaunch is not None and nodes is None and not stopping.flag.value:
             restart = relaunch.restarts.decide(ended)
         if isinstance(restart, Failure):
             _show_cursor()
@@ -104,6 +103,8 @@ def launch(
             say(restart.line(), file=sys.stderr)
         assert relaunch is not None, "it has decided"
         entry = relaunch.resumed(restart)
+        if elastic is not None and not (processes := elastic.next()):
+            return EXIT_STOPPED
     raise AssertionError("launches are counted without end")
 
 
@@ -116,6 +117,7 @@ def launch_once(
     nodes: Nodes | None = None,
     number: int = 0,
     watched: Watched | None = None,
+    elastic: Elastic | None = None,
 ) -> int | Failure:
     """Launch once, like `launch`, but return any failure. `number` counts the launches of a run."""
     logs.mkdir(parents=True, exist_ok=True)
@@ -125,9 +127,9 @@ def launch_once(
         error_file(logs, rank).unlink(missing_ok=True)
     rendezvous = _OneNode(processes) if nodes is None else _SeveralNodes(processes, nodes, number)
     alive = functools.partial(rendezvous.alive, first)
-    rendezvous.watcher = StopWatcher(stopping, alive)
-    rendezvous.hangs = None if watched is None else HangWatcher(watched, alive)
-    stopping.flags.fresh.value = stopping.flags.closing.value = 0
+    hangs = None if watched is None else HangWatcher(watched, alive)
+    rendezvous.checks = [each.check for each in (StopWatcher(stopping, alive), hangs, elastic) if each is not None]
+    stopping.flags.fresh.value = stopping.flags.closing.value = stopping.flags.resize.value = 0
     slots = {rank: new_slot() for rank in ranks}
     killed_for_memory = oom_killer.kills()
     codes: dict[int, int | None] = {}
@@ -152,7 +154,7 @@ def launch_once(
     except SignalException as ending:
         return EXIT_STOPPED if stopping.killed else Failure(str(ending), EXIT_TRAINING)
     finally:
-        conflict = None if rendezvous.hangs is None else rendezvous.hangs.close()
+        conflict = None if hangs is None else hangs.close()
     out_of_memory = oom_killer.kills() > killed_for_memory
     records = error_records(logs, ranks) | slot_records(slots) | hang
     if nodes is None:
@@ -219,8 +221,7 @@ class _OneNode(RendezvousHandler):
         self._processes = processes
         self._run_id = uuid.uuid4().hex
         self._store: Store | None = None
-        self.watcher: StopWatcher | None = None
-        self.hangs: HangWatcher | None = None
+        self.checks: list[Callable[[], None]] = []
         self._workers: list[multiprocessing.process.BaseProcess] = []
 
     def get_backend(self) -> str:
@@ -236,10 +237,8 @@ class _OneNode(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         # The agent calls this repeatedly while its workers run: poll them here.
-        if self.watcher is not None:
-            self.watcher.check()
-        if self.hangs is not None:
-            self.hangs.check()
+        for check in self.checks:
+            check()
         return 0
 
     def get_run_id(self) -> str:

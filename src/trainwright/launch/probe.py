@@ -35,10 +35,13 @@ class ProbeResult:
     error: str | None = None
 
 
-def probe(recipe: str, stopping: Stopping) -> ProbeResult:
+def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> ProbeResult:
     """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML) on this machine.
 
     Data and weights must be in the cache and the libraries imported, as before `launch`; nothing is kept.
+
+    Args:
+        processes: number of workers; by default, as many as the recipe has.
 
     Raises:
         Stopped: a stop was requested meanwhile.
@@ -48,8 +51,7 @@ def probe(recipe: str, stopping: Stopping) -> ProbeResult:
     run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
     try:
         run_directory.record(run, recipe, run.name, [])
-        processes = load_recipe(run / run_directory.RECIPE).parallel.num_processes
-        assert isinstance(processes, int), "the recipe is resolved"
+        processes = processes or int(load_recipe(run / run_directory.RECIPE).parallel.processes)
         work = functools.partial(_work, run)
         ended = launch_once(work, processes=processes, logs=run / "logs", stopping=stopping)
         if stopping.requested:
@@ -64,8 +66,8 @@ def probe(recipe: str, stopping: Stopping) -> ProbeResult:
     return ProbeResult(True, memory_bytes, step_time)
 
 
-def fit(run: Path, stopping: Stopping) -> None:
-    """Try the largest step of a new run, and halve its micro-batch until it fits.
+def fit(run: Path, stopping: Stopping, processes: int) -> None:
+    """Try the largest step of a new run in `processes`, and halve its micro-batch until it fits.
 
     Data and weights must be in the cache and the libraries imported, as before `launch`. Other failures are left to the
     run itself to report.
@@ -76,7 +78,7 @@ def fit(run: Path, stopping: Stopping) -> None:
     """
     while True:
         text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
-        found = probe(text, stopping)
+        found = probe(text, stopping, processes)
         if found.fits or not found.out_of_memory:
             return
         recipe = load_recipe(run / run_directory.RECIPE)

@@ -18,6 +18,7 @@ from trainwright.engine.policies.halving import halved, reason, rows_of, with_ro
 from trainwright.launch import run_directory
 from trainwright.launch.ending.failure import MemoryFailure
 from trainwright.launch.ending.restarts import Restarts
+from trainwright.launch.group.elastic import Elastic
 from trainwright.observe.plan_watch import REPLAN
 from trainwright.observe.reader import read_events
 from trainwright.recipe.loading import load_recipe
@@ -34,10 +35,18 @@ class Relaunch:
     Args:
         resumed: what every worker executes then, given the event to report.
         restarts: ``faults.restarts`` of the recipe.
+        elastic: chooses the number of processes; None: it stays.
     """
 
-    def __init__(self, run: Path, resumed: Callable[[Event], Callable[[], int]], restarts: str) -> None:
+    def __init__(
+        self,
+        run: Path,
+        resumed: Callable[[Event], Callable[[], int]],
+        restarts: str,
+        elastic: Elastic | None = None,
+    ) -> None:
         self.resumed = resumed
+        self.elastic = elastic
         self.restarts = Restarts(run, restarts)
         self._run = run
         self._begun = time.time()

@@ -18,9 +18,11 @@ from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.resuming import resumed_recipe
 from trainwright.machine.machine import Machine
 from trainwright.paths import user_path
-from trainwright.planning.processes import choose_processes, with_processes
+from trainwright.planning.processes import choose_processes, in_words, usable_processes
 from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.yaml_text import Tree
 from trainwright.registries import KEYS
 
@@ -37,8 +39,9 @@ class RunRequest:
     """A request. `run` is the run to continue, None for a new one; `stem` names a new one.
 
     `chosen`: the keys of the recipe whose values were chosen automatically when the run began, and not set since.
-    `deadline`: when the run has to have stopped. `in_place`: a new run takes its directory even if it exists already,
-    as long as no run has begun there.
+    `started`: the number of processes that another launcher has started, if the recipe has a range. `deadline`: when
+    the run has to have stopped. `in_place`: a new run takes its directory even if it exists already, as long as no run
+    has begun there.
     """
 
     recipe: Recipe
@@ -46,6 +49,7 @@ class RunRequest:
     run: Path | None
     reasons: tuple[str, ...] = field(default=())
     chosen: tuple[str, ...] = field(default=())
+    started: int | None = None
     deadline: Deadline | None = None
     in_place: bool = False
 
@@ -75,7 +79,8 @@ class RunRequest:
 
     def record(self, run: Path, resolved: Resolved) -> str:
         """Write the resolved recipe and its plan into the run's directory; return the recipe's text."""
-        text = run_directory.recipe_text(resolved.recipe)
+        asked, recipe = self.recipe.parallel.num_processes, resolved.recipe
+        text = run_directory.recipe_text(with_processes(recipe, asked) if isinstance(asked, ProcessRange) else recipe)
         run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
         return text
 
@@ -155,13 +160,23 @@ def for_started(request: RunRequest, processes: int, launcher: str) -> RunReques
             f"parallel.strategy: {parallel.strategy} runs one process, but {launcher} started {processes}; start one, "
             "or set parallel.strategy to auto"
         )
-    if parallel.num_processes == "auto":
+    asked = parallel.num_processes
+    if isinstance(asked, ProcessRange):
+        usable = usable_processes(request.recipe, asked)
+        if processes not in usable:
+            raise MachineError(
+                f"parallel.num_processes: the recipe allows {in_words(usable)} processes, but {launcher} started "
+                f"{processes}; start as many as it allows, or change its range ({asked})"
+            )
+        reasons += (f"parallel.num_processes {processes}: the number that {launcher} started, of {asked}",)
+        return replace(request, started=processes, reasons=reasons)
+    if asked == "auto":
         reasons += (f"parallel.num_processes {processes}: the number that {launcher} started",)
-    elif parallel.num_processes != processes:
+    elif asked != processes:
         raise MachineError(
-            f"parallel.num_processes: the recipe asks for {parallel.num_processes} process"
-            f"{'es' * (parallel.num_processes > 1)}, but {launcher} started {processes}; start "
-            f"{parallel.num_processes}, or set it to {processes} or auto"
+            f"parallel.num_processes: the recipe asks for {asked} process"
+            f"{'es' * (asked > 1)}, but {launcher} started {processes}; start "
+            f"{asked}, or set it to {processes} or auto"
         )
     return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 
@@ -182,6 +197,11 @@ def for_nodes(request: RunRequest, machine: Machine, nodes: int) -> RunRequest:
         )
     processes = parallel.num_processes
     reasons = request.reasons
+    if isinstance(processes, ProcessRange):
+        raise RequestError(
+            f"parallel.num_processes: {processes} processes on nodes that come and go need torchrun --nnodes=MIN:MAX, "
+            "which starts `python -m trainwright.worker RECIPE --resume auto`; with --nodes, set it to a number"
+        )
     if processes == "auto":
         each, why = choose_processes(request.recipe, machine, nodes)
         processes = each * nodes
@@ -201,7 +221,8 @@ def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check
     """
     from trainwright.planning.resolve import resolve
 
-    resolved = resolve(request.recipe, machine, nodes, check_gpus)
+    recipe = request.recipe if request.started is None else with_processes(request.recipe, request.started)
+    resolved = resolve(recipe, machine, nodes, check_gpus)
     chosen = tuple(dict.fromkeys((*request.chosen, *resolved.chosen)))
     return replace(resolved, reasons=(*request.reasons, *resolved.reasons), chosen=chosen)
 

@@ -158,7 +158,7 @@ def _chosen_again(before: Recipe, stated: Tree, chosen: Sequence[str]) -> Iterat
         chosen: the keys whose values nobody wrote when the run began.
     """
     parallel = before.parallel
-    spread = _is_requested(stated, _PROCESSES, parallel.num_processes)
+    spread = _is_requested(stated, _PROCESSES, _keys(before)[_PROCESSES])
     strategy = _is_requested(stated, _STRATEGY, parallel.strategy)
     if spread:
         # Without sharding the choice depends only on the number of processes, so it is made again for another number.

@@ -29,7 +29,7 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.ending.requests import StopRequests
-from trainwright.launch.ending.stop import scheduler_job
+from trainwright.launch.ending.stop import resize_requested, scheduler_job
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.hangs.stacks import write_stacks_on_signal
 from trainwright.launch.limits import open_files_in_words
@@ -59,8 +59,10 @@ from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import RankInfo, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.schema import Recipe
-from trainwright.recipe.sections.fields import seconds_of
+from trainwright.recipe.sections.fields import Auto, seconds_of
+from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
 from trainwright.registries import OBSERVERS, STEP_POLICIES
 from trainwright.tasks.registry import task_module
@@ -180,7 +182,11 @@ def run_worker(
     """
     set_fresh(True)
     recipe_text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
+    rank_info, machine = rank_info or RankInfo.from_variables(), detect()
     recipe = load_recipe(run / run_directory.RECIPE)
+    elastic = recipe.parallel.num_processes
+    if isinstance(elastic, ProcessRange):
+        recipe = with_processes(recipe, rank_info.size)
     if recipe.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
     if recipe.train.deterministic:
@@ -191,7 +197,6 @@ def run_worker(
     check_library(recipe.parallel.strategy)
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
-    rank_info, machine = rank_info or RankInfo.from_variables(), detect()
     _bind(machine, rank_info)
     # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
     with Activity(console(), "mapping the data and building the model"):
@@ -211,10 +216,11 @@ def run_worker(
         strategy, layout = _strategy(recipe, task, world)
         watch(task, strategy)
     events = EventLog(run / "events.jsonl", observers(recipe)) if world.is_main else EventLog(None)
+    resized = resize_requested if isinstance(elastic, ProcessRange) and may_change else None
     may_change = may_change and recipe.train.replan == "auto"
     if trial_steps is None and world.is_main:
         watched = Watched.of(run, run_directory.plan_of(run), may_change)
-        if watched is not None:
+        if watched is not None and watched.chosen.get("num_processes", world.size) == world.size:
             events.follow(PlanWatch(watched, events.emit))
     if requests is not None and world.is_main:
         found = requests(sizes[1] * _STATE_BYTES)
@@ -225,14 +231,14 @@ def run_worker(
         keep_last=recipe.checkpoint.keep_last,
         keep_best=recipe.checkpoint.keep_best is True,
     )
-    keep_recipe = functools.partial(_keep_recipe, run, world)
+    keep_recipe = functools.partial(_keep_recipe, run, world, elastic)
     trainer = Trainer(
         Training(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
         schedule=Schedule(recipe.optimizer, len(task.stream)),
         checkpoints=checkpoints,
         stop_requested=stop_requested,
         updating=lambda: set_fresh(False),
-        change_requested=functools.partial(is_replan_requested, run) if may_change else None,
+        change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
         policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
     )
     task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
@@ -297,9 +303,11 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Model
     return strategy, check_layout(recipe, dtype, strategy)
 
 
-def _keep_recipe(run: Path, world: World, recipe: Recipe, reason: str) -> str:
-    """Write the recipe that the run continues with to the run directory; return its text."""
-    text = run_directory.recipe_text(recipe)
+def _keep_recipe(run: Path, world: World, asked: int | ProcessRange | Auto, recipe: Recipe, reason: str) -> str:
+    """Write the recipe that the run continues with to the run directory, with the processes it asks for; return its
+    text.
+    """
+    text = run_directory.recipe_text(with_processes(recipe, asked) if isinstance(asked, ProcessRange) else recipe)
     if world.is_main:
         with suppress(OSError):  # resuming with the old recipe would only run out of memory once more
             run_directory.change(run, text, reason)

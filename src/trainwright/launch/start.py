@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from trainwright.activity import Activity
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch.ending.requests import take_stop_file
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
+from trainwright.launch.group.answering_gpus import show_answering_gpus
+from trainwright.launch.group.elastic import Elastic
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
 from trainwright.text import say
@@ -58,8 +60,7 @@ def start(
         Stopped: a stop was requested; the message says what was saved and how to continue.
         TrainwrightError: the run could not start, or failed.
     """
-    processes = resolved.recipe.parallel.num_processes
-    assert isinstance(processes, int), "a resolved recipe has no auto left"
+    processes = _most(resolved)
     here = processes // (rendezvous.nodes if rendezvous else 1)
     ignore_closed_output()
     check_limits(here, processes)
@@ -68,7 +69,7 @@ def start(
         say(f"warning: {warning}", file=sys.stderr)
     if rendezvous is None:
         with Stopping() as stopping:
-            return _Launch(request, resolved, stopping, here, counted=counted).train()
+            return _Launch(request, resolved, stopping, here, machine, counted=counted).train()
     # Imports torch, so it comes after the thread limit.
     from trainwright.launch.group.nodes import LinkedStopping, NodeInfo, Nodes
     from trainwright.recipe.loading import dump_recipe
@@ -79,7 +80,7 @@ def start(
             place = rendezvous.host, rendezvous.port
             nodes = Nodes.meet(rendezvous.node_rank, rendezvous.nodes, place, rendezvous.seconds, mine, linked)
         try:
-            return _Launch(request, resolved, linked, here, nodes).train()
+            return _Launch(request, resolved, linked, here, machine, nodes).train()
         finally:
             nodes.leave()
 
@@ -92,14 +93,17 @@ class _Launch:
         resolved: the recipe and its plan; replaced if the plan is made again once the data is prepared.
         processes: on this machine.
         nodes: all nodes of the run, if there are several.
+        elastic: chooses the number of processes, if the recipe leaves it open.
     """
 
     request: RunRequest
     resolved: Resolved
     stopping: Stopping
     processes: int
+    machine: Machine
     nodes: Nodes | None = None
     counted: Callable[[], Resolved] | None = None
+    elastic: Elastic | None = field(default=None, init=False)
 
     def train(self) -> Path:
         """Prepare the run directory, and run the workers of this machine to their end."""
@@ -145,10 +149,13 @@ class _Launch:
             self._get_ready(run)
             if self.counted is not None:
                 self._plan_again(run, self.counted())
+            if self.resolved.usable:
+                self.elastic = Elastic(run, self.resolved.usable, self._devices(), self.stopping)
+                self.processes = self.elastic.first()
             if request.run is None and self.resolved.plan.is_close:
                 from trainwright.launch.probe import fit
 
-                fit(run, self.stopping)
+                fit(run, self.stopping, self.processes)
         return run
 
     def _get_ready(self, run: Path) -> None:
@@ -163,7 +170,7 @@ class _Launch:
 
     def _plan_again(self, run: Path, resolved: Resolved) -> None:
         before, self.resolved = self.resolved.plan.chosen.choice.threads, resolved
-        self.processes = int(resolved.recipe.parallel.num_processes)
+        self.processes = _most(resolved)
         self.request.record(run, resolved)
         _set_threads(before, resolved.plan.chosen.choice.threads)
         check_limits(self.processes, self.processes)
@@ -180,7 +187,8 @@ class _Launch:
         )
         again = functools.partial(work, True)
         recipe = self.resolved.recipe
-        relaunch = Relaunch(run, lambda event: functools.partial(again, reported=event), recipe.faults.restarts)
+        elastic, limit = self.elastic, recipe.faults.restarts
+        relaunch = Relaunch(run, lambda event: functools.partial(again, reported=event), limit, elastic)
         launched = functools.partial(
             launch,
             logs=run / "logs",
@@ -190,12 +198,30 @@ class _Launch:
             watched=Watched(run, recipe.faults.on_hang, recipe.train.compile is True),
         )
         code = launched(functools.partial(work, self.request.run is not None), processes=self.processes)
-        while code == EXIT_STOPPED and not self.stopping.requested and (changed := take_replan(run)) is not None:
-            recipe, threads = changed
-            say(f"continuing with {recipe.parallel.strategy} on {recipe.parallel.num_processes}")
-            _set_threads(self.resolved.plan.chosen.choice.threads, threads)
-            code = launched(again, processes=int(recipe.parallel.num_processes))
+        while code == EXIT_STOPPED and not self.stopping.requested:
+            if elastic is not None:  # nothing else ends its workers
+                if not (processes := elastic.next()):
+                    break
+            elif (changed := take_replan(run)) is not None:
+                recipe, threads = changed
+                processes = int(recipe.parallel.processes)
+                say(f"continuing with {recipe.parallel.strategy} on {processes}")
+                _set_threads(self.resolved.plan.chosen.choice.threads, threads)
+            else:
+                break
+            code = launched(again, processes=processes)
         return code
+
+    def _devices(self) -> Callable[[], int | None]:
+        """Return what counts the devices that work now; a CPU has room for any number of processes."""
+        return show_answering_gpus if self.machine.gpus else lambda: None
+
+
+def _most(resolved: Resolved) -> int:
+    """Return the number of processes, or the largest of those that the recipe allows."""
+    processes = resolved.recipe.parallel.num_processes
+    assert isinstance(processes, int), "a resolved recipe has no auto left"
+    return processes
 
 
 def _set_threads(before: int | None, threads: int | None) -> None:

@@ -72,7 +72,7 @@ def planned_layout(parallel: ParallelSection, dtype: torch.dtype, device: str) -
         dtype: dtype of the forward pass.
         device: device type of the ranks.
     """
-    ranks = parallel.num_processes
+    ranks = parallel.processes
     assert isinstance(ranks, int), "a resolved recipe has no auto left"
     spec = spec_of(parallel.strategy)
     shards = ranks // parallel.replicate_size

@@ -15,7 +15,6 @@ from trainwright.machine.describe import Cluster
 from trainwright.machine.measured.own_runs import Correction
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions, worlds
 from trainwright.planning.errors import SHARE, Errors
-from trainwright.planning.processes import with_processes
 from trainwright.planning.reasons import attention_of, reasons_of, shortage
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
 from trainwright.planning.step_time.basis import Basis
@@ -24,6 +23,7 @@ from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.suggestions import Suggestion, suggestions
 from trainwright.planning.workload import MixedPrecision, Workload
 from trainwright.recipe.checks import contradictions, implied_strategy
+from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
@@ -234,7 +234,7 @@ def constraints_of(recipe: Recipe) -> Constraints:
     train, parallel = recipe.train, recipe.parallel
     named = {
         "strategy": parallel.strategy,
-        "num_processes": parallel.num_processes,
+        "num_processes": parallel.processes,
         "micro_batch_size": train.micro_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "mixed_precision": train.mixed_precision,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,13 +18,16 @@ from trainwright.machine.accelerators import with_device
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.planning.candidates import LAYOUT_KEYS
+from trainwright.planning.candidates import LAYOUT_KEYS, Constraints
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import Plan, constraints_of, installed, make_plan
+from trainwright.planning.processes import in_words, usable_processes
 from trainwright.planning.step_time.basis import basis_of
 from trainwright.recipe.checks import implied_strategy
 from trainwright.recipe.problems import contradictions_in
+from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.text import say
 
 
@@ -34,6 +38,8 @@ class Resolved:
     Attributes:
         chosen: keys (``section.key``) whose value was not set in the recipe.
         estimated: the lengths of the examples were estimated; they are known once the data has been prepared.
+        usable: the numbers of processes that the run can go on with, in order, if the recipe leaves it open. The plan
+            and the recipe here are for the largest.
     """
 
     recipe: Recipe
@@ -41,6 +47,7 @@ class Resolved:
     plan: Plan
     chosen: tuple[str, ...]
     estimated: bool = False
+    usable: tuple[int, ...] = ()
 
 
 def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:
@@ -53,7 +60,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
         RequestError: more processes than GPUs, or batch sizes that no number of processes satisfies.
         MachineError: a device that is not present or not usable, or a precision that it cannot compute in.
     """
-    asked = recipe
+    asked, elastic = recipe, recipe.parallel.num_processes
     machine = with_device(machine, recipe.parallel.device)
     recipe, remarks = possible(recipe, cluster_of(machine, nodes), check_gpus)
     facts = facts_of(recipe)
@@ -65,7 +72,25 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     if recipe.checkpoint.every == "auto":
         remarks.append(auto_reason(recipe.faults.mean_time_between))
     resolved = filled(recipe, plan)
-    return Resolved(resolved, (*plan.reasons, *remarks), plan, tuple(_different(asked, resolved)), facts.estimated)
+    usable: tuple[int, ...] = ()
+    if isinstance(elastic, ProcessRange):
+        usable = _fitting(resolved, elastic, lambda one: make_plan(one, facts.workload, cluster, (), basis, installed))
+        if len(usable) < len(allowed := usable_processes(resolved, elastic)):
+            few = in_words(allowed[: -len(usable)])
+            remarks.append(f"parallel.num_processes: with {few} the run does not fit, so it waits for {usable[0]}")
+        asked = with_processes(asked, usable[-1])
+    chosen = tuple(_different(asked, resolved))
+    return Resolved(resolved, (*plan.reasons, *remarks), plan, chosen, facts.estimated, usable)
+
+
+def _fitting(recipe: Recipe, asked: ProcessRange, planned: Callable[[Constraints], Plan]) -> tuple[int, ...]:
+    """Return the usable numbers of processes on which a resolved recipe fits: with fewer, shards are larger."""
+    usable, spec = usable_processes(recipe, asked), recipe.parallel.spec
+    if spec is None or not spec.shards:
+        return usable
+    largest, *fewer = reversed(usable)
+    fit = takewhile(lambda n: planned(constraints_of(with_processes(recipe, n))).fits, fewer)
+    return (*sorted(fit), largest)
 
 
 def filled(recipe: Recipe, plan: Plan) -> Recipe:
@@ -109,18 +134,27 @@ def _different(asked: Recipe, resolved: Recipe) -> Iterator[str]:
 def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple[Recipe, list[str]]:
     """Return the recipe with the strategy that its keys imply, and remarks about running it on ``cluster``.
 
+    Of a range of processes it has the largest usable number.
+
     Raises:
         RequestError: more processes than GPUs.
         MachineError: a precision that the devices cannot compute in, or offloading or TF32 without a GPU.
     """
     remarks: list[str] = []
-    asked = recipe.parallel.device
-    if asked not in ("auto", cluster.device):
+    device = recipe.parallel.device
+    if device not in ("auto", cluster.device):
         raise MachineError(
-            f"parallel.device: {asked}, but the plan for {cluster.name} uses its "
-            f"{('GPUs' if asked == 'cpu' else 'CPU')}; set it to {cluster.device} or auto"
+            f"parallel.device: {device}, but the plan for {cluster.name} uses its "
+            f"{('GPUs' if device == 'cpu' else 'CPU')}; set it to {cluster.device} or auto"
         )
     recipe = _with_implied_strategy(recipe, remarks)
+    if isinstance(recipe.parallel.num_processes, ProcessRange):
+        asked, usable = recipe.parallel.num_processes, usable_processes(recipe, recipe.parallel.num_processes)
+        recipe, check_gpus = with_processes(recipe, usable[-1]), False  # it begins with those that are there
+        remarks.append(
+            f"parallel.num_processes {usable[-1]}: the most of {asked}; the run has as many of {in_words(usable)} "
+            "as there are GPUs and slots"
+        )
     _check_offload(recipe, cluster)
     _check_processes(recipe, cluster, remarks, check_gpus)
     _check_precision(recipe, cluster, remarks)
@@ -139,7 +173,7 @@ def _with_implied_strategy(recipe: Recipe, remarks: list[str]) -> Recipe:
 
 def _cluster(recipe: Recipe, machine: Machine, nodes: int) -> Cluster:
     cluster = cluster_of(machine, nodes)
-    processes = recipe.parallel.num_processes
+    processes = recipe.parallel.processes
     if processes == "auto" or not machine.gpus:
         return cluster
     return replace(cluster, devices_per_node=max(cluster.devices_per_node, -(-processes // nodes)))
@@ -156,7 +190,7 @@ def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
 
 
 def _check_processes(recipe: Recipe, cluster: Cluster, remarks: list[str], check_gpus: bool) -> None:
-    asked, rows = recipe.parallel.num_processes, recipe.train.global_batch_size
+    asked, rows = recipe.parallel.processes, recipe.train.global_batch_size
     if asked == "auto":
         return
     if cluster.device == "cuda":

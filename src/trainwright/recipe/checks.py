@@ -222,7 +222,7 @@ def _schedule(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _batch(recipe: Recipe) -> Iterator[Contradiction]:
     train = recipe.train
-    processes = 1 if recipe.parallel.is_one_process else recipe.parallel.num_processes
+    processes = 1 if recipe.parallel.is_one_process else recipe.parallel.processes
     size, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
     if micro != "auto" and micro > size:
         yield Contradiction(
@@ -275,7 +275,7 @@ def _possible_accumulation(size: int, micro: int | str, processes: int | str) ->
 
 def _processes(recipe: Recipe) -> Iterator[Contradiction]:
     parallel, spec = recipe.parallel, recipe.parallel.spec
-    processes = parallel.num_processes
+    processes = parallel.processes
     if spec is None or processes == "auto":
         return
     most = spec.most_processes
@@ -339,7 +339,7 @@ def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
-    processes = parallel.num_processes
+    processes = parallel.processes
     if processes == "auto":
         return
     if processes % parallel.replicate_size:

@@ -20,8 +20,8 @@ from pydantic import (
 )
 
 from trainwright.errors import RequestError
-from trainwright.recipe.checks import contradictions
 from trainwright.recipe.contradiction import Contradiction, Contradictions
+from trainwright.recipe.process_range import contradictions_in_range
 from trainwright.recipe.registered import Registered
 from trainwright.recipe.sections.data import DataSection
 from trainwright.recipe.sections.faults import FaultsSection
@@ -308,7 +308,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Recipe:
-        if found := contradictions(self):
+        if found := contradictions_in_range(self):
             raise Contradictions(found)
         return self
 

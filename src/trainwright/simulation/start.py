@@ -91,7 +91,7 @@ class _Simulating:
         recipe = self._to_run(plan, asked)
         if not self._asked.force:
             plan.refuse_shortage()
-        rank.world = int(recipe.parallel.num_processes)
+        rank.world = int(recipe.parallel.processes)
         rank.local = min(rank.world, each)
         run = self._directory / "run"
         run.mkdir()
@@ -169,7 +169,7 @@ def _report(
         card_bytes=cluster.card.memory_bytes,
         task=recipe.task,
         strategy=recipe.parallel.strategy,
-        world=int(recipe.parallel.num_processes),
+        world=int(recipe.parallel.processes),
         mixed_precision=recipe.train.mixed_precision,
         micro_batches=plan.chosen.choice.gradient_accumulation_steps,
         steps=logs.phases.finished,

@@ -293,13 +293,13 @@ def stream_of(
     """Return the stream of a resolved recipe, with ``total`` examples; see ``Stream``."""
     train, parallel = recipe.train, recipe.parallel
     rows, steps = train.micro_batch_size, train.gradient_accumulation_steps
-    assert parallel.num_processes != "auto", "the recipe is resolved"
+    assert parallel.processes != "auto", "the recipe is resolved"
     return Stream(
         dataset,
         global_batch_size=train.global_batch_size,
         seed=train.seed,
         rows=None if rows == "auto" else rows,
-        passes=1 if steps == "auto" else steps * parallel.num_processes,
+        passes=1 if steps == "auto" else steps * parallel.processes,
         pack_length=recipe.data.pack_length,
         total_examples=total,
         shuffle=shuffle,

@@ -117,7 +117,7 @@ class Halving(StepPolicy):
 
 def rows_of(recipe: Recipe, found: int | None = None) -> int:
     """Return the rows of the largest micro-batches: ``found`` in a step, or else the maximum by the recipe."""
-    train, processes = recipe.train, recipe.parallel.num_processes
+    train, processes = recipe.train, recipe.parallel.processes
     most = train.global_batch_size
     if train.micro_batch_size != "auto":
         most = train.micro_batch_size

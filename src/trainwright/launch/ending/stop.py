@@ -52,7 +52,11 @@ class _LocalFlag:
     value = 0
 
 
+# The values of the flag `resize`.
+RESIZE_AT_CHECKPOINT, RESIZE_NOW = 1, 2
+
 _flag: Flag = _LocalFlag()
+_resize: Flag = _LocalFlag()
 _fresh: Flag = _LocalFlag()
 _begun = False  # whether a launcher of ours handles signals, or has done so
 
@@ -64,6 +68,7 @@ class Flags:
         stop: a stop was requested.
         fresh: the workers have not changed their initial state yet, so nothing is lost if they end.
         closing: a worker has failed, and the launcher ends the others.
+        resize: the run is to go on with another number of processes, after its next checkpoint or one written now.
     """
 
     def __init__(self) -> None:
@@ -71,6 +76,7 @@ class Flags:
         self.stop: Flag = context.RawValue(ctypes.c_byte, 0)
         self.fresh: Flag = context.RawValue(ctypes.c_byte, 0)
         self.closing: Flag = context.RawValue(ctypes.c_byte, 0)
+        self.resize: Flag = context.RawValue(ctypes.c_byte, 0)
 
 
 def set_fresh(fresh: bool) -> None:
@@ -85,7 +91,12 @@ def request_stop() -> None:
 
 def stop_requested() -> bool:
     """Return True once this run was asked to stop. Ranks may see it at different times: agree before acting."""
-    return bool(_flag.value)
+    return bool(_flag.value) or _resize.value == RESIZE_NOW
+
+
+def resize_requested() -> bool:
+    """Return whether this run is to end after its next checkpoint, to go on with another number of processes."""
+    return bool(_resize.value)
 
 
 class Stopping:
@@ -173,8 +184,8 @@ def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> No
     while the main thread waits inside a collective, so a thread reads the signal from a pipe. SIGXCPU goes to the
     process that has used up its CPU time, and stops the whole run.
     """
-    global _flag, _fresh
-    _flag, _fresh = flags.stop, flags.fresh
+    global _flag, _fresh, _resize
+    _flag, _fresh, _resize = flags.stop, flags.fresh, flags.resize
     read, write = os.pipe()
     os.set_blocking(write, False)
     for number in STOP_SIGNALS:

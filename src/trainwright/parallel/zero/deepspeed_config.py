@@ -182,7 +182,7 @@ def _scalar(key: str, recipe: Recipe) -> tuple[str, Any]:
 
 def _passes(recipe: Recipe) -> int | None:
     """Return the micro-batches per process and step; None if that depends on how examples fill packs."""
-    train, processes = recipe.train, recipe.parallel.num_processes
+    train, processes = recipe.train, recipe.parallel.processes
     if isinstance(train.gradient_accumulation_steps, int):
         return train.gradient_accumulation_steps
     if recipe.data.pack_length is None and isinstance(train.micro_batch_size, int) and isinstance(processes, int):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -27,19 +27,20 @@ def _number(value: object) -> object:
 
 def _steps(value: object) -> object:
     # A float is a fraction and an int is a count, so 1.0 is ambiguous and rejected.
-    if not _is_count(value, least=0) and not (isinstance(value, float) and 0 <= value < 1):
+    if not is_count(value, least=0) and not (isinstance(value, float) and 0 <= value < 1):
         raise PydanticCustomError("steps", "a whole number of steps or a fraction below 1")
     return value
 
 
 def _validation_rows(value: object) -> object:
     is_fraction = isinstance(value, float) and 0 < value < 1
-    if not (value is None or is_fraction or isinstance(value, str) or _is_count(value, least=1)):
+    if not (value is None or is_fraction or isinstance(value, str) or is_count(value, least=1)):
         raise PydanticCustomError("rows", "a fraction between 0 and 1, a whole number of rows, a source or null")
     return value
 
 
-def _is_count(value: object, least: int) -> bool:
+def is_count(value: object, least: int) -> TypeGuard[int]:
+    """Return whether a value is a whole number of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -110,7 +111,7 @@ def _rate(value: object) -> object:
 
 
 def _interval(value: object) -> object:
-    if value is None or value == "auto" or _is_count(value, least=1):
+    if value is None or value == "auto" or is_count(value, least=1):
         return value
     try:
         assert isinstance(value, str)

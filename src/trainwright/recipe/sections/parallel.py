@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from trainwright.recipe.registered import Registered
-from trainwright.recipe.sections.fields import Auto, Count, Section, Text, Time
+from trainwright.recipe.sections.fields import Auto, Count, Section, Text, Time, is_count
 from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
 from trainwright.registries import STRATEGIES
+
+_MOST_PROCESSES = 1_000_000
+# Every number of a range is checked.
+_MOST_OF_RANGE = 4096
 
 
 def _with_summaries(schema: dict[str, Any]) -> None:
@@ -17,12 +22,47 @@ def _with_summaries(schema: dict[str, Any]) -> None:
     schema["description"] = " ".join(["How the model is distributed over processes.", *summaries])
 
 
+class ProcessRange(Section):
+    """As many processes as there are devices, between two numbers."""
+
+    min: Count = Field(description="The run waits if there are fewer.")
+    max: Annotated[Count, Field(le=_MOST_OF_RANGE)] = Field(description="What the plan is made for.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min > self.max:
+            raise PydanticCustomError("range", "a range whose min is not above its max")
+        return self
+
+    def __str__(self) -> str:
+        """Return the range for messages."""
+        return f"{self.min} to {self.max}"
+
+
+def _processes(value: object) -> object:
+    if value == "auto" or isinstance(value, ProcessRange) or (is_count(value, least=1) and value <= _MOST_PROCESSES):
+        return value
+    try:
+        return ProcessRange.model_validate(value)
+    except ValidationError:
+        raise PydanticCustomError(
+            "processes",
+            f"a whole number from 1 to {_MOST_PROCESSES:,}, auto, or a range such as {{min: 1, max: 8}} of at most "
+            f"{_MOST_OF_RANGE:,}",
+        ) from None
+
+
 class ParallelSection(Section):
     """Distribution of the run over processes; affects only its speed."""
 
     strategy: Annotated[str, Registered(STRATEGIES, ("auto",))] = Field("auto", json_schema_extra=_with_summaries)
-    num_processes: Annotated[Count, Field(le=1_000_000)] | Auto = Field(
-        "auto", description="Number of worker processes. auto: one per GPU; on CPUs, the fastest number."
+    num_processes: Annotated[
+        Annotated[Count, Field(le=_MOST_PROCESSES)] | ProcessRange | Auto, BeforeValidator(_processes)
+    ] = Field(
+        "auto",
+        description="Number of worker processes. auto: one per GPU; on CPUs, the fastest number. {min: 1, max: 8}: as "
+        "many as there are GPUs, and as the file slots in the run's directory allows; if that changes, the run goes on "
+        "with another number.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -61,6 +101,11 @@ class ParallelSection(Section):
     def spec(self) -> StrategySpec | None:
         """Return the spec of the strategy; None if it is auto."""
         return None if self.strategy == "auto" else spec_of(self.strategy)
+
+    @property
+    def processes(self) -> int | Auto:
+        """Return the number of processes, or the largest of a range."""
+        return self.num_processes.max if isinstance(self.num_processes, ProcessRange) else self.num_processes
 
     @property
     def is_one_process(self) -> bool:

@@ -1,0 +1,110 @@
+"""A run with a range of processes goes on with as many as there is room for, and stays the same run."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_restarts import kill
+from tests.support.commands import wait_for
+from tests.support.runs import ON_ROWS, Runs, column, difference, events
+from trainwright.errors import MachineError
+from trainwright.launch.ending.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, Stopping
+from trainwright.launch.group.elastic import Elastic
+from trainwright.planning.processes import in_words, usable_processes
+from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.sections.parallel import ProcessRange
+
+RANGE = "parallel.num_processes={min: 1, max: 3}"
+SETTINGS = (ON_ROWS, "data.validation=null", "checkpoint.every=4", "parallel.strategy=ddp")
+
+
+def sizes(run: Path) -> list[int]:
+    return [event["world_size"] for event in events(run, "start")]
+
+
+def test_a_run_that_loses_slots_goes_on_with_fewer_processes_and_the_same_losses(runs: Runs) -> None:
+    undisturbed = runs.trained(*SETTINGS, "parallel.num_processes=2", "train.max_steps=16")
+    started = runs.train(*SETTINGS, "parallel.num_processes={min: 1, max: 2}", "train.max_steps=16")
+    started.wait_for_step(5)
+    run = started.run
+    assert run is not None
+    (run / "slots").write_text("1")
+    kill(started, 1)
+    ended = started.wait()
+    assert ended.code == 0, ended.stderr
+    assert "going on with 1 process instead of 2" in ended.stderr
+    assert sizes(run) == [2, 1]
+    assert difference(column(run, "loss"), column(undisturbed, "loss")) < 1e-5
+    assert load_recipe(run / "recipe.yaml").parallel.num_processes == ProcessRange(min=1, max=2)
+
+
+@pytest.mark.slow
+def test_a_run_grows_and_shrinks_as_slots_change_and_when_it_is_resumed(runs: Runs) -> None:
+    settings = (*SETTINGS, "train.max_steps=700", "checkpoint.every=50")
+    undisturbed = runs.trained(*settings, "parallel.num_processes=1")
+    started = runs.train(*settings, RANGE)
+    run = started.run
+    assert run is not None
+    started.wait_for_step(5)
+    for slots in (1, 2):
+        (run / "slots").write_text(str(slots))
+        wait_for(lambda slots=slots: sizes(run)[-1] == slots)  # type: ignore[misc]
+    started.kill(signal.SIGTERM)
+    assert started.wait().code == 75
+    (run / "slots").unlink()
+    runs.resumed(run)
+    assert sizes(run) == [3, 1, 2, 3]
+    assert not events(run, "restart")
+    assert difference(column(run, "loss"), column(undisturbed, "loss")) < 1e-5
+
+
+def test_more_processes_wait_for_a_checkpoint_and_fewer_do_not(tmp_path: Path) -> None:
+    now, stopping = [0.0], Stopping()
+    elastic = Elastic(tmp_path, (1, 2, 4), lambda: None, stopping, lambda: now[0])
+    slots, flag = tmp_path / "slots", stopping.flags.resize
+
+    def flags(seconds: int) -> list[int]:
+        found = []
+        for _ in range(seconds):
+            now[0] += 1
+            elastic.check()
+            found.append(flag.value)
+        return found
+
+    slots.write_text("3")
+    assert elastic.first() == 2
+    slots.write_text("9")
+    assert flags(4) == [0, 0, RESIZE_AT_CHECKPOINT, RESIZE_AT_CHECKPOINT]
+    assert flags(70)[-1] == RESIZE_NOW
+    assert elastic.next() == 4
+    slots.write_text("1")
+    assert flags(4) == [0, 0, RESIZE_NOW, RESIZE_NOW]
+    slots.write_text("")  # it is being written
+    assert elastic.available() == 4
+    slots.write_text("0")
+    with pytest.raises(MachineError, match="needs at least 1, and there are fewer"):
+        elastic.first()
+    stopping.flag.value = 1
+    assert elastic.next() == 0
+
+
+def test_only_numbers_that_keep_the_rest_of_the_recipe_are_used(tmp_path: Path) -> None:
+    rest = "task: sft\ndata: {train: rows.jsonl}\nmodel: {name: m}\n"
+    file = tmp_path / "recipe.yaml"
+
+    def usable(text: str) -> str:
+        file.write_text(rest + text)
+        recipe = load_recipe(file)
+        asked = recipe.parallel.num_processes
+        assert isinstance(asked, ProcessRange)
+        return in_words(usable_processes(recipe, asked))
+
+    batch = "train: {max_steps: 1, global_batch_size: 8"
+    assert usable(batch + "}\nparallel: {num_processes: {min: 2, max: 64}}") == "2 to 8"
+    accumulation = ", micro_batch_size: 1, gradient_accumulation_steps: 2}\n"
+    assert usable(batch + accumulation + "parallel: {num_processes: {min: 1, max: 8}}") == "4 to 7"
+    replicas = "}\nparallel: {strategy: fsdp, replicate_size: 2, num_processes: {min: 1, max: 8}}"
+    assert usable(batch + replicas) == "4, 6, 8"
