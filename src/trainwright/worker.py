@@ -16,6 +16,7 @@ import os
 import sys
 
 from trainwright.errors import EXIT_STOPPED, Interrupted, TrainwrightError
+from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.ending.stop import interruptible
 from trainwright.launch.group.report_once import rank_from_variables, should_report
 from trainwright.launch.joined import JoinRequest, run_joined
@@ -49,7 +50,7 @@ def main() -> None:
         stopped = "stopped before the first step; nothing was changed; run the same command again"
         if should_report(rank_from_variables(os.environ), stopped):
             say(stopped, file=sys.stderr)
-    sys.exit(code)
+    sys.exit(record_exit_code(code))
 
 
 def _parse(given: list[str]) -> argparse.Namespace:

@@ -21,10 +21,15 @@ import pytest
 from tests.support.commands import PATIENCE, environment, wait_for
 from tests.support.runs import TINY, Finished, Runs, Started, column, difference, events
 from tests.support.workers import by_hand, open_mpi, srun, start_workers
+from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING
 
 STEPS = "train.max_steps=6"
 LONG = "train.max_steps=5000"
 TOLERANCE = 1e-6
+UNDER_TORCHRUN = [
+    *(sys.executable, "-m", "trainwright", "under"),
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+]
 _jobs = (f"{os.getpid()}{number:03}" for number in itertools.count())
 
 
@@ -273,9 +278,11 @@ def test_a_batch_script_trains_whatever_its_allocation_is_for(runs: Runs, tmp_pa
     assert events(tmp_path / "run", "start")[0]["world_size"] == 2
 
 
-def run_it(tmp_path: Path, runs: Runs, *command: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+def run_it(
+    tmp_path: Path, runs: Runs, *command: str, overrides: tuple[str, ...] = ()
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     run = tmp_path / "run"
-    arguments = ["-m", "trainwright.worker", str(TINY), STEPS, f"logging.run_directory={run}"]
+    arguments = ["-m", "trainwright.worker", str(TINY), STEPS, f"logging.run_directory={run}", *overrides]
     variables = environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache"))
     result = subprocess.run(
         [*command, *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE
@@ -352,9 +359,8 @@ def test_a_killed_rank_under_torchrun_ends_all(tmp_path: Path, runs: Runs) -> No
     import psutil
 
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainwright.worker"]
     with subprocess.Popen(
-        [*command, str(TINY), LONG, f"logging.run_directory={run}"],
+        [*UNDER_TORCHRUN, "-m", "trainwright.worker", str(TINY), LONG, f"logging.run_directory={run}"],
         cwd=tmp_path,
         env=environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache")),
         stderr=subprocess.PIPE,
@@ -362,9 +368,57 @@ def test_a_killed_rank_under_torchrun_ends_all(tmp_path: Path, runs: Runs) -> No
         text=True,
     ) as process:
         wait_for(lambda: (run / "events.jsonl").exists() and '"event": "step"' in (run / "events.jsonl").read_text())
-        workers = psutil.Process(process.pid).children()
-        killed = next(worker for worker in workers if worker.environ()["RANK"] == "1")
+        workers = psutil.Process(process.pid).children(recursive=True)
+        killed = next(worker for worker in workers if worker.environ().get("RANK") == "1")
         killed.kill()
         told = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode != 0
+    assert process.returncode == EXIT_FAULT
     assert told.count("error: ") <= 1 and "ValueError" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_under_torchrun_has_the_exit_code_of_a_stop(tmp_path: Path, runs: Runs, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [*UNDER_TORCHRUN, "-m", "trainwright.worker", str(TINY), LONG, f"logging.run_directory={run}"],
+        cwd=tmp_path,
+        env=environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache")),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        wait_for(lambda: (run / "events.jsonl").exists() and '"event": "step"' in (run / "events.jsonl").read_text())
+        process.send_signal(number)
+        assert process.wait(timeout=PATIENCE) == EXIT_STOPPED
+    assert list((run / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "override", "code"),
+    [
+        ("torchrun", "optimizer.learning_rat=1", EXIT_REQUEST),
+        ("torchrun", "optimizer.learning_rate=1e30", EXIT_TRAINING),
+        ("accelerate", "optimizer.learning_rate=1e30", EXIT_TRAINING),
+    ],
+)
+def test_under_launchers_with_codes_of_their_own_the_code_is_the_runs(
+    tmp_path: Path, runs: Runs, launcher: str, override: str, code: int
+) -> None:
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]
+    command = UNDER_TORCHRUN if launcher == "torchrun" else [*UNDER_TORCHRUN[:4], *accelerate]
+    result, _ = run_it(tmp_path, runs, *command, overrides=(override, "optimizer.warmup_steps=0"))
+    assert result.returncode == code, result.stderr
+
+
+def test_a_launcher_without_a_run_ends_with_its_own_code(tmp_path: Path) -> None:
+    from trainwright.errors import RequestError
+    from trainwright.launch.ending.exit_code import record_exit_code
+    from trainwright.launch.program import run_launcher
+
+    assert [run_launcher([sys.executable, "-c", f"raise SystemExit({code})"]) for code in (0, 9)] == [0, 9]
+    assert run_launcher(["bash", "-c", 'echo 75 >>"$TRAINWRIGHT_EXIT_CODES"; exit 1']) == EXIT_STOPPED
+    assert run_launcher(["bash", "-c", 'printf "4\\n75\\n" >>"$TRAINWRIGHT_EXIT_CODES"; exit 1']) == EXIT_TRAINING
+    with pytest.raises(RequestError, match="COMMAND: nowhere: program not found"):
+        run_launcher(["nowhere"])
+    assert record_exit_code(EXIT_FAULT) == EXIT_FAULT

@@ -22,6 +22,7 @@ from trainwright.cli import (
     stop,
     tensorboard,
     train,
+    under,
     verify,
 )
 from trainwright.cli.clusters import jobs, submit
@@ -40,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", cls=train.TrainCommand)(train.train)
+app.command("under", context_settings=under.CONTEXT_SETTINGS)(under.under)
 app.command("submit")(submit.submit)
 app.command("jobs")(jobs.jobs)
 app.command("stop")(stop.stop)

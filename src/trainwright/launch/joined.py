@@ -30,6 +30,7 @@ from trainwright.errors import (
 )
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import deadline_of
+from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.ending.requests import take_stop_file
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
@@ -347,7 +348,7 @@ class _Participant:
             self.rendezvous.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(record_exit_code(code))
 
 
 class _PeerRefused(TrainwrightError):

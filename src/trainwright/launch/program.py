@@ -7,15 +7,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from pathlib import Path
+from types import FrameType, MappingProxyType
 from typing import Any
 
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
+from trainwright.launch.ending.exit_code import CODES_FILE
 from trainwright.launch.ending.stop import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers, and dies of the others.
+_STOPS_OF_LAUNCHERS: Mapping[int, int] = dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU), signal.SIGTERM)
 
 
 def run_program(command: Sequence[str], **options: Any) -> int:
@@ -36,6 +42,28 @@ def run_program(command: Sequence[str], **options: Any) -> int:
         return process.wait()
 
 
+def run_launcher(command: Sequence[str]) -> int:
+    """Run another launcher to its end; return the exit code of the run whose processes it starts, or else its own.
+
+    Raises:
+        RequestError: there is no such program.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainwright-") as directory:
+        file = Path(directory) / "codes"
+        with passing_on(_STOPS_OF_LAUNCHERS) as (programs, _):
+            try:
+                programs.append(started(command, env={**os.environ, CODES_FILE: str(file)}))
+            except FileNotFoundError:
+                raise RequestError(f"COMMAND: {command[0]}: program not found") from None
+            code = programs[0].wait()
+        if code == EXIT_FINISHED:
+            return code
+        recorded = [int(line) for line in file.read_text(encoding="ascii").split()] if file.exists() else []
+    # Of a failure, processes that are stopped because of it may report the stop.
+    failures = [each for each in recorded if each != EXIT_STOPPED]
+    return [code if code >= 0 else 128 - code, *recorded, *failures][-1]
+
+
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Start ``command``, which gets SIGTERM when this process dies in any way (prctl(2))."""
     if not sys.platform.startswith("linux"):
@@ -51,10 +79,13 @@ def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
 
 @contextmanager
-def passing_on() -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
+def passing_on(
+    sent: Mapping[int, int] = MappingProxyType({}),
+) -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
     """While entered, pass stop signals to the programs in the first list and record them in the second one.
 
-    Outside the main thread signals cannot be handled, and stay as they are.
+    ``sent``: the signals that programs get in the place of others. Outside the main thread signals cannot be handled,
+    and stay as they are.
     """
     programs: list[subprocess.Popen[Any]] = []
     requested: list[int] = []
@@ -64,7 +95,7 @@ def passing_on() -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
         if number == signal.SIGINT and _in_foreground():
             return  # the terminal has already sent it to all of them
         for program in programs:
-            program.send_signal(number)
+            program.send_signal(sent.get(number, number))
 
     in_main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS} if in_main else {}

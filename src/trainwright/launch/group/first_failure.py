@@ -17,6 +17,7 @@ from typing import TextIO
 
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.launch.ending import oom_killer
+from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.ending.failure import RankErrorHandler, describe_failure, error_file, error_record, is_follow_up
 from trainwright.launch.group.peers import GONE, Message, Peers
 from trainwright.text import say
@@ -131,4 +132,4 @@ class FailureReport:
 def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(record_exit_code(code))

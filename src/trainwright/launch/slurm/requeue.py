@@ -31,22 +31,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainwright.launch.slurm.requeue", description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("code", type=int)
-    parser.add_argument("--until-done", action="store_true", help="also after a time limit or a fault")
+    parser.add_argument("--until-done", action="store_true", help="also after a time limit")
     asked = parser.parse_args()
     job = os.environ["SLURM_JOB_ID"]
     try:
-        if may_continue(asked.code) and _is_wanted(scheduler.shown(job), asked.until_done):
+        anyway = asked.until_done or asked.code != EXIT_STOPPED  # a fault of a machine
+        if may_continue(asked.code) and _is_wanted(scheduler.shown(job), anyway):
             say(_requeued(job, asked.run, asked.code), file=sys.stderr)
     except RequestError as error:
         say(f"job {job} is not requeued: {error}", file=sys.stderr)
     sys.exit(asked.code)
 
 
-def _is_wanted(job: Mapping[str, str], until_done: bool) -> bool:
-    """Return whether Slurm, and not a user, ends the job; one that is canceled or requeued already is completing."""
+def _is_wanted(job: Mapping[str, str], anyway: bool) -> bool:
+    """Return whether to requeue the job: ``anyway``, or only after a preemption.
+
+    A job that a user has canceled or requeued is completing.
+    """
     if job.get("JobState") == "RUNNING":
-        return until_done or job.get("PreemptTime", "None") != "None"
-    return until_done and job.get("Reason") == "TimeLimit"
+        return anyway or job.get("PreemptTime", "None") != "None"
+    return anyway and job.get("Reason") == "TimeLimit"
 
 
 def _requeued(job: str, run: Path, code: int) -> str:

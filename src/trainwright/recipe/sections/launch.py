@@ -77,8 +77,8 @@ class JobSection(Section):
     )
     until_done: bool | None = Field(
         None,
-        description="Requeue the job until the run has finished: after its time limit, a preemption or a fault of a "
-        "machine.",
+        description="Requeue the job after its time limit too, until the run has finished; after a preemption or a "
+        "fault of a machine it is requeued anyway.",
     )
 
 
