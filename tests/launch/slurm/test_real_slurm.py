@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.commands import ROOT, wait_for
@@ -142,6 +143,30 @@ def test_paths_with_spaces_and_shell_characters_are_paths(slurm: Slurm, tmp_path
     assert "finished at step 2" in log(run) and not [*tmp_path.rglob("pwned")]
 
 
+def test_a_killed_task_of_a_node_is_a_fault_and_the_run_goes_on(slurm: Slurm, runs: Runs, tmp_path: Path) -> None:
+    words = (
+        SLOW,
+        "train.max_steps=30",
+        "parallel.num_processes=2",
+        "checkpoint.every=5",
+        "--nodes",
+        "2",
+        "--name",
+        "two",
+    )
+    job, run = submit(slurm, tmp_path, *words)
+    wait_for_step(run, 8)
+    second = [each for each in psutil.process_iter() if _environment(each).get("SLURM_NODEID") == "1"]
+    task = min((each for each in second if "train" in each.cmdline()), key=lambda each: each.create_time())
+    assert _environment(task)["SLURM_JOB_ID"] == job
+    task.kill()
+    slurm.wait_for(job, "COMPLETED", "FAILED")
+    starts = events(run, "start")
+    assert [each["resumed_from"] for each in starts] == [None, starts[-1]["resumed_from"]], log(run)
+    assert starts[-1]["resumed_from"] >= 5 and f"job {job} is requeued" in log(run)
+    same_losses(runs, run, 2, 30, "checkpoint.every=5")
+
+
 def test_the_guide_is_followed_in_order(slurm: Slurm, runs: Runs, tmp_path: Path) -> None:
     """Its first two sections; the job's number there is 12."""
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
@@ -168,6 +193,13 @@ def test_the_guide_is_followed_in_order(slurm: Slurm, runs: Runs, tmp_path: Path
     slurm.wait_for(again, "COMPLETED", "FAILED")
     assert all(each["resumed_from"] for each in events(run, "start")[1:]) and len(events(run, "start")) == 3
     same_losses(runs, run, 1, 60)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
 def _trainwright(*words: str) -> tuple[str, ...]:
