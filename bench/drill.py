@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ from support.machine import describe
 from support.runs import write_results
 
 import trainwright as tw
+from trainwright.drilling.campaign import Results
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
@@ -56,7 +58,8 @@ def main() -> int:
         resume=work.exists(),
         progress=True,
     )
-    shutil.copy(work / "trials.jsonl", verdicts)
+    lines = Results(work / "trials.jsonl").read().values()
+    verdicts.write_text("".join(json.dumps(line).replace(f"{work}/", "") + "\n" for line in lines))
     print(found)
     machine = describe(sorted(os.sched_getaffinity(0)))
     write_results(RESULTS / "drill.json", {"machine": machine, "seed": options.seed, **found.values()})

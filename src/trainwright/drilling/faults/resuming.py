@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 from trainwright.drilling import phases, promises
 from trainwright.drilling.commands import Command
@@ -59,6 +60,7 @@ def _stop(scene: Scene, command: Command, step: int) -> None:
     """Stop the run, with a checkpoint, once its newest launch has come to the step."""
     starts = sum(event["event"] == "start" for event in promises.lines(scene.run))
     scene.wait_for_step(command, step, starts)
+    scene.injected = scene.injected or time.time()
     command.send(signal.SIGTERM)
     ended = scene.wait(command)
     if ended.code == FINISHED:
