@@ -164,6 +164,8 @@ def _drill(asked: DrillRequest, progress: bool) -> Drill:
     from trainwright.launch.group.environment import refuse_worker
 
     refuse_worker("drill")
+    if not Path("/proc").is_dir():
+        raise MachineError("a drill finds the processes of its runs in /proc, which only Linux has")
     begun, directory = time.monotonic(), asked.directory
     recipe = shortened(asked.recipe, asked.overrides)
     spreads = spreads_of(recipe, asked.strategies, asked.processes)

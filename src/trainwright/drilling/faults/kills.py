@@ -17,19 +17,20 @@ from trainwright.drilling.verdicts import Missed, require
 
 # A lost process ends the run as failed; a machine's own failure may have a code of its own.
 _LOST = (FAILED, FAULT)
-_RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restarts=off"}
+# Whether the run goes on by itself.
+RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restarts=off"}
 
 
 @fault(
     "SIGKILL of a worker",
     spreads=ANY,
     phases=(phases.JOINING, *phases.TRAINING, phases.EXPORT),
-    variants=_RESTARTS,
+    variants=RESTARTS,
     share=4,
 )
 def kill_worker(scene: Scene) -> None:
     """The rank is named, nobody is left behind, and the run goes on from its checkpoint, by itself or resumed."""
-    command = started(scene, _RESTARTS[scene.variant])
+    command = started(scene, RESTARTS[scene.variant])
     workers = command.workers() if scene.phase == phases.JOINING else scene.workers(command)
     if not workers:
         raise Missed("no worker was seen")

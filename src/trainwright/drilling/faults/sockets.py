@@ -12,14 +12,13 @@ import subprocess
 from pathlib import Path
 
 from trainwright.drilling import phases, promises
-from trainwright.drilling.faults.kills import started
+from trainwright.drilling.faults.kills import RESTARTS, started
 from trainwright.drilling.kinds import SEVERAL, fault
 from trainwright.drilling.scene import FAILED, FAULT, FINISHED, Scene
 from trainwright.drilling.verdicts import Missed, require
 
 _PIDFD_GETFD = 438  # the number of the system call, the same on all architectures since Linux 5.6
 _ESTABLISHED = "01"  # include/net/tcp_states.h
-_RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restarts=off"}
 
 
 @functools.cache
@@ -36,11 +35,11 @@ def cut_refused() -> str | None:
 
 
 @fault(
-    "connections that are cut", spreads=SEVERAL, phases=phases.TRAINING, variants=_RESTARTS, share=2, needs=cut_refused
+    "connections that are cut", spreads=SEVERAL, phases=phases.TRAINING, variants=RESTARTS, share=2, needs=cut_refused
 )
 def cut_connections(scene: Scene) -> None:
     """Every rank ends in bounded time, and the run goes on, by itself or resumed."""
-    command = started(scene, _RESTARTS[scene.variant])
+    command = started(scene, RESTARTS[scene.variant])
     workers = scene.workers(command)
     rank = scene.draw.choice(list(workers))
     require(_cut(workers[rank]) or command.ended, f"rank {rank} has no connections")
