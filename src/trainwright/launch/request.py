@@ -248,7 +248,26 @@ def check_request(request: RunRequest, recipe: Recipe, creates: bool = True) -> 
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
     check_data(recipe)
+    _check_copies(recipe, new=creates and request.run is None)
     _check_extensions(recipe)
+
+
+def _check_copies(recipe: Recipe, new: bool) -> None:
+    """Open the places for copies of checkpoints, where a new run may not replace those of another."""
+    from trainwright.engine.checkpoints.copies import Place
+
+    directory = recipe.logging.run_directory
+    for where in recipe.checkpoint.copies:
+        name = "" if directory == "auto" else user_path(directory).absolute().name
+        place = Place(where, name)
+        try:
+            if new and name and place.steps():
+                raise RequestError(
+                    f"checkpoint.copies: {where} has copies of a run named {name}; choose another "
+                    "logging.run_directory, or remove them"
+                )
+        except OSError as error:
+            raise RequestError(f"checkpoint.copies: {where} cannot be read: {error}") from error
 
 
 def _check_extensions(recipe: Recipe) -> None:

@@ -179,6 +179,11 @@ class CheckpointSection(Section):
         "enough that saving takes a small part of it. null: only at the end.",
     )
     keep_last: Count = Field(2, description="Number of newest checkpoints to keep.")
+    copies: list[Text] = Field(
+        [],
+        description="Directories, or URLs of fsspec such as s3://bucket/runs, to which every checkpoint is copied "
+        "while training goes on. A resumed run takes a copy if its own newest checkpoint is missing or damaged.",
+    )
     keep_best: bool | Auto = Field(
         "auto",
         description="Also keep the checkpoint with the lowest validation loss. auto: if there are validation rows, "

@@ -62,6 +62,11 @@ class Checkpoints:
         # For each checkpoint that this process wrote or read: the stamps of its files, and whether it is usable.
         self._known: dict[int, tuple[_Stamps, bool]] = {}
 
+    @property
+    def directory(self) -> Path:
+        """The directory of all checkpoints."""
+        return self._directory
+
     def path(self, step: int) -> Path:
         """Return the directory of the checkpoint of ``step``."""
         return checkpoint_path(self._directory, step)

@@ -17,9 +17,10 @@ from trainwright.engine.checkpoints.checkpoint import (
     SavedCheckpoint,
     own_blocks,
 )
+from trainwright.engine.checkpoints.copies import Copies
 from trainwright.engine.checkpoints.read_back import check_checkpoint
 from trainwright.engine.checkpoints.saving import Saving
-from trainwright.engine.events import CheckpointWritten, Fault
+from trainwright.engine.events import CheckpointWritten, Fault, Notice
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.engine.progress import TrainingProgress
 from trainwright.errors import RequestError, TrainingError
@@ -55,6 +56,8 @@ class Checkpointing:
         self._policies = {type(policy).__name__: policy for policy in policies}
         self._saving = Saving(training.recipe.checkpoint.every, training.recipe.faults.mean_time_between)
         self._background = Background(checkpoints, training.world)
+        places = training.recipe.checkpoint.copies if training.world.is_main else []
+        self._copies = Copies(places, checkpoints.directory)
         self._worth: bool | None = None  # whether background writing is worth it; None: not known yet
         self._blocked = 0.0  # seconds that training has waited for the checkpoint that is being written
         if training.recipe.checkpoint.background is True and training.task.base is not None:
@@ -128,6 +131,12 @@ class Checkpointing:
         """Complete the checkpoint that is being written, and end its process."""
         self._flush()
         self._background.close()
+        self._copies.wait()
+        self._tell_of_copies()
+
+    def _tell_of_copies(self) -> None:
+        for problem in self._copies.problems():
+            self._tell(problem, "continue")
 
     def _flush(self) -> None:
         if self._background.step is not None:
@@ -157,6 +166,8 @@ class Checkpointing:
         )
         if self._training.world.is_main:
             self._prune()
+            self._copies.add(saved.path)
+            self._tell_of_copies()
         self._training.world.barrier()  # it may have read and removed for long
 
     def _failed(self, error: CheckpointError, seconds: float, required: bool) -> None:
@@ -200,9 +211,16 @@ class Checkpointing:
             events.announce("checking the newest checkpoint")
             if before is not None:
                 self._checkpoints.remove_from(before)
+                self._copies.remove_from(before)
             found, refused = self._checkpoints.latest()
+            copy = self._copies.newest(None if found is None else int(found.state["progress"]["step"]), Checkpoint.open)
             for reason in refused:
-                events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action="use the one before it"))
+                action = "use the one before it" if copy is None else "use a copy"
+                events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action=action))
+            self._tell_of_copies()
+            if copy is not None:
+                found = copy
+                events.emit(Notice(message=f"{copy.path} is restored from a copy"))
             chosen = None if found is None else str(found.path)
         chosen, refused = world.broadcast((chosen, refused))
         if chosen is None and refused:

@@ -1,0 +1,105 @@
+"""Copies of checkpoints in other directories and in what fsspec opens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.commands import trainwright
+from tests.support.runs import TINY, Runs, column, events
+from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
+from trainwright.engine.checkpoints.copies import Copies, Place
+from trainwright.errors import RequestError
+from trainwright.parallel.shards import Shard
+from trainwright.parallel.world import World
+
+WORLD = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def saved(checkpoints: Checkpoints, step: int) -> Path:
+    checkpoints.directory.parent.mkdir(exist_ok=True)
+    shards = {"weight": Shard.full(torch.full((4, 3), float(step)))}
+    return checkpoints.save(WORLD, step, shards, {"progress": {"step": step}}, "").path
+
+
+def same(one: Path, other: Path) -> bool:
+    names = {file.name for file in one.iterdir()}
+    return names == {file.name for file in other.iterdir()} and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names
+    )
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_a_copy_is_restored_where_the_newest_is_missing_or_damaged(tmp_path: Path, kind: str) -> None:
+    where = str(tmp_path / "copies") if kind == "directory" else f"memory://{tmp_path}"
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    copies = Copies([where], checkpoints.directory)
+    for step in (1, 2, 3):
+        path = saved(checkpoints, step)
+        checkpoints.prune(None)
+        copies.add(path)
+        copies.wait()
+    assert copies.problems() == []
+    assert set(Place(where, "run").steps()) == {2, 3}, "what the run has removed is removed"
+    third = checkpoints.path(3)
+    shutil.copytree(third, tmp_path / "third")
+    assert copies.newest(3, Checkpoint.open) is None
+    (third / "rank-00000.safetensors").write_bytes(b"damaged")
+    restored = copies.newest(2, Checkpoint.open)
+    assert restored is not None and restored.path == third and same(third, tmp_path / "third")
+    shutil.rmtree(checkpoints.directory)
+    restored = copies.newest(None, Checkpoint.open)
+    assert restored is not None and same(third, tmp_path / "third")
+
+
+def test_copies_that_are_damaged_or_incomplete_are_passed_over(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
+    copies = Copies([str(tmp_path / "one"), str(tmp_path / "two")], checkpoints.directory)
+    for step in (1, 2, 3):
+        copies.add(saved(checkpoints, step))
+        copies.wait()
+    shutil.rmtree(checkpoints.directory)
+    for place in ("one", "two"):
+        (tmp_path / place / "run" / "step-00000003" / "manifest.json").unlink()
+    (tmp_path / "one" / "run" / "step-00000002" / "state.json").write_text("{}")
+    restored = copies.newest(None, Checkpoint.open)
+    assert restored is not None and restored.path.name == "step-00000002"
+    assert len(copies.problems()) == 3
+    copies.remove_from(2)
+    assert set(Place(str(tmp_path / "two"), "run").steps()) == {1}
+
+
+def test_a_place_that_fails_keeps_neither_training_nor_other_places(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    copies = Copies([str(tmp_path / "file"), str(tmp_path / "copies")], checkpoints.directory)
+    copies.add(saved(checkpoints, 1))
+    copies.wait()
+    (problem,) = copies.problems()
+    assert str(tmp_path / "file") in problem
+    assert same(checkpoints.path(1), tmp_path / "copies" / "run" / "step-00000001")
+
+
+@pytest.mark.parametrize(("where", "word"), [("nosuch://bucket", "nosuch"), ("gs://bucket/runs", "gcsfs")])
+def test_a_place_that_cannot_be_opened_is_refused(where: str, word: str) -> None:
+    with pytest.raises(RequestError, match=rf"checkpoint\.copies: .*{word}"):
+        Place(where, "run")
+
+
+def test_a_run_whose_checkpoints_are_lost_goes_on_from_a_copy(runs: Runs, tmp_path: Path) -> None:
+    copied = ("checkpoint.every=3", f"checkpoint.copies=[{tmp_path / 'copies'}]")
+    undisturbed = runs.trained("train.max_steps=9")
+    started = runs.train("train.max_steps=9", *copied)
+    started.wait_for_step(8)
+    started.kill()
+    run = started.run
+    assert run is not None
+    shutil.rmtree(run / "checkpoints")
+    runs.resumed(run)
+    assert column(run, "loss") == column(undisturbed, "loss")
+    assert any("restored from a copy" in event["message"] for event in events(run, "notice"))
+    again = trainwright("train", str(TINY), *copied, f"logging.run_directory={tmp_path / run.name}", cwd=tmp_path)
+    assert again.returncode == 2 and "has copies of a run named" in again.stderr
