@@ -10,6 +10,9 @@ from trainwright.recipe.sections.fields import seconds_of
 
 # The meaning of ``checkpoint.every: auto``.
 _FIRST_SECONDS, _SECONDS, _SHARE = 120.0, 600.0, 0.02
+# The first checkpoint of a launch measures what one costs. A launch that fails before it has gained nothing, and would
+# fail there again and again.
+_FIRST_OF_BETWEEN = 0.1
 
 
 class Saving:
@@ -29,7 +32,8 @@ class Saving:
         self._since = clock()
         self._interval = seconds_of(every) if isinstance(every, str) and every != "auto" else None
         if every == "auto":
-            self._interval = min(_FIRST_SECONDS, self._between or math.inf)
+            soon = math.inf if self._between is None else self._between * _FIRST_OF_BETWEEN
+            self._interval = min(_FIRST_SECONDS, soon)
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after ``step``."""
