@@ -201,6 +201,11 @@ class Checkpoint:
         self._manifest = manifest
         self.state: dict[str, Any] = read_state(path)
 
+    @property
+    def step(self) -> int:
+        """The step in the name of its directory."""
+        return int(self.path.name.rpartition("-")[2])
+
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
         """Open a checkpoint and verify every file against its checksum, unless another rank just did.

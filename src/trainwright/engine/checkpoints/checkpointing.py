@@ -213,7 +213,7 @@ class Checkpointing:
                 self._checkpoints.remove_from(before)
                 self._copies.remove_from(before)
             found, refused = self._checkpoints.latest()
-            copy = self._copies.newest(None if found is None else int(found.state["progress"]["step"]), Checkpoint.open)
+            copy = self._copies.newest(None if found is None else found.step, Checkpoint.open)
             for reason in refused:
                 action = "use the one before it" if copy is None else "use a copy"
                 events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action=action))
