@@ -117,7 +117,7 @@ def _check_trainwright(words: list[str]) -> None:
         context = typer.Context(command, info_name=command.name, parent=context)
         path.append(command.name)
     assert path, f"no command: {words}"
-    if path[0] in ("launch", "tensorboard"):
+    if path[0] in ("launch", "tensorboard", "under"):
         words = [word for word in words if not word.startswith("-")] or words
     command.parse_args(context, words)
     values = [
