@@ -17,6 +17,14 @@ class MixesDevices(StepPolicy):
         torch.ones(3, device=device) + torch.ones(3)
 
 
+class LeavesMaskOnHost(StepPolicy):
+    """Applies a mask of the host on the device, after the first step."""
+
+    def after(self, step: int) -> None:
+        device = self.training.strategy.world.device
+        torch.ones(3, device=device).masked_fill(torch.ones(3, dtype=torch.bool), 0.0)
+
+
 class NeedsTf32(StepPolicy):
     """Fails unless fp32 products are computed in TF32, by both of torch's settings."""
 

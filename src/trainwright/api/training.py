@@ -36,6 +36,7 @@ def train(
     progress: bool = False,
     until: str | None = None,
     time_limit: str | None = None,
+    on_simulated: str | None = None,
 ) -> Run:
     """Train a recipe to the end; what ``trainwright train`` does.
 
@@ -56,6 +57,8 @@ def train(
         until: stop after a checkpoint before this time, such as ``"06:00"`` or ``"2026-03-01T06:00"``. In a Slurm job,
             its time limit counts as well.
         time_limit: stop after a checkpoint within this time, such as ``"4h"``.
+        on_simulated: train on simulated GPUs that compute in this machine's memory, such as ``"2xT4"``; what
+            ``--simulate 2xT4 --compute`` does.
 
     Returns:
         The finished run.
@@ -85,6 +88,7 @@ def train(
         force,
         until,
         time_limit,
+        on_simulated,
     )
     return _run(options, progress)
 
@@ -140,7 +144,11 @@ def _run(options: TrainingRequest, progress: bool) -> Run:
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """A request to train. ``resume``: a run directory, "" for the recipe's newest run, or None for a new run."""
+    """A request to train.
+
+    ``resume``: a run directory, "" for the recipe's newest run, or None for a new run. ``on_simulated``: simulated GPUs
+    that compute, in place of this machine.
+    """
 
     recipe: Path | Tree | None
     overrides: Sequence[str] = ()
@@ -154,6 +162,7 @@ class TrainingRequest:
     force: bool = False
     until: str | None = None
     time_limit: str | None = None
+    on_simulated: str | None = None
 
     def words(self) -> list[str]:
         """Return the request as words of a command line."""
@@ -218,7 +227,10 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     from trainwright.launch.request import check_request, for_nodes, request_of, resolve_request
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
+    from trainwright.simulation.computing import compute_on
 
+    if options.on_simulated is not None:
+        compute_on(options.on_simulated)
     overrides, translation = options.with_number(), None
     words = [*options.words(), *overrides[len(options.overrides) :]]
     nodes, node_rank, rendezvous = options.nodes, options.node_rank, options.rendezvous

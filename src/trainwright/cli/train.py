@@ -87,6 +87,14 @@ def train(
         int | None,
         typer.Option(min=0, metavar="N", help="With --simulate: fail if the host waits for the GPU more often a step."),
     ] = None,
+    compute: Annotated[
+        bool,
+        typer.Option(
+            "--compute",
+            help="With --simulate: train on GPUs whose memory and kernels are this machine's, a process for each: "
+            "a run like every other, with its losses, on the code for GPUs.",
+        ),
+    ] = False,
 ) -> None:
     """Train a recipe.
 
@@ -97,7 +105,9 @@ def train(
     from trainwright.launch.request import split_words
 
     recipe, overrides = split_words(arguments or [])
-    if simulate is not None or most_waits is not None:
+    if compute and simulate is None:
+        raise RequestError("--compute: computes on simulated GPUs; pass --simulate MACHINE")
+    if (simulate is not None and not compute) or most_waits is not None:
         elsewhere: dict[str, object] = {
             "--resume": resume,
             "--nodes": nodes,
@@ -108,6 +118,7 @@ def train(
         }
         elsewhere |= {"--rendezvous-timeout": rendezvous_timeout, "--accelerate-config": accelerate_config}
         given = [name for name, value in elsewhere.items() if value is not None] + ["--dry-run"] * dry_run
+        given += ["--compute"] * compute
         overrides = [*overrides, *([f"parallel.num_processes={num_processes}"] if num_processes else [])]
         _simulate(recipe, overrides, simulate, most_waits, given, force)
         return
@@ -123,6 +134,7 @@ def train(
         accelerate_config,
         until=until,
         time_limit=time_limit,
+        on_simulated=simulate,
     )
     with Activity(sys.stderr):
         prepared = prepare(asked)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch._dynamo  # asks for a CUDA build when it is imported, which this is not
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -32,7 +31,7 @@ def install(rank: Rank) -> Logs:
     """
     logs = Logs()
     groups.install(rank)
-    cuda.install(rank.card, logs)
+    cuda.install(rank.card, logs.memory, logs.waits)
     tensors.install(logs)
     torch.autograd.set_multithreading_enabled(False)
     # Libraries ask where data is to compare it; no data is read.

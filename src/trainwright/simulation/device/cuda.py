@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch._dynamo  # asks for a CUDA build when it is imported, which this is not
 
-from trainwright.simulation.device.mode import Logs
+from trainwright.simulation.recorders.waits import WaitLog
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,23 @@ class Card:
     count: int
 
 
+class Memory(Protocol):
+    """Bytes of tensors on the device."""
+
+    @property
+    def live(self) -> int:
+        """Bytes of the tensors that there are now."""
+
+    @property
+    def peak(self) -> int:
+        """The most that there have been at once."""
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+
+
 class _Event:
-    _logs: Logs
+    _waits: WaitLog
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.event_id = self.cuda_event = 0
@@ -39,14 +56,14 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
-        self._logs.waits.note("waiting for an event")
+        self._waits.note("waiting for an event")
 
     def elapsed_time(self, other: Any) -> float:
         return 1.0
 
 
 class _Stream:
-    _logs: Logs
+    _waits: WaitLog
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
@@ -62,7 +79,7 @@ class _Stream:
         return event or _Event()
 
     def synchronize(self) -> None:
-        self._logs.waits.note("waiting for a stream")
+        self._waits.note("waiting for a stream")
 
     def query(self) -> bool:
         return True
@@ -82,36 +99,42 @@ def _on(stream: Any) -> Iterator[None]:
     yield
 
 
-def install(card: Card, logs: Logs) -> None:
+def install(card: Card, memory: Memory, waits: WaitLog) -> None:
     """Replace what of ``torch.cuda`` and ``torch.accelerator`` asks a driver."""
-    _Event._logs = _Stream._logs = logs
+    _Event._waits = _Stream._waits = waits
     current = _Stream()
-    for name, value in _answers(card, logs, current).items():
+    for name, value in _answers(card, memory, waits, current).items():
         setattr(torch.cuda, name, value)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args: None)
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+    compiled: Any = torch._C
+    compiled._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes looks for it when it is imported
     accelerator: Any = torch.accelerator
     accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cuda")
     accelerator.is_available = lambda: True
     accelerator.device_count = lambda: card.count
     accelerator.current_device_index = lambda: 0
     accelerator.current_stream = lambda *args: current
-    accelerator.synchronize = lambda *args: logs.waits.note("waiting for the device")
+    accelerator.synchronize = lambda *args: waits.note("waiting for the device")
 
 
-def _answers(card: Card, logs: Logs, current: _Stream) -> dict[str, Callable[..., Any] | type]:
-    memory = logs.memory
-    properties = SimpleNamespace(
+def _properties(card: Card, device: Any = None) -> SimpleNamespace:
+    index = device if isinstance(device, int) else torch.device("cuda" if device is None else device).index
+    return SimpleNamespace(
         name=card.name,
         total_memory=card.memory_bytes,
         major=card.capability[0],
         minor=card.capability[1],
         multi_processor_count=132,
         warp_size=32,
-        uuid="GPU-simulated",
+        uuid=f"GPU-simulated-{torch.cuda.current_device() if index is None else index}",
         gcnArchName="",
         is_integrated=False,
     )
+
+
+def _answers(card: Card, memory: Memory, waits: WaitLog, current: _Stream) -> dict[str, Callable[..., Any] | type]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -120,7 +143,7 @@ def _answers(card: Card, logs: Logs, current: _Stream) -> dict[str, Callable[...
         "device_count": lambda: card.count,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "synchronize": lambda *args: logs.waits.note("waiting for the device"),
+        "synchronize": lambda *args: waits.note("waiting for the device"),
         "Stream": _Stream,
         "Event": _Event,
         "ExternalStream": _Stream,
@@ -137,7 +160,7 @@ def _answers(card: Card, logs: Logs, current: _Stream) -> dict[str, Callable[...
         "max_memory_reserved": lambda *args: memory.peak,
         "reset_peak_memory_stats": lambda *args: memory.reset_peak(),
         "memory_stats": lambda *args: {"allocated_bytes.all.current": memory.live, "num_alloc_retries": 0},
-        "get_device_properties": lambda *args: properties,
+        "get_device_properties": functools.partial(_properties, card),
         "get_device_capability": lambda *args: card.capability,
         "get_device_name": lambda *args: card.name,
         "manual_seed": lambda seed: None,

@@ -20,7 +20,6 @@ def install(logs: Logs) -> None:
     _pinning()
     _assigning()
     _resizing(logs)
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
 
 
 def _reading(logs: Logs) -> None:
