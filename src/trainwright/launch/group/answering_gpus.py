@@ -26,8 +26,8 @@ def _answers() -> list[str | None]:
     import pynvml
 
     def uuid(name: str) -> str | None:
+        by_index = name.isdigit()
         try:
-            by_index = name.isdigit()
             handle = (
                 pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
             )
@@ -35,6 +35,8 @@ def _answers() -> list[str | None]:
             return str(pynvml.nvmlDeviceGetUUID(handle))
         except pynvml.NVMLError_NotSupported:  # a slice of a GPU
             return name
+        except (pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotFound):  # CUDA also reads the beginning of a UUID
+            return None if by_index else name
         except pynvml.NVMLError:
             return None
 
