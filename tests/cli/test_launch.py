@@ -129,7 +129,7 @@ def test_scripts_own_exit_code(tmp_path: Path) -> None:
 
 def test_last_words_of_a_killed_script_arrive(tmp_path: Path) -> None:
     result = two(tmp_path, "die")
-    assert result.returncode == 4
+    assert result.returncode == 5
     assert "last words" in result.stdout and "error: rank 0 was killed" in result.stderr
     assert "last words" in (tmp_path / "logs" / "rank-0.log").read_text()
 

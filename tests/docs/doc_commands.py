@@ -23,6 +23,7 @@ NOT_RUN = {
     r"^(torchrun|accelerate|srun|mpirun) |^python -m trainwright\.worker": "other launchers: tests/launch runs them",
     r"^trainwright drill ": "minutes: tests/drilling runs them",
     r"^trainwright doctor(?! --explain docs)": "looks at this machine: tests/doctor runs its checks",
+    r"--compute": "a process that has not imported torch: tests/simulation runs it",
     r"--rendezvous": "several nodes: tests/launch runs them",
     r"^trainwright (submit .*--to slurm(?!.*--print)|stop runs/tiny$)": "a cluster: tests/launch/slurm runs the page",
     r"<name>|\b(RUN|MODEL|BASE|STUDY|RECIPE|SCRIPT)\b": "names what the reader has",
