@@ -27,7 +27,7 @@ def compared(tmp_path: Path, other: list[dict[str, Any]], tolerance: float = 1e-
 
 def test_what_summing_in_another_order_changes_is_the_same_run(tmp_path: Path) -> None:
     result = compared(tmp_path, [{}, {"loss": 5.00002, "grad_norm": 2.00001}])
-    assert result.parting() is None
+    assert result.first_difference() is None
     assert result.verdict() == (
         "the same run: over 2 steps losses differ by at most 4.0e-06 and gradient norms by 5.0e-06 "
         "(tolerance 1e-05, relative)"
@@ -48,12 +48,12 @@ def test_where_runs_part_the_first_step_and_the_number_are_named(
     tmp_path: Path, fields: dict[str, Any], said: str
 ) -> None:
     result = compared(tmp_path, [{}, fields, fields])
-    assert result.parting() == said
+    assert result.first_difference() == said
     assert result.verdict() == f"NOT the same run: {said} (tolerance 1e-05, relative)"
 
 
 def test_half_precision_is_allowed_more(tmp_path: Path) -> None:
-    assert compared(tmp_path, [{"loss": 5.05}], tolerance=2e-2).parting() is None
+    assert compared(tmp_path, [{"loss": 5.05}], tolerance=2e-2).first_difference() is None
 
 
 def test_the_table_has_both_sides(tmp_path: Path) -> None:

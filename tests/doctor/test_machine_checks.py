@@ -82,7 +82,7 @@ def test_a_check_that_fails_or_is_not_possible_does_not_end_the_others(tmp_path:
         None,
         "only root may look",
         None,
-        "c must be repaired first",
+        "c must be fixed first",
         "this machine has no GPU that can be used",
     ]
     first = found.outcomes[0].findings[0]

@@ -54,7 +54,7 @@ def test_what_another_user_may_not_see_or_write_is_said(listener: socket.socket,
         found = doctor(*arguments, cwd=Path("/"), before=nobody)
     finally:
         place.rmdir()
-    assert "a program of another user, whose name only root sees" in found.finding("ports", f"port {port}")["what"]
+    assert "a program of another user, whose name only root can see" in found.finding("ports", f"port {port}")["what"]
     assert found.finding("disks", f"{place}: cannot be written: Permission denied")["severity"] == "broken"
 
 
@@ -97,7 +97,7 @@ def test_64_open_files_and_what_cannot_be_checked_then(tmp_path: Path) -> None:
     found = doctor("limits", "links", cwd=tmp_path, before=in_shell("ulimit -n 64"))
     finding = found.finding("limits", "the limit of open files is 64 (ulimit -n)")
     assert found.code == 3 and finding["severity"] == "broken" and "ulimit -n 65536" in finding["fix"]
-    assert found.check("links")["skipped"] == "limits must be repaired first"
+    assert found.check("links")["skipped"] == "limits must be fixed first"
 
 
 def test_a_limit_of_memory_and_of_file_sizes(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_core_that_is_taken_away_in_turns(tmp_path: Path) -> None:
                 time.sleep(seconds)
         assert process.stdout is not None
         found = checked(process.stdout.read(), process.returncode)
-    finding = found.finding("cores", "throttled: this process stood still for ")
+    finding = found.finding("cores", "throttled: this process was stopped for ")
     assert "cpulimit" in finding["fix"] and found.code == 0
 
 
@@ -265,7 +265,7 @@ def test_metadata_of_another_torch(tmp_path: Path) -> None:
         assert found.finding("packages", "trainwright needs torch>=", "torch 2.6.0 is installed")["fix"].startswith(
             "pip "
         )
-    assert "must be repaired first" in found.check("kernels")["skipped"]
+    assert "must be fixed first" in found.check("kernels")["skipped"]
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     found = doctor("torch", "kernels", cwd=tmp_path, before=planted(tmp_path, str(tmp_path / "site")))
     finding = found.finding("torch", "wrong torch build: `import torch` fails", missing)
     assert found.code == 3 and finding["severity"] == "broken" and finding["fix"]
-    assert found.check("kernels")["skipped"] == "torch must be repaired first"
+    assert found.check("kernels")["skipped"] == "torch must be fixed first"
 
 
 def test_a_machine_without_compilers(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_gpu_that_is_not_healthy(gpu: list[str], this_machine: None, tmp_path:
     errors = found.finding("gpus", "GPU 0: 2 uncorrectable memory errors (ECC) since the driver was loaded")
     assert errors["severity"] == "broken" and "--gpu-reset" in errors["fix"]
     expected = {
-        "a row of its memory is to be remapped": "reset the GPU",
+        "a row of its memory has to be remapped": "reset the GPU",
         "throttled by heat (hardware)": "cooling",
         "91 °C": "cooling",
         "NVLinks 3 are down, 3 are up": "Fabric Manager",
@@ -351,7 +351,7 @@ def test_a_gpu_at_the_end_of_its_life(this_machine: None, tmp_path: Path) -> Non
     broken = found.finding("gpus", "GPU 0: a row of its memory could not be remapped")
     assert found.code == 3 and broken["severity"] == "broken" and "CUDA_VISIBLE_DEVICES" in broken["fix"]
     assert found.finding("gpus", "GPU 0: 2 uncorrectable", "in its life, none since")["severity"] == "note"
-    assert "reset" in found.finding("gpus", "GPU 0: pages of its memory are to be retired")["fix"]
+    assert "reset" in found.finding("gpus", "GPU 0: pages of its memory have to be retired")["fix"]
     assert "power" in found.finding("gpus", "GPU 0: throttled by the power brake of the machine")["fix"]
     assert "cooling" in found.finding("gpus", "GPU 0: throttled by heat (driver)")["fix"]
 
@@ -359,7 +359,7 @@ def test_a_gpu_at_the_end_of_its_life(this_machine: None, tmp_path: Path) -> Non
 def test_what_a_user_may_not_ask_a_gpu_is_said(this_machine: None, tmp_path: Path) -> None:
     found = doctor("gpus", cwd=tmp_path, before=driver(tmp_path, "DENIED"))
     denied = "ECC errors, remapped rows, throttling, NVLink errors, other programs"
-    assert f"GPU 0: not checked, as only root may: {denied}" in found.check("gpus")["facts"]
+    assert f"GPU 0: not checked, requires root: {denied}" in found.check("gpus")["facts"]
     shown = " ".join(each["what"] for each in found.check("gpus")["findings"])
     assert "ECC" not in shown and "process" not in shown and "91 °C" in shown
 
@@ -369,6 +369,6 @@ def test_a_torch_for_cpus_on_a_machine_with_a_gpu(gpu: list[str], this_machine: 
     found = doctor("torch", "kernels", "offload", cwd=tmp_path, before=gpu)
     finding = found.finding("torch", "1 NVIDIA GPU, and torch ", " is a build for CPUs")
     assert found.code == 3 and finding["fix"].startswith("install one for CUDA (https://pytorch.org")
-    assert [found.check(name)["skipped"] for name in ("kernels", "offload")] == ["torch must be repaired first"] * 2
+    assert [found.check(name)["skipped"] for name in ("kernels", "offload")] == ["torch must be fixed first"] * 2
     hidden = doctor("gpus", cwd=tmp_path, before=[*gpu, "CUDA_VISIBLE_DEVICES="])
     assert hidden.code == 0 and hidden.check("gpus")["skipped"] == "this machine has no GPU that can be used"

@@ -158,7 +158,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     save_calibration(found, file)
     assert current_calibration(machine, tmp_path) == found
     text = "\n".join(lines(found))
-    assert "matrix products, GFLOP/s" in text and "off by" in text
+    assert "matrix products, GFLOP/s" in text and "error" in text
 
 
 def _off_by(times: float) -> Calibration:
@@ -190,12 +190,12 @@ def test_a_bad_calibration_does_not_take_the_place_of_a_good_one(tmp_path: Path,
 
 
 def test_times_in_which_a_thread_waited_for_a_core_are_left_out() -> None:
-    clean, spoilt = Timed(1.2, 0.01), Timed(1.0, 0.3)
-    assert not clean.is_spoilt and spoilt.is_spoilt
-    assert undisturbed([spoilt, clean, Timed(1.3, 0.0)], 0.0) == clean
-    assert least([spoilt, clean]) == clean
-    mended = undisturbed([spoilt, Timed(0.5, 0.2), Timed(2.0, 1.5)], 0.0)
-    assert mended.seconds == pytest.approx(0.7) and mended.is_spoilt
+    clean, disturbed = Timed(1.2, 0.01), Timed(1.0, 0.3)
+    assert not clean.is_disturbed and disturbed.is_disturbed
+    assert undisturbed([disturbed, clean, Timed(1.3, 0.0)], 0.0) == clean
+    assert least([disturbed, clean]) == clean
+    mended = undisturbed([disturbed, Timed(0.5, 0.2), Timed(2.0, 1.5)], 0.0)
+    assert mended.seconds == pytest.approx(0.7) and mended.is_disturbed
 
 
 def test_a_stopwatch_times_calls_wherever_it_runs() -> None:

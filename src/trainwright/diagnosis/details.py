@@ -1,4 +1,4 @@
-"""Facts that a log has about its cause: how much memory was missing, which rank the others waited for."""
+"""Extract details of the cause from a log: how much memory was missing, which rank the others waited for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROGRESS = re.compile(
 
 
 def details_of(name: str, lines: Sequence[Line]) -> list[str]:
-    """Return the facts of the log about the cause of this name."""
+    """Return what the log says about the cause with this name."""
     find = _DETAILS.get(name)
     return find(lines) if find is not None else []
 
@@ -38,14 +38,14 @@ def _memory(lines: Sequence[Line]) -> list[str]:
     if line is None:
         return []
     found = []
-    amounts = {"requested": _ASKED, "free": _FREE, "in all": _CAPACITY}
+    amounts = {"requested": _ASKED, "free": _FREE, "total": _CAPACITY}
     listed = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _first(pattern, line.text))]
     found.append(f"{', '.join(listed)} on the GPU")
     unused, asked = _bytes(_UNUSED, line.text), _bytes(_ASKED, line.text)
     if unused is not None and asked is not None and unused >= asked:
         found.append(
-            f"{_first(_UNUSED, line.text)} are reserved and unused, in pieces that are too small: "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
+            f"{_first(_UNUSED, line.text)} are reserved but unused, in blocks that are too small: "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids this fragmentation"
         )
     users = {found[0] for found in re.findall(r"Process (\d+) has", line.text)}
     others = _first(_OTHERS, line.text)
@@ -113,7 +113,7 @@ def _behind(waited: dict[int, _Waited], enqueued: dict[int, int]) -> list[str]:
     if most == fewest:
         return []
     last = sorted(rank for rank, number in calls.items() if number == fewest)
-    return [f"{ranks_in_words(last)} had called {fewest} collectives, others up to {most}: look at what it did instead"]
+    return [f"{ranks_in_words(last)} had called {fewest} collectives, others up to {most}: check what it did instead"]
 
 
 def _absent(waited: dict[int, _Waited], lines: Sequence[Line]) -> list[str]:
@@ -121,7 +121,7 @@ def _absent(waited: dict[int, _Waited], lines: Sequence[Line]) -> list[str]:
     absent = sorted(set(range(max(seen) + 1)) - set(waited))
     if not absent or len(waited) < 2 or len(absent) > len(waited):
         return []
-    return [f"no timeout was reported by {ranks_in_words(absent)}: look there first"]
+    return [f"no timeout was reported by {ranks_in_words(absent)}: check there first"]
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -138,7 +138,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def _reported(lines: Sequence[Line]) -> list[str]:
-    """Return which process a launcher names as the first that failed."""
+    """Return which process the launcher reports as the first to fail."""
     begun = False
     rank = None
     for line in lines:

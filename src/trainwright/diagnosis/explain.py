@@ -1,4 +1,4 @@
-"""Explain a log: which error came first, and which only followed from it."""
+"""Explain a log: which error is the cause, and which ones followed from it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LogError:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a log says.
+    """The explanation of a log.
 
     Attributes:
         cause: the error that explains the others; None if it is not known, or if there is none.
@@ -85,7 +85,7 @@ class Diagnosis:
         unknown: the first exception that no known error describes.
         is_unknown_first: whether `unknown` is the cause.
         followed: known errors that follow from the cause.
-        signs: what may be worth a look, and what only looks like an error.
+        signs: lines that may be related, and lines that only look like errors.
     """
 
     cause: LogError | None
@@ -102,7 +102,7 @@ class Diagnosis:
 
 
 def explain(text: str) -> Diagnosis:
-    """Return what the log's first error was, by the known errors."""
+    """Find the error in a log that explains the others."""
     log = read_log(text)
     findings, explained = _findings(log.lines)
     errors = sorted(

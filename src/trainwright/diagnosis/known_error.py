@@ -1,4 +1,4 @@
-"""What is known about one kind of error: how it is recognized, what causes it and what to do."""
+"""Describe one kind of error: how it is recognized, what causes it and what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Role(IntEnum):
     SYMPTOM = 1  # what failed in a process, whose reason another line may have
     REACTION = 2  # how a process notices that something else failed, in it or on another rank
     FOLLOW_UP = 3  # always caused by an error elsewhere, which this log may not have
-    SIGN = 4  # not an error of the program; worth a look if there is no error
+    SIGN = 4  # not an error of the program; the possible cause if there is no error
     HARMLESS = 5  # looks like an error and is not one
 
 

@@ -34,8 +34,8 @@ _NOTICE = re.compile(
     r"(?<!=)\b(?:WARN(?:ING)?|INFO|DEBUG)\b|\b\w*Warning: |\bwarnings\.warn\(|(?:^|[\]:] ?)\W{0,2}[WI]\d{3,4} \d\d:|"
     r"\[[WI]\d{0,4} [\w. ]*\d*[:.]|\[W \w+\.\w+"
 )
-_NCCL = re.compile(r"\bNCCL WARN\b|\S+:\d+:\d+ \[\d+\] \S+:\d+ WARN\b")  # its level for errors
-_LONGEST = 10_000  # characters of a line; of a longer one the beginning and the end count
+_NCCL = re.compile(r"\bNCCL WARN\b|\S+:\d+:\d+ \[\d+\] \S+:\d+ WARN\b")  # NCCL reports errors at level WARN
+_LONGEST = 10_000  # characters of a line; a longer one is shortened to its beginning and end
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'\s*File "[^"]+", line \d+')
 _CODE = re.compile(r"\s*(?:raise \w|\^+\s*$|~*\^+|[│╭╰┃┏┗❱]|assert \S+ |-+> ?\d+ |\d+ {2,}\S)")
@@ -52,8 +52,8 @@ class Kind(Enum):
     """What a line can say."""
 
     PLAIN = "output or an error"
-    NOTICE = "a warning or less"
-    SOURCE = "no error: code in a traceback, or a process that a launcher ended"
+    NOTICE = "a warning or below"
+    SOURCE = "not an error: code in a traceback, or a process that a launcher ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,12 @@ class Log:
 
 @dataclass
 class _State:
-    """Where the output of one rank is."""
+    """The parser's state within the output of one rank."""
 
     in_traceback: bool = False
-    is_ignored: bool = False  # the traceback is printed and has no effect
+    is_ignored: bool = False  # the traceback is of an exception that Python ignored
     chain: int = 0
-    is_chained: bool = False  # the next traceback led from the one before
+    is_chained: bool = False  # the next traceback follows from the previous one
     current: Raised | None = None  # the exception whose message continues
     is_after_blank: bool = False
 
@@ -118,7 +118,7 @@ def read_log(text: str) -> Log:
 
 
 def _split(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers; what progress bars draw in one line is several with one number."""
+    """Yield lines with their numbers; the updates of a progress bar are separate lines with the same number."""
     lines = [_ESCAPES.sub("", line) for line in text.split("\n")]
     written = [line for line in lines if line.strip()]
     is_labelled = len(written) > 1 and sum(bool(_LABEL.match(line)) for line in written) >= 0.8 * len(written)
@@ -145,7 +145,7 @@ def _rank_in(text: str) -> int | None:
 
 
 def _kind(shown: str, prefix: str, state: _State, log: Log, number: int, rank: int | None) -> Kind:
-    """Return the kind of a line, and note exceptions and the state of this rank's output."""
+    """Return the kind of a line; record exceptions and update the state of this rank's output."""
     if _IGNORED in shown:
         state.is_ignored = True
         return Kind.NOTICE
@@ -176,7 +176,7 @@ def _is_notice(line: str) -> bool:
 
 
 def _begin(shown: str, state: _State, log: Log, number: int, rank: int | None) -> Kind:
-    """Note that an exception's message begins."""
+    """Record the beginning of an exception's message."""
     if not state.in_traceback and not state.is_chained:
         state.chain = len(log.lines) + 1
     ignored, state.in_traceback, state.is_chained, state.is_ignored = state.is_ignored, False, False, False

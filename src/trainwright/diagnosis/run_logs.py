@@ -1,4 +1,4 @@
-"""The logs of a run directory as one text, in which every line keeps its file and number."""
+"""Read the logs of a run directory as one text, in which every line can be traced to its file and line number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _RANK = re.compile(r"rank-(\d+)\.log")
-# Before the workers, and after them: the launcher reports what they have done.
+# Logs of preparation come before those of the workers, and the launcher's report after them.
 _FIRST, _LAST = re.compile(r"prepare.*\.log"), re.compile(r"launcher.*\.log")
 
 
@@ -34,7 +34,7 @@ class LogText:
 
 
 def read_file(file: Path) -> str:
-    """Return the text of a log, whatever bytes it has. Raises OSError."""
+    """Return the text of a log, with invalid UTF-8 replaced. Raises OSError."""
     return file.read_bytes().decode("utf-8", errors="replace")
 
 

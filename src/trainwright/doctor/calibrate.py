@@ -44,7 +44,7 @@ def calibrate(
     parts: dict[str, float] = {}
     counts = process_counts(machine)
     settings = []
-    spoilt: list[float] = []
+    disturbed: list[float] = []
     begun = time.monotonic()
     with Stopping("stopping") as stopping, tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work:
         preload_libraries()
@@ -55,7 +55,7 @@ def calibrate(
             started = time.monotonic()
             end = started + max(0.0, begun + seconds - started) / (len(counts) - number)
             found = _in_processes(machine, count, threads, (end, begun + limit), Path(work) / str(count), stopping)
-            spoilt.append(found["spoilt"])
+            disturbed.append(found["disturbed"])
             settings.append(_setting(machine, count, threads, found))
             measured = sum(found["parts"].values())
             for part, taken in {**found["parts"], "starting": time.monotonic() - started - measured}.items():
@@ -66,7 +66,7 @@ def calibrate(
         versions=versions(machine),
         settings=tuple(settings),
         parts=parts,
-        disturbance=statistics.mean(spoilt),
+        disturbance=statistics.mean(disturbed),
     )
 
 

@@ -25,8 +25,8 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp16", "tf32", "fp32")}
 
 _Shape = tuple[int, int, int]
-# (m, n, k): tokens, output width, input width. Few tokens, narrow and wide matrices, and some that are no round
-# numbers.
+# (m, n, k): tokens, output width, input width. Few tokens, narrow and wide matrices, and some sizes that are not
+# powers of two.
 _PRODUCTS: dict[str, tuple[_Shape, ...]] = {
     "cpu": (
         (64, 512, 512),
@@ -61,7 +61,7 @@ _HELD_OUT_PRODUCTS: dict[str, tuple[_Shape, ...]] = {
 # Elements of the tensors that a kernel reads.
 _TRAFFIC = {"cpu": (2**14, 2**17, 2**20, 2**22, 2**23, 2**24), "cuda": (2**16, 2**20, 2**23, 2**25, 2**27)}
 _HELD_OUT_TRAFFIC = {"cpu": (2**19, 3 * 2**21), "cuda": (2**22, 2**26)}
-# Lengths of sequences; on a CPU below and above the length from which its bf16 kernel is used.
+# Lengths of sequences; for a CPU below and above the length from which its bf16 kernel is used.
 _ATTENTION = {"cpu": (32, 64, 128, 256, 511, 512, 1024, 2048), "cuda": (128, 512, 2048, 8192, 16384)}
 _HELD_OUT_ATTENTION = {"cpu": (192, 768), "cuda": (1024, 4096)}
 _ATTENTION_SHAPE = {"cpu": (512, 8, 64), "cuda": (16384, 32, 128)}  # tokens, heads, head size

@@ -32,7 +32,7 @@ def lines(calibration: Calibration) -> Iterator[str]:
         yield from _collectives(setting)
         yield from _in_step(setting)
     yield ""
-    yield "off by: median (worst) error of the curve for held-out sizes"
+    yield "error: median (worst) error of the curve for held-out sizes"
     yield f"all together: {summary(calibration.errors(''))}"
     yield f"other programs used the cores during {calibration.disturbance:.0%} of the measurements"
 
@@ -40,7 +40,7 @@ def lines(calibration: Calibration) -> Iterator[str]:
 def _products(setting: ProcessRates) -> Iterator[str]:
     shape = _SHOWN_PRODUCT["cpu" if setting.threads else "cuda"]
     size = " x ".join(map(str, shape))
-    yield f"  {f'matrix products, GFLOP/s at {size}':<46}{'x @ W^T':>10}{'dy @ W':>10}{'dy^T @ x':>10}  off by"
+    yield f"  {f'matrix products, GFLOP/s at {size}':<46}{'x @ W^T':>10}{'dy @ W':>10}{'dy^T @ x':>10}  error"
     operations = 2 * shape[0] * shape[1] * shape[2]
     for precision in _seen(setting, "product"):
         curves = [setting.curves[f"product/{precision}/{layout}"] for layout in ("forward", "input", "weight")]
@@ -49,7 +49,7 @@ def _products(setting: ProcessRates) -> Iterator[str]:
 
 
 def _traffic(setting: ProcessRates) -> Iterator[str]:
-    yield f"  {'read and written, GB/s':<46}" + "".join(f"{size(count):>10}" for count in _SHOWN_BYTES) + "  off by"
+    yield f"  {'read and written, GB/s':<46}" + "".join(f"{size(count):>10}" for count in _SHOWN_BYTES) + "  error"
     for precision in _seen(setting, "traffic"):
         for kind in _KINDS:
             curve = setting.curves[f"traffic/{precision}/{kind}"]
@@ -58,7 +58,7 @@ def _traffic(setting: ProcessRates) -> Iterator[str]:
 
 def _attention(setting: ProcessRates) -> Iterator[str]:
     lengths = (128, 512, 2048)
-    yield f"  {'attention, ns per token and channel':<46}" + "".join(f"{n:>10,}" for n in lengths) + "  off by"
+    yield f"  {'attention, ns per token and channel':<46}" + "".join(f"{n:>10,}" for n in lengths) + "  error"
     for precision in _seen(setting, "attention"):
         for direction in ("forward", "backward"):
             curve = setting.curves[f"attention/{precision}/{direction}"]
@@ -88,26 +88,26 @@ def _others(setting: ProcessRates) -> Iterator[str]:
 def _collectives(setting: ProcessRates) -> Iterator[str]:
     if setting.processes == 1:
         return
-    yield f"  {'collectives of all processes':<46}{'alpha us':>10}{'GB/s':>10}{'':>10}  off by"
+    yield f"  {'collectives of all processes':<46}{'alpha us':>10}{'GB/s':>10}{'':>10}  error"
     for kind in _COLLECTIVES:
         curve = setting.curves[f"collective/{kind}"]
         alpha, beta = curve.coefficients
         rate = f"{1 / beta / 1e9:>10.2f}" if beta else f"{'-':>10}"
         yield f"    {kind:<44}{alpha * 1e6:>10.0f}{rate}{'':>10}  {_errors([curve])}"
-    yield f"  {'of a collective hidden by computing':<46}{setting.overlap:>10.0%}"
+    yield f"  {'share that overlaps with computation':<46}{setting.overlap:>10.0%}"
 
 
 def _in_step(setting: ProcessRates) -> Iterator[str]:
     if not setting.in_step:
         return
-    yield f"  {'in a step, times as long as alone':<46}{'products':>10}{'attention':>10}{'memory':>10}  off by"
+    yield f"  {'in a step, factor on times alone':<46}{'products':>10}{'attention':>10}{'memory':>10}  error"
     for precision, found in setting.in_step.items():
         factors = "".join(f"{factor:>10.2f}" for factor in (found.products, found.attention, found.traffic))
-        host = f"{precision}, and {found.host * 1e6:.0f} us beside each kernel"
+        host = f"{precision}, and {found.host * 1e6:.0f} us more for each kernel"
         yield f"    {host:<44}{factors}  {summary(found.errors)}"
     if setting.processes > 1:
         exchange = setting.exchange
-        collectives = f"collectives, and {exchange.waited * 1e3:.1f} ms beside each"
+        collectives = f"collectives, and {exchange.waited * 1e3:.1f} ms more for each"
         yield f"    {collectives:<44}{exchange.factor:>10.2f}{'':>20}  {summary(exchange.errors)}"
 
 

@@ -19,13 +19,13 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.launch.process import keep_freed_memory, stop_requested
 from trainwright.parallel.world import World, join, leave
 
-_SLOT_SECONDS = 0.02  # seconds per case and round; at least one call
+_SLOT_SECONDS = 0.02  # seconds per case and round; at least one call is made
 _UNDISTURBED = 0.2  # quantile of the calls; slower ones waited for something else
 _LAUNCHES = 400
 _MOST_ROUNDS = 12
 _MOST_CALLS = 200
 _FEWEST_TYPICAL = 3  # calls
-_JOINT = 4  # factor on the slot: processes that wait for each other have irregular times
+_JOINT = 4  # factor on the slot, because processes that wait for each other have irregular times
 _TOO_BUSY = (
     "this machine is too busy to measure: one round exceeds its time limit; stop other programs, and measure again"
 )
@@ -58,7 +58,7 @@ def measure(device_type: str, ends: tuple[float, float], output: Path) -> int:
         for case, taken in measured:
             rows = found["samples"].setdefault(case.curve, [])
             rows.append({"sizes": case.sizes, "seconds": taken.seconds / case.amount, "held_out": case.held_out})
-        found["spoilt"] = sum(taken.is_spoilt for _, taken in measured) / len(measured)
+        found["disturbed"] = sum(taken.is_disturbed for _, taken in measured) / len(measured)
         found["overlap"] = measure_overlap(world)
         found["launch"] = statistics.mean(row[0] for row in world.gather_floats([_launch_seconds(world.device)]))
         if world.is_main:
@@ -79,7 +79,8 @@ def _measured(
 ) -> list[tuple[Case, Timed]]:
     """Return each case with its seconds, the mean over the ranks.
 
-    Cases are timed in rounds over all of them, so that other programs do not only disturb a few; for most cases the
+    Cases are timed in rounds over all of them, so that a disturbance by other programs does not affect only a few;
+    for most cases the
     best round is used. The first round is always completed, with short slots on a slow machine. ``parts``: the time of
     each part is added to it.
     """
@@ -114,7 +115,7 @@ def _measured(
 
 def _of_rounds(case: Case, times: list[Timed]) -> Timed:
     """Return the best, or the typical, of a case's rounds, preferring undisturbed ones."""
-    clean = sorted(one for one in times if not one.is_spoilt) or sorted(times)
+    clean = sorted(one for one in times if not one.is_disturbed) or sorted(times)
     return clean[int((0.25 if case.typical else 0.0) * len(clean))]
 
 

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from trainwright.observe.reader import EventRecord, read_events
 
-# Relative, by `train.mixed_precision`: the effect of summation order within a few steps.
+# Relative, by `train.mixed_precision`: the effect of the order of summation within a few steps.
 TOLERANCES = {"no": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 
 _EXACT = ("tokens", "target_tokens", "learning_rate")
@@ -38,21 +38,21 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether the runs are the same, within the tolerance."""
-        return self.parting() is None
+        """Whether the runs are equal within the tolerance."""
+        return self.first_difference() is None
 
     def worst(self, field: str) -> float:
         """Return the largest relative difference of a field over the steps."""
         return max(difference(one[field], other[field]) for one, other in self.steps)
 
-    def parting(self) -> str | None:
-        """Return a message about the first difference between the runs; None if they are the same."""
+    def first_difference(self) -> str | None:
+        """Return a message about the first difference between the runs; None if they are equal."""
         for pair in self.steps:
-            if (reason := self._parting(pair)) is not None:
+            if (reason := self._difference_in(pair)) is not None:
                 return f"at step {pair[0]['step']} {reason}"
         return None
 
-    def _parting(self, pair: tuple[EventRecord, EventRecord]) -> str | None:
+    def _difference_in(self, pair: tuple[EventRecord, EventRecord]) -> str | None:
         one, other = pair
         for field in _EXACT:
             if one[field] != other[field]:
@@ -66,7 +66,7 @@ class Comparison:
     def verdict(self) -> str:
         """Return a line that states whether the runs are the same, and the largest differences."""
         allowed = f"tolerance {self.tolerance:.0e}, relative"
-        reason = self.parting()
+        reason = self.first_difference()
         if reason is not None:
             return f"NOT the same run: {reason} ({allowed})"
         return (
@@ -86,7 +86,7 @@ class Comparison:
                 table.add_column(f"{name}\n{run}", justify="right")
             table.add_column("relative\ndifference", justify="right")
         for pair in self.steps:
-            table.add_row(*self._row(pair), style="bold red" if self._parting(pair) else None)
+            table.add_row(*self._row(pair), style="bold red" if self._difference_in(pair) else None)
         # Wide enough for the table if output is not a terminal.
         width = None if stream.isatty() else 120
         Console(file=stream, highlight=False, markup=False, emoji=False, width=width).print(table)

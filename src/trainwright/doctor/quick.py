@@ -43,7 +43,7 @@ from trainwright.launch.process import die_with_parent, keep_freed_memory
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
 from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
 
-_PATIENCE = 10.0  # seconds that a process waits for another
+_TIMEOUT = 10.0  # seconds that a process waits for another
 _LEAST_SECONDS = 0.7  # minimum time of measuring, regardless of imports
 _AFTERWARDS = 0.5  # seconds for collectives and curves at the end
 _OPERATIONS = {"cpu": 5e8, "cuda": 2e11}  # FLOPs of the largest product
@@ -58,8 +58,8 @@ _LONG_TO_BUILD = 0.003  # seconds from which inputs are kept for the next round
 _LEAST_CASES = 12  # products of one matrix in two precisions, measured regardless of the time
 _MESSAGES = (2**14, 2**22)  # bytes that are reduced over processes
 _SUMS = 5
-_LAUNCHES, _CHAINS = 20, 5  # kernels in a chain of which the host launches each; chains, of which the fastest counts
-_CACHE, _LEAST_CACHE = 2**27, 2**24  # bytes, more than the caches of a processor and of a core
+_LAUNCHES, _CHAINS = 20, 5  # kernels in a chain, each launched by the host; chains, the fastest of which counts
+_CACHE, _LEAST_CACHE = 2**27, 2**24  # bytes; larger than the caches of a processor and of a core
 
 
 class Setting(NamedTuple):
@@ -80,7 +80,7 @@ def main() -> None:
     settings = tuple(_setting(one, request["before"]) for one in found["settings"])
     parts = {"imports": imported, "measuring": time.monotonic() - request["begun"] - imported}
     measured = datetime.now().astimezone().isoformat(timespec="seconds")
-    disturbance = max(found["spoilt"], 0.0)
+    disturbance = max(found["disturbed"], 0.0)
     made = Calibration(request["machine"], measured, request["versions"], settings, parts, disturbance)
     json.dump(as_json(made), sys.stdout)
 
@@ -182,7 +182,7 @@ def _on_gpu(request: Mapping[str, Any], end: float) -> dict[str, Any]:
                 continue
     rows = [_row(case, min(found)) for case, found in zip(cases, times, strict=True) if found]
     setting = {"processes": 1, "threads": None, "launch": _launch_seconds(device), "samples": rows}
-    return {"settings": [setting], "spoilt": 0.0}
+    return {"settings": [setting], "disturbed": 0.0}
 
 
 def _gpu_seconds(run: Run) -> float:
@@ -236,7 +236,7 @@ class _Member:
         """Measure everything, and send the times through ``pipe``."""
         die_with_parent(self.parent)  # which is killed if a measurement takes too long
         cases = _cases(self.request, torch.device("cpu"))
-        # Takes the place of other tensors in the caches. Made here: threads do not survive a fork.
+        # Evicts other tensors from the caches. Created here, because threads do not survive a fork.
         share = 1 if self.rank == 0 else self.request["cores"]  # only rank 0 computes alone
         self.other = torch.ones(max(_CACHE // share, _LEAST_CACHE) // 4)
         mine = [setting for setting in self.settings if self.rank < setting.processes]
@@ -246,7 +246,7 @@ class _Member:
         for number in range(_MOST_ROUNDS):
             for setting in mine:
                 least_cases = _LEAST_CASES if number == 0 and setting == self.settings[0] else 0
-                if self._meet(setting, optional=not least_cases):
+                if self._wait_for_others(setting, optional=not least_cases):
                     self._round(setting, cases, times[setting], warm, least_cases)
                     launches[setting].append(_launch_seconds(torch.device("cpu")))
             if self.late.value:
@@ -265,12 +265,12 @@ class _Member:
                 barrier.abort()
         return bool(self.late.value)
 
-    def _meet(self, setting: Setting, optional: bool) -> bool:
+    def _wait_for_others(self, setting: Setting, optional: bool) -> bool:
         """Wait for the other processes of a setting; return False if time is up."""
         if optional and self._is_late():
             return False
         try:
-            self.barriers[setting].wait(_PATIENCE)
+            self.barriers[setting].wait(_TIMEOUT)
         except threading.BrokenBarrierError:
             if not self.late.value:
                 raise
@@ -291,11 +291,11 @@ class _Member:
             if index >= fewest and self._is_late():
                 return
             if case.cold and setting != Setting(1, self.request["cores"]):
-                continue  # the factors of a step are much the same for all ways to use all cores
+                continue  # the factors of a step depend little on how the cores are shared
             if (
                 setting.processes == 1
                 and len(times[index]) == 1
-                and not (case.cold or times[index][0].is_spoilt or fewest)
+                and not (case.cold or times[index][0].is_disturbed or fewest)
             ):
                 times[index].append(times[index][0])  # the second round only repeats disturbed cases, and blocks
                 continue
@@ -308,7 +308,7 @@ class _Member:
                 warm.add((index, setting.threads))
                 self.clock.start()
             until = time.monotonic() + _SLOT
-            # Of a block, which is one sample in the place of many, at least two times.
+            # Time a block at least twice: it is a single sample.
             found = [self._time(case, run) for _ in range(2 if case.cold else 1)]
             while len(found) < _CALLS and time.monotonic() < until:
                 found.append(self._time(case, run))
@@ -360,7 +360,7 @@ def _together(
 ) -> dict[str, Any]:
     """Combine the results of all processes for each setting: the mean over them of each one's minimum.
 
-    Cases that time ran out for are omitted.
+    Cases for which there was not enough time are omitted.
     """
     cases, rates = _cases(request, torch.device("cpu")), []
     best: list[Timed] = []
@@ -375,22 +375,22 @@ def _together(
             found = [least(member["times"][setting][index]) for member in members]
             best += found
             row = _row(case, statistics.mean(one.seconds for one in found))
-            rows.append({**row, "spoilt": any(one.is_spoilt for one in found)})
+            rows.append({**row, "disturbed": any(one.is_disturbed for one in found)})
         for size in _MESSAGES if setting.processes > 1 else ():
             seconds = statistics.mean(member["sums"][setting][size] for member in members)
             rows.append({"curve": "collective/all_reduce", "sizes": [size], "seconds": seconds})
         launch = statistics.mean(min(member["launch"][setting]) for member in members)
-        kept = _without_spoilt(rows)
+        kept = _without_disturbed(rows)
         rates.append({"processes": setting.processes, "threads": setting.threads, "launch": launch, "samples": kept})
     if not rates:
         sys.exit("the first matrix products did not finish in time: other programs use the cores")
-    return {"settings": rates, "spoilt": sum(one.is_spoilt for one in best) / len(best)}
+    return {"settings": rates, "disturbed": sum(one.is_disturbed for one in best) / len(best)}
 
 
-def _without_spoilt(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _without_disturbed(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the undisturbed rows of each curve, or all if none is undisturbed."""
-    clean = {row["curve"] for row in rows if not row.get("spoilt")}
-    return [row for row in rows if not row.get("spoilt") or row["curve"] not in clean]
+    clean = {row["curve"] for row in rows if not row.get("disturbed")}
+    return [row for row in rows if not row.get("disturbed") or row["curve"] not in clean]
 
 
 def _row(case: Case, seconds: float) -> dict[str, Any]:

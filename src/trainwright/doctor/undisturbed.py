@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TASKS = Path("/proc/self/task")
-_SPOILT = 0.03  # share of a time in which a thread waited for a core
-_LEAST_SHARE = 0.5  # share of a time that remains when waiting is subtracted
+_DISTURBED = 0.03  # share of a time in which a thread waited for a core
+_LEAST_SHARE = 0.5  # minimum share of a time that remains after subtracting waiting
 _MOST_THREADS = 16  # threads that are read, at 3 us each
 
 
 class Timed(NamedTuple):
-    """Seconds of one call, and the seconds for which the thread of this process that waited most waited for a core."""
+    """Seconds of one call, and the longest time for which a thread of this process waited for a core."""
 
     seconds: float
     waited: float
 
     @property
-    def is_spoilt(self) -> bool:
+    def is_disturbed(self) -> bool:
         """Whether other programs disturbed the call."""
-        return self.waited > _SPOILT * self.seconds
+        return self.waited > _DISTURBED * self.seconds
 
 
 class Stopwatch:
@@ -70,10 +70,11 @@ class Stopwatch:
 def undisturbed(times: list[Timed], share: float) -> Timed:
     """Return the call that ``share`` of the undisturbed calls are faster than.
 
-    If all are disturbed, as long calls are next to a program that always uses the cores, their waiting is subtracted
+    If all are disturbed, as long calls are while another program uses the cores all the time, their waiting time is
+    subtracted
     and the median is returned, still marked as disturbed.
     """
-    clean = sorted(one for one in times if not one.is_spoilt)
+    clean = sorted(one for one in times if not one.is_disturbed)
     if clean:
         return clean[int(share * len(clean))]
     mended = sorted(Timed(max(one.seconds - one.waited, _LEAST_SHARE * one.seconds), one.waited) for one in times)
@@ -82,4 +83,4 @@ def undisturbed(times: list[Timed], share: float) -> Timed:
 
 def least(times: list[Timed]) -> Timed:
     """Return the shortest undisturbed call, or the shortest if all are disturbed."""
-    return min(times, key=lambda one: (one.is_spoilt, one.seconds))
+    return min(times, key=lambda one: (one.is_disturbed, one.seconds))

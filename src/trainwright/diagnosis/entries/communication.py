@@ -28,7 +28,7 @@ ERRORS = (
         fixes=(
             "look for code that only some ranks run around collectives: if rank == 0: ..., logging of reduced values, "
             "saving a sharded state, unequal numbers of batches",
-            "let torch name the operation: TORCH_DISTRIBUTED_DEBUG=DETAIL, TORCH_NCCL_TRACE_BUFFER_SIZE=2000",
+            "have torch report the operation: TORCH_DISTRIBUTED_DEBUG=DETAIL, TORCH_NCCL_TRACE_BUFFER_SIZE=2000",
             "start all ranks with the same code, versions, arguments and data",
         ),
     ),
@@ -55,10 +55,9 @@ ERRORS = (
         cause="The processes were started with different numbers of nodes or processes, two nodes got the same rank, "
         "or some nodes did not start at all.",
         fixes=(
-            "give every node the same number of nodes, processes per node, address and port, and a node rank of its "
-            "own",
-            "if clients are missing: look at the logs of the nodes that did not join, and at firewalls between them",
-            "end processes that a former start left on the same port",
+            "give every node the same number of nodes, processes per node, address and port, and a unique node rank",
+            "if clients are missing: check the logs of the nodes that did not join, and at firewalls between them",
+            "end processes of an earlier start that still use the port",
         ),
     ),
     KnownError(
@@ -98,8 +97,8 @@ ERRORS = (
         fixes=(
             "list interfaces: ip -br addr; name one that is up on every node: NCCL_SOCKET_IFNAME=eth0 "
             "GLOO_SOCKET_IFNAME=eth0 (a prefix matches too; ^docker,lo excludes)",
-            "unset the variable if it is left from another machine",
-            "let the host name resolve: getent hosts $(hostname) must show the address that other nodes reach",
+            "unset the variable if it was meant for another machine",
+            "make the host name resolve: getent hosts $(hostname) must show the address that other nodes reach",
         ),
     ),
     KnownError(
@@ -121,14 +120,15 @@ ERRORS = (
         ),
         unless=(r"No device found|failed to open libibverbs|Failed to open libibverbs",),
         role=Role.SYMPTOM,
-        cause="A connection between two network cards broke or was not made: a port or cable is down, cards of "
-        "different fabrics were paired, the GID index of RoCE is wrong, or the peer died.",
+        cause="A connection between two network adapters failed: a port or cable is down, adapters of different "
+        "fabrics were paired, the GID index of RoCE is wrong, or the peer died.",
         fixes=(
-            "look at the ports: ibstat and ibv_devinfo must show Active and LinkUp on every node; test a pair of "
+            "check the ports: ibstat and ibv_devinfo must show Active and LinkUp on every node; test a pair of "
             "nodes with ib_write_bw",
-            "use cards that all nodes reach: NCCL_IB_HCA=mlx5_0,mlx5_1; for RoCE set NCCL_IB_GID_INDEX=3 (show_gids "
+            "use adapters that all nodes can reach: NCCL_IB_HCA=mlx5_0,mlx5_1; for RoCE set NCCL_IB_GID_INDEX=3 "
+            "(show_gids "
             "lists them)",
-            "for a busy fabric: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7; to see whether IB is the reason: "
+            "for a busy fabric: NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7; to see whether InfiniBand is the cause: "
             "NCCL_IB_DISABLE=1",
         ),
     ),
@@ -144,7 +144,7 @@ ERRORS = (
             r"Cannot allocate memory.{0,80}(?:memlock|ulimit -l)",
         ),
         in_notices=True,
-        cause="Network cards need memory that stays in place. The limit on it (ulimit -l) is small, or, for "
+        cause="Network adapters need locked memory. The limit on it (ulimit -l) is small, or, for "
         "GPUDirect, the module nvidia_peermem is missing.",
         fixes=(
             "raise it: ulimit -l unlimited; docker run --ulimit memlock=-1 --cap-add=IPC_LOCK; for Slurm "
@@ -163,8 +163,7 @@ ERRORS = (
             r"undefined symbol: nccl\w+",
             r"NCCL version .{0,40}(?:does not match|mismatch)",
         ),
-        cause="Another libnccl than the one that torch was built with is loaded, or nodes have different "
-        "installations.",
+        cause="The loaded libnccl is not the one that torch was built with, or nodes have different installations.",
         fixes=(
             "see which is loaded: python -c 'import torch; print(torch.cuda.nccl.version())' on every node, and pip "
             "list | grep nccl",
@@ -173,7 +172,7 @@ ERRORS = (
     ),
     KnownError(
         name="nccl-timeout",
-        title="a collective did not complete in time: ranks waited for one that did not arrive",
+        title="a collective did not complete in time: some ranks waited for one that did not call it",
         patterns=(
             r"ProcessGroupNCCL watchdog hang",
             r"Watchdog caught collective operation timeout",
@@ -200,7 +199,7 @@ ERRORS = (
             "do slow work of one rank before the process group exists, or raise the timeout: "
             "init_process_group(timeout=timedelta(hours=2)), ddp_timeout in Hugging Face arguments",
             "give all ranks the same number of batches and the same branches around collectives",
-            "if no rank failed: test the links with NCCL_DEBUG=INFO and nccl-tests; NCCL_P2P_DISABLE=1 tells whether "
+            "if no rank failed: test the links with NCCL_DEBUG=INFO and nccl-tests; NCCL_P2P_DISABLE=1 shows whether "
             "PCIe peer access hangs (ACS, IOMMU)",
         ),
     ),
@@ -220,8 +219,8 @@ ERRORS = (
         ),
         role=Role.REACTION,
         cause="A CUDA call inside NCCL failed. The error of CUDA itself is in another line, or shows with "
-        "NCCL_DEBUG=INFO. Without one it is often a GPU that two ranks use, full GPU memory, or a driver that does "
-        "not fit.",
+        "NCCL_DEBUG=INFO. Without one it is often a GPU that two ranks share, full GPU memory, or an incompatible "
+        "driver.",
         fixes=(
             "run once more with NCCL_DEBUG=INFO and look for the line NCCL WARN Cuda failure",
             "check that each rank uses its own GPU, and that the driver is new enough: nvidia-smi",
@@ -243,7 +242,7 @@ ERRORS = (
         unless=(r"No space left", r"ibv_", r"shared memory segment", r"Call to (?:recv|send) .{0,80}Broken pipe"),
         role=Role.REACTION,
         cause="Opening a socket, shared memory or a network card failed. NCCL says which only with NCCL_DEBUG=INFO. "
-        "Usual reasons: an interface that other nodes cannot reach, a firewall, a full /dev/shm, a rank that has "
+        "Common causes: an interface that other nodes cannot reach, a firewall, a full /dev/shm, a rank that has "
         "ended.",
         fixes=(
             "run once more with NCCL_DEBUG=INFO and look at the first NCCL WARN line",
@@ -253,7 +252,7 @@ ERRORS = (
     ),
     KnownError(
         name="nccl-invalid-usage",
-        title="NCCL was called in a way that it refuses",
+        title="NCCL rejected the arguments of a call",
         patterns=(
             r"NCCL error.{0,200}invalid (?:usage|argument)",
             r"ncclInvalidUsage",
@@ -261,7 +260,7 @@ ERRORS = (
             r"invalid usage \(run with NCCL_DEBUG",
         ),
         role=Role.REACTION,
-        cause="Mostly two ranks on one GPU, more processes than GPUs, a tensor that is not on the GPU of its rank, or "
+        cause="Usually two ranks on one GPU, more processes than GPUs, a tensor that is not on the GPU of its rank, or "
         "ranks with different settings.",
         fixes=(
             "set the device of each process from its local rank: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
@@ -280,7 +279,8 @@ ERRORS = (
             r"NCCL WARN Failed to find .{0,60}(?:topology|CPU|path)",
         ),
         role=Role.REACTION,
-        cause="Mostly the topology: GPUs or network cards that NCCL cannot place (virtual machines, containers "
+        cause="Usually the topology: GPUs or network cards whose place in the topology NCCL cannot determine (virtual "
+        "machines, containers "
         "without /sys), nodes of different kinds, or a bug of this NCCL version.",
         fixes=(
             "run once more with NCCL_DEBUG=INFO and look at the first NCCL WARN line before it",
@@ -319,7 +319,7 @@ ERRORS = (
         ),
         role=Role.FOLLOW_UP,
         in_notices=True,
-        cause="The other end of a connection is gone: that process failed, was killed, or its machine was lost.",
+        cause="The process at the other end of a connection failed, was killed, or its machine was lost.",
         fixes=(
             "look at the logs of the other ranks and nodes for the first error; this rank only noticed",
             "if no log has one: look for kills (dmesg -T | grep -i -E 'oom|xid', sacct -j JOB) and for lost nodes",
@@ -337,7 +337,7 @@ ERRORS = (
         "CPU.",
         fixes=(
             "move the tensor to the GPU of the rank before the collective",
-            "or have both backends: torch.distributed.init_process_group('cpu:gloo,cuda:nccl')",
+            "or use both backends: torch.distributed.init_process_group('cpu:gloo,cuda:nccl')",
         ),
     ),
     KnownError(
@@ -364,6 +364,6 @@ ERRORS = (
             r"cudaErrorPeerAccessUnsupported",
         ),
         cause="GeForce cards of these series have no peer-to-peer access over PCIe.",
-        fixes=("turn it off: NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1",),
+        fixes=("disable it: NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1",),
     ),
 )

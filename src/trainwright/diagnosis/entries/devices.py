@@ -27,9 +27,9 @@ ERRORS = (
             r"CUDA-capable device\(s\) is/are busy or unavailable.{0,40}Xid",
         ),
         in_notices=True,
-        cause="The GPU's memory, its link or its connection to the bus failed. The job is not at fault.",
+        cause="The GPU's memory, its link or its connection to the bus failed. The job is not the cause.",
         fixes=(
-            "look at the GPU: nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT and dmesg -T | grep -i xid",
+            "inspect the GPU: nvidia-smi -q -d ECC,ROW_REMAPPER,PAGE_RETIREMENT and dmesg -T | grep -i xid",
             "resume the run without this machine: trainwright train --resume RUN",
             "have the GPU reset or the machine rebooted by its administrator; replace the GPU if it repeats",
         ),
@@ -46,7 +46,7 @@ ERRORS = (
         in_notices=True,
         cause="GPUs with NVSwitch work only while NVIDIA's Fabric Manager runs, in exactly the driver's version.",
         fixes=(
-            "look at it: systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A2 -i fabric must show Completed",
+            "check it: systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A2 -i fabric must show Completed",
             "install the package of the driver's version, then: sudo systemctl enable --now nvidia-fabricmanager",
         ),
     ),
@@ -126,7 +126,7 @@ ERRORS = (
             r"Attempting to deserialize object on a CUDA device but torch\.cuda\.is_available\(\) is False",
         ),
         cause="The process cannot see a GPU: torch is a CPU build, the container was started without GPUs, "
-        "CUDA_VISIBLE_DEVICES is empty, no driver is loaded, or the job was given none.",
+        "CUDA_VISIBLE_DEVICES is empty, no driver is loaded, or no GPU was allocated to the job.",
         fixes=(
             "check: nvidia-smi; echo $CUDA_VISIBLE_DEVICES; python -c 'import torch; print(torch.version.cuda)' "
             "(None: a CPU build, install one with CUDA)",
@@ -136,7 +136,7 @@ ERRORS = (
     ),
     KnownError(
         name="wrong-device-number",
-        title="a process asks for a GPU that is not there",
+        title="a process uses a GPU index that does not exist",
         patterns=(
             r"Invalid device argument",
             r"Invalid CUDA 'device",
@@ -168,12 +168,12 @@ ERRORS = (
             "set the device of each process from its local rank before anything else: "
             "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
             "start at most as many processes per machine as it has GPUs; give every node a distinct node rank",
-            "see who uses the GPU and its mode: nvidia-smi; reset the mode with sudo nvidia-smi -c DEFAULT",
+            "see which processes use the GPU, and its mode: nvidia-smi; reset the mode with sudo nvidia-smi -c DEFAULT",
         ),
     ),
     KnownError(
         name="index-out-of-range",
-        title="an index is outside of its table: often a token id beyond the vocabulary, or a wrong label",
+        title="an index is out of range: often a token id beyond the vocabulary, or a wrong label",
         patterns=(
             r"device-side assert triggered",
             r"Assertion `?.{0,80}(?:srcIndex|index|idx|ind|t|cur_target|label)\b.{0,60}` failed",
@@ -185,7 +185,7 @@ ERRORS = (
             r"Target -?\d+ is out of bounds",
         ),
         unless=(r"probability tensor contains", r"input value should be between 0~1|input_val"),
-        cause="An embedding or a loss was given an index that it has no row for: the tokenizer has more tokens than "
+        cause="An embedding or a loss received an index outside its range: the tokenizer has more tokens than "
         "the model's embedding, positions exceed the longest length, or labels do not fit the number of classes.",
         fixes=(
             "compare len(tokenizer) with model.config.vocab_size and data.max_length with "
@@ -212,7 +212,7 @@ ERRORS = (
     ),
     KnownError(
         name="illegal-memory-access",
-        title="a GPU kernel accessed memory that is not its own",
+        title="a GPU kernel accessed invalid memory",
         patterns=(
             r"an illegal memory access was encountered",
             r"cudaErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -232,9 +232,9 @@ ERRORS = (
         "is a later one, since kernels run asynchronously.",
         fixes=(
             "find the kernel: CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer --tool memcheck python ...",
-            "leave out custom kernels one at a time: train.compile: false, attention without flash-attn, no fused "
+            "disable custom kernels one at a time: train.compile: false, attention without flash-attn, no fused "
             "optimizer; update torch, Triton and flash-attn",
-            "if it stays on one GPU whatever runs there, look at dmesg -T | grep -i xid and have the GPU checked",
+            "if it always occurs on the same GPU, check dmesg -T | grep -i xid and have the GPU checked",
         ),
     ),
     KnownError(
@@ -245,14 +245,14 @@ ERRORS = (
             r"cublasLt ran into an error",
         ),
         role=Role.SYMPTOM,
-        cause="A matrix product failed. Usual reasons: GPU memory is nearly full (NOT_INITIALIZED), an index error in "
+        cause="A matrix product failed. Common causes: GPU memory is nearly full (NOT_INITIALIZED), an index error in "
         "an earlier kernel (EXECUTION_FAILED), a shape or type that the GPU does not support (NOT_SUPPORTED, "
         "INVALID_VALUE), or two versions of cuBLAS in one process.",
         fixes=(
-            "look for memory first: halve train.micro_batch_size and see nvidia-smi",
+            "check memory first: halve train.micro_batch_size and see nvidia-smi",
             "run once with CUDA_LAUNCH_BLOCKING=1, or on the CPU, to see whether an earlier operation failed",
             "load only torch's own libraries: unset LD_LIBRARY_PATH, and pip list | grep -i nvidia must show the "
-            "versions that torch asks for",
+            "versions that torch requires",
         ),
     ),
     KnownError(
@@ -268,10 +268,10 @@ ERRORS = (
             r"Unable to load any of \{libcudnn",
         ),
         role=Role.SYMPTOM,
-        cause="Another cuDNN than torch's own was loaded, GPU memory was nearly full, or the shape is not supported.",
+        cause="A cuDNN other than torch's own was loaded, GPU memory was nearly full, or the shape is not supported.",
         fixes=(
             "load only torch's own: unset LD_LIBRARY_PATH; pip list | grep -i cudnn must show the version that torch "
-            "asks for",
+            "requires",
             "halve train.micro_batch_size in case memory is short",
             "to see whether cuDNN is the reason: torch.backends.cudnn.enabled = False",
         ),
@@ -290,7 +290,7 @@ ERRORS = (
         ),
         role=Role.SYMPTOM,
         cause="The driver answered with an error: it is not loaded completely (nvidia_uvm), the container lacks "
-        "devices, the machine slept, or a forked process uses CUDA that its parent had initialized.",
+        "devices, the machine was suspended, or a forked process uses CUDA that its parent had initialized.",
         fixes=(
             "check: nvidia-smi; sudo modprobe nvidia_uvm; in a container: ls /dev/nvidia*",
             "reboot, or reload the module: sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",
@@ -302,8 +302,8 @@ ERRORS = (
         patterns=(r"Cannot re-initialize CUDA in forked subprocess",),
         cause="The parent process initialized CUDA, then forked data loader workers or ranks that use it too.",
         fixes=(
-            "touch no GPU in the parent and in Dataset.__getitem__: return CPU tensors and move them in the loop",
-            "or start processes afresh: multiprocessing_context='spawn', "
+            "do not use CUDA in the parent or in Dataset.__getitem__: return CPU tensors and move them in the loop",
+            "or spawn processes instead of forking: multiprocessing_context='spawn', "
             "torch.multiprocessing.set_start_method('spawn')",
         ),
     ),
@@ -344,7 +344,7 @@ ERRORS = (
         cause="The line has CUDA's reason. Kernels run asynchronously, so the traceback may name a later operation.",
         fixes=(
             "find the operation: run once more with CUDA_LAUNCH_BLOCKING=1",
-            "leave out custom kernels one at a time (train.compile: false), and look at dmesg -T | grep -i xid",
+            "disable custom kernels one at a time (train.compile: false), and check dmesg -T | grep -i xid",
         ),
     ),
 )

@@ -11,7 +11,8 @@ ERRORS = (
         patterns=(r"Disk quota exceeded", r"\[Errno 122\]", r"EDQUOT"),
         cause="The user or project has used all space, or all files (inodes), that the file system allows.",
         fixes=(
-            "see it: quota -s, or lfs quota -h -u $USER PATH; remove old checkpoints (checkpoint.keep_last) and caches",
+            "check it: quota -s, or lfs quota -h -u $USER PATH; remove old checkpoints (checkpoint.keep_last) and "
+            "caches",
             "move caches to another disk: HF_HOME=/scratch/hf TRITON_CACHE_DIR=/scratch/triton",
         ),
     ),
@@ -32,10 +33,10 @@ ERRORS = (
             r"disk is full|low on disk space.{0,40}evict|ephemeral-storage",
         ),
         unless=(r"shm", r"not enough free disk space to download.{0,80}warn"),
-        cause="Checkpoints, caches of the Hub or temporary files filled a file system, or used up its number of "
-        "files; rarely the disk or the server of a network file system fails.",
+        cause="Checkpoints, caches of the Hub or temporary files filled a file system, or used all of its inodes; "
+        "rarely the disk or the server of a network file system fails.",
         fixes=(
-            "see which: df -h; df -i (for data loader workers also /dev/shm); and what: du -xh --max-depth=2 PATH | "
+            "find which: df -h; df -i (for data loader workers also /dev/shm); and what: du -xh --max-depth=2 PATH | "
             "sort -h | tail",
             "keep fewer checkpoints: checkpoint.keep_last: 2; clear caches: hf cache prune",
             "move them: logging.run_directory, HF_HOME=/data/hf, TMPDIR=/data/tmp",
@@ -43,7 +44,7 @@ ERRORS = (
     ),
     KnownError(
         name="permission-denied",
-        title="a file or directory may not be written or read",
+        title="no permission to read or write a file or directory",
         patterns=(
             r"PermissionError: \[Errno 13\]",
             r"\[Errno 13\] Permission denied",
@@ -53,23 +54,23 @@ ERRORS = (
             r"mkdir: cannot create directory .{0,200}Permission denied",
         ),
         unless=(r"/dev/shm|shm_open", r"/dev/(?:nvidia|infiniband)"),
-        cause="The process has no right to the path of the line: a cache made by another user or by root in a "
+        cause="The process has no permission for the path in the message: a cache made by another user or by root in a "
         "container, or a read-only disk.",
         fixes=(
-            "look: ls -ld PATH; take it over: sudo chown -R $USER PATH",
+            "check: ls -ld PATH; change the owner: sudo chown -R $USER PATH",
             "use a cache of your own: HF_HOME, TRITON_CACHE_DIR, TORCH_EXTENSIONS_DIR and TORCHINDUCTOR_CACHE_DIR on "
             "a disk that can be written",
         ),
     ),
     KnownError(
         name="stale-file",
-        title="a network file system lost a file that was open",
+        title="an open file disappeared from a network file system",
         patterns=(r"Stale file handle", r"\[Errno 116\]", r"Remote I/O error", r"Transport endpoint is not connected"),
         cause="The file was deleted or replaced on another node, or the server of the file system was restarted.",
         fixes=(
             "do not clean caches or checkpoints that a run uses; give each node its own cache on a local disk "
             "(HF_HOME)",
-            "mount the file system again: ls PATH fails as long as it is broken",
+            "mount the file system again: ls PATH fails until the mount works again",
         ),
     ),
     KnownError(
@@ -93,7 +94,8 @@ ERRORS = (
             r"Can't load (?:the )?(?:tokenizer|model|configuration|config|\w+ processor) for '",
             r"doesn't exist on the Hub or cannot be accessed",
         ),
-        cause="The Hub refuses the repository: its terms are not accepted, no valid token is given, or the name is "
+        cause="The Hub denies access to the repository: its terms are not accepted, no valid token is given, or the "
+        "name is "
         "wrong or private.",
         fixes=(
             "check the name; a local directory has to exist in this container and on every node",
@@ -149,17 +151,17 @@ ERRORS = (
             r"Consistency check failed: file should be of size",
             r"storage has wrong byte size",
         ),
-        cause="A download or a save was cut off (full disk, kill), or the file is a Git LFS pointer instead of the "
-        "weights. A whole file is refused too if it has so many tensors that its header exceeds 100 MB.",
+        cause="A download or a save was interrupted (full disk, kill), or the file is a Git LFS pointer instead of the "
+        "weights. A complete file is also rejected if it has so many tensors that its header exceeds 100 MB.",
         fixes=(
-            "look at it: ls -l FILE and head -c 100 FILE; 'version https://git-lfs' means: git lfs pull",
-            "download again: hf download NAME --force-download; for a checkpoint use the one before (trainwright "
-            "verifies checkpoints and takes it by itself)",
+            "check it: ls -l FILE and head -c 100 FILE; 'version https://git-lfs' means: git lfs pull",
+            "download again: hf download NAME --force-download; for a checkpoint use the previous one (Trainwright "
+            "verifies checkpoints and does so automatically)",
         ),
     ),
     KnownError(
         name="unsafe-load",
-        title="torch refuses to unpickle a file",
+        title="torch rejects a pickle file",
         patterns=(
             r"Weights only load failed",
             r"WeightsUnpickler error",
@@ -186,13 +188,13 @@ ERRORS = (
         ),
         cause="Two names of the state dict are one tensor (tied embeddings), which safetensors does not store twice.",
         fixes=(
-            "save with model.save_pretrained, which knows tied weights, or safetensors.torch.save_model",
+            "save with model.save_pretrained, which handles tied weights, or safetensors.torch.save_model",
             "in Hugging Face's Trainer: save_safetensors=False",
         ),
     ),
     KnownError(
         name="weights-do-not-fit",
-        title="weights do not fit the model",
+        title="weights do not match the model",
         patterns=(
             r"size mismatch for(?: [\w.]+|$)|Size mismatch between saved torch\.Size",
             r"Error\(s\) in loading state_dict",
@@ -212,12 +214,12 @@ ERRORS = (
             "compare the shapes of the message with config.json; use the configuration that the checkpoint was saved "
             "with",
             "after adding tokens: resize the embedding before loading the adapter or checkpoint",
-            "take prefixes off: key.removeprefix('module.').removeprefix('_orig_mod.')",
+            "remove prefixes: key.removeprefix('module.').removeprefix('_orig_mod.')",
         ),
     ),
     KnownError(
         name="checkpoint-missing",
-        title="a file or checkpoint is not there",
+        title="a file or checkpoint does not exist",
         patterns=(
             r"FileNotFoundError: \[Errno 2\] No such file or directory: '",
             r"Error no file named .{0,120}found in directory",
@@ -229,7 +231,7 @@ ERRORS = (
         ),
         unless=(r"nvcc|ptxas|gcc|g\+\+|ninja|/dev/shm|git_lfs|libnccl",),
         role=Role.SYMPTOM,
-        cause="The path does not exist for this process: a typing error, a relative path from another directory, or a "
+        cause="The path does not exist for this process: a typo, a relative path from another directory, or a "
         "disk that this node or container does not have.",
         fixes=(
             "check it where the process runs: ls PATH on each node, in the container",
@@ -238,7 +240,7 @@ ERRORS = (
     ),
     KnownError(
         name="remote-code",
-        title="the repository has code of its own, which must be allowed",
+        title="the repository has custom code, which must be allowed",
         patterns=(
             r"requires you to execute the (?:configuration|modeling|tokenizer|custom|dataset) ?\w* ?(?:file|code|"
             r"script)",
@@ -246,7 +248,10 @@ ERRORS = (
             r"Please pass the argument `?trust_remote_code=True`?",
         ),
         cause="The model or data set needs Python code from its repository.",
-        fixes=("read that code, then pass trust_remote_code=True; or take a model that the library supports itself",),
+        fixes=(
+            "read that code, then pass trust_remote_code=True; or use a model that the library supports without "
+            "custom code",
+        ),
     ),
     KnownError(
         name="tracker-login",
@@ -257,7 +262,7 @@ ERRORS = (
             r"wandb: ERROR (?:Error while calling W&B API|api_key)",
         ),
         role=Role.SYMPTOM,
-        cause="Weights & Biases asks for a key that is not there, or compute nodes have no connection.",
+        cause="Weights & Biases needs an API key, which is not set, or compute nodes have no connection.",
         fixes=("wandb login, WANDB_API_KEY=..., or WANDB_MODE=offline; without it: report_to='none'",),
     ),
 )

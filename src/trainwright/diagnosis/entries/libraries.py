@@ -28,7 +28,7 @@ ERRORS = (
     ),
     KnownError(
         name="flash-attention-missing",
-        title="flash-attn is requested and not installed",
+        title="flash-attn is requested but not installed",
         patterns=(
             r"FlashAttention2? has been toggled on, but it cannot be used",
             r"the package flash_attn seems to be not installed",
@@ -38,11 +38,11 @@ ERRORS = (
             r"please install flash[-_ ]?attn",
         ),
         unless=(r"FlashAttention only supports",),
-        cause="The model asks for the package flash-attn (attn_implementation='flash_attention_2'), which torch does "
-        "not bring.",
+        cause="The model asks for the package flash-attn (attn_implementation='flash_attention_2'), which is not part "
+        "of torch.",
         fixes=(
             "install it for this torch and CUDA: pip install flash-attn --no-build-isolation",
-            "or use torch's own kernels: attn_implementation='sdpa' (Trainwright's models do so without flash-attn)",
+            "or use torch's own kernels: attn_implementation='sdpa' (the default of Trainwright's models)",
         ),
     ),
     KnownError(
@@ -119,18 +119,18 @@ ERRORS = (
             r"assert (?:torch\.utils\.cpp_extension\.)?CUDA_HOME is not None|CUDA_HOME is None",
         ),
         in_notices=False,
-        cause="DeepSpeed, flash-attn, Triton and torch.compile build code on this machine. That takes nvcc "
+        cause="DeepSpeed, flash-attn, Triton and torch.compile build code on this machine. This requires nvcc "
         "(CUDA_HOME), a C++ compiler, ninja or Python's headers, and one of them is not installed.",
         fixes=(
             "install the tools: apt install build-essential python3-dev; pip install ninja; the CUDA toolkit of "
             "torch's version",
             "name the toolkit: export CUDA_HOME=/usr/local/cuda PATH=$CUDA_HOME/bin:$PATH",
-            "or do without: train.compile: false; for DeepSpeed's fused optimizer use torch's AdamW",
+            "or disable it: train.compile: false; for DeepSpeed's fused optimizer use torch's AdamW",
         ),
     ),
     KnownError(
         name="cuda-version-mismatch",
-        title="the CUDA toolkit is of another version than torch",
+        title="the CUDA toolkit has another version than torch",
         patterns=(
             r"CUDAMismatchException",
             r"Installed CUDA version .{0,60}does not match the version torch was compiled with",
@@ -139,8 +139,7 @@ ERRORS = (
             r"CUDA version mismatch",
             r"PyTorch has CUDA Version=.{0,20}and torchvision has CUDA Version",
         ),
-        cause="Extensions are compiled with the nvcc of this machine, whose version has to be that of the CUDA in "
-        "torch.",
+        cause="Extensions are compiled with the nvcc of this machine, whose version must match torch's CUDA version.",
         fixes=(
             "compare: nvcc --version; python -c 'import torch; print(torch.version.cuda)'",
             "install the toolkit of torch's version and point CUDA_HOME to it, or a torch build for the toolkit's "
@@ -162,7 +161,7 @@ ERRORS = (
             r"ImportError: \S*/torch_extensions/.{0,120}cannot open shared object file",
         ),
         role=Role.SYMPTOM,
-        cause="The compiler's own error comes before this message: versions of nvcc, the host compiler and torch that "
+        cause="The compiler's error precedes this message: versions of nvcc, the host compiler and torch that "
         "do not fit, or too little memory for parallel compilation.",
         fixes=(
             "read the first line with 'error:' before this one",
@@ -197,7 +196,7 @@ ERRORS = (
         fixes=(
             "use the Triton of this torch: pip install -U torch triton; clear its cache: rm -rf ~/.triton",
             "install a C compiler and Python's headers: apt install build-essential python3-dev",
-            "or do without compiled kernels: train.compile: false (TORCH_COMPILE_DISABLE=1)",
+            "or disable compiled kernels: train.compile: false (TORCH_COMPILE_DISABLE=1)",
         ),
     ),
     KnownError(
@@ -254,7 +253,8 @@ ERRORS = (
             r"/lib\S*/libc\.so\.6: version",
             r"libffi\.so\.\d: undefined symbol",
         ),
-        cause="The package was built on a newer system than this one; or conda's libstdc++ and the system's get mixed.",
+        cause="The package was built on a newer system than this one, or the libstdc++ of conda is mixed with that of "
+        "the system.",
         fixes=(
             "use a wheel built for this system, a newer container image, or build the package here",
             "for libstdc++ with conda: conda install -c conda-forge libstdcxx-ng, or export "
@@ -304,11 +304,11 @@ ERRORS = (
             r"Unrecognized configuration class|Unrecognized model in|Tokenizer class \w+ does not exist",
         ),
         role=Role.SYMPTOM,
-        cause="A package is missing or of a version that another one does not expect.",
+        cause="A package is missing, or another one requires a different version.",
         fixes=(
             "install or update the packages of the line: pip install -U PACKAGE; pip check lists conflicts",
             "make a fresh environment from the project's pinned versions",
-            "a file of yours may hide a package of the same name (torch.py, datasets/ in the working directory)",
+            "one of your files may shadow a package of the same name (torch.py, datasets/ in the working directory)",
         ),
     ),
     KnownError(
@@ -318,7 +318,8 @@ ERRORS = (
         role=Role.SYMPTOM,
         cause="A Python package needs a library of the system that this machine or container lacks.",
         fixes=(
-            "install the package that has it: apt-file search LIBRARY (libGL.so.1: apt install libgl1; libaio: apt "
+            "install the package that contains it: apt-file search LIBRARY (libGL.so.1: apt install libgl1; libaio: "
+            "apt "
             "install libaio-dev)",
             "if it is installed elsewhere, add its directory to LD_LIBRARY_PATH",
         ),
@@ -330,7 +331,8 @@ ERRORS = (
         cause="xformers was built for another torch or CUDA, or none of its kernels supports this type (fp32), head "
         "size, mask or GPU. The lines below the message have the reason for each kernel.",
         fixes=(
-            "look: python -m xformers.info; install the version for this torch: pip install -U xformers --index-url "
+            "check with python -m xformers.info; install the version for this torch: pip install -U xformers "
+            "--index-url "
             "https://download.pytorch.org/whl/cu128",
             "use fp16 or bf16, or torch's own attention (sdpa) instead of xformers",
         ),
@@ -343,7 +345,7 @@ ERRORS = (
             r"scaled_\w+_softmax_cuda|fused_rotary_positional_embedding|distributed_adam_cuda)'",
             r"requires (?:apex|cuda) extensions?",
         ),
-        cause="apex installs without kernels unless its build is told to compile them, with an nvcc of torch's CUDA "
+        cause="apex is installed without kernels unless its build options request them, with an nvcc of torch's CUDA "
         "version.",
         fixes=(
             "build it with them: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation .",

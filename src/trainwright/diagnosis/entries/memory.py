@@ -33,18 +33,18 @@ ERRORS = (
         cause="NCCL and data loader workers exchange data through /dev/shm. Containers get 64 MiB of it by default; "
         "files left by killed processes also take space.",
         fixes=(
-            "see its size: df -h /dev/shm; remove what ended processes left: ls /dev/shm",
+            "check its size: df -h /dev/shm; remove files of processes that have ended: ls /dev/shm",
             "start the container with more: docker run --ipc=host, or --shm-size=16g; on Kubernetes mount an emptyDir "
             "with medium: Memory at /dev/shm",
-            "if it cannot be enlarged: NCCL_SHM_DISABLE=1 (slower), or fewer data loader workers",
+            "if it cannot be increased: NCCL_SHM_DISABLE=1 (slower), or fewer data loader workers",
         ),
     ),
     KnownError(
         name="memory-maps",
-        title="no further memory can be mapped",
+        title="no more memory can be mapped",
         patterns=(r"unable to mmap \d+ bytes.{0,120}cannot allocate memory",),
         cause="The system refused a mapping. A process may have 65,530 of them by default, and every tensor in shared "
-        "memory is one; a limit on address space, or on memory that the system promises, does the same. /dev/shm is "
+        "memory needs one; a limit on address space or on committed memory has the same effect. /dev/shm is "
         "not full.",
         fixes=(
             "keep fewer tensors that data loader workers or other processes share: copy what you keep "
@@ -97,16 +97,16 @@ ERRORS = (
         cause="Parameters, gradients, optimizer states and activations of one process need more than the GPU has, or "
         "another process uses the same GPU.",
         fixes=(
-            "see what else uses the GPU: nvidia-smi; stop processes that a former run left",
+            "see what else uses the GPU: nvidia-smi; end processes left over from earlier runs",
             "halve train.micro_batch_size (train.gradient_accumulation_steps: auto keeps the global batch), then set "
             "train.activation_checkpointing: full, then lower data.max_length",
             "shard over the GPUs: parallel.strategy: fsdp or zero3; then parallel.offload_optimizer: true",
-            "let the plan choose before a run: trainwright plan RECIPE",
+            "let the plan choose these settings: trainwright plan RECIPE",
         ),
     ),
     KnownError(
         name="host-out-of-memory",
-        title="the machine's or the container's main memory ran out",
+        title="the host memory of the machine or the container ran out",
         patterns=(
             r"killed due to memory pressure",
             r"OOMKill\b",
@@ -135,13 +135,14 @@ ERRORS = (
             r"oom_score_adj",
             r"(?:potential root causes|possible reasons).{0,200}OOM killer",
         ),
-        cause="All processes of the machine or of its container together used more main memory than there is: weights "
+        cause="All processes of the machine or of its container together used more host memory than is available: "
+        "weights "
         "loaded once per process, data loader workers, offloaded states, or a merge or checkpoint made in memory.",
         fixes=(
-            "ask for more: sbatch --mem=0 takes all of a node; raise the container's or the pod's memory limit",
+            "request more: sbatch --mem=0 takes all of a node; raise the container's or the pod's memory limit",
             "use less: fewer processes (parallel.num_processes), parallel.offload_optimizer: false and "
             "parallel.offload_parameters: false, fewer data loader workers",
-            "see who used it: dmesg -T | grep -i oom, or the file memory.events of the control group",
+            "find what used it: dmesg -T | grep -i oom, or the file memory.events of the control group",
         ),
     ),
     KnownError(
@@ -174,7 +175,8 @@ ERRORS = (
         cause="A Triton or CUDA kernel was tuned for a GPU with more shared memory or registers per block. This is "
         "not /dev/shm and not the GPU's main memory.",
         fixes=(
-            "turn off what brings the kernel: train.compile: false, or the fused kernel of the library that the "
+            "turn off the feature that uses the kernel: train.compile: false, or the fused kernel of the library that "
+            "the "
             "traceback names",
             "use smaller blocks (BLOCK_SIZE, num_stages) if the kernel is yours; update Triton and the library",
         ),
@@ -184,7 +186,7 @@ ERRORS = (
         title="memory of an impossible size was requested",
         patterns=(r"Tried to allocate more than 1EB memory", r"Storage size calculation overflowed"),
         role=Role.REACTION,
-        cause="A size was taken from a tensor with random content: a collective that should have filled it failed or "
+        cause="A size was read from a tensor with undefined content: a collective that should have filled it failed or "
         "timed out, or an earlier kernel wrote outside of its memory. Memory is not short.",
         fixes=(
             "look for the error before this one, on all ranks: a timeout, a lost rank, an illegal access",

@@ -14,10 +14,10 @@ ERRORS = (
             r"TERM_RUNLIMIT",
             r"DeadlineExceeded",
         ),
-        cause="The job used all the time that it was given.",
+        cause="The job reached its time limit.",
         fixes=(
             "resume: trainwright train --resume RUN continues from the newest checkpoint",
-            "ask for more time (sbatch --time=...), or have a signal before the end: sbatch --signal=B:TERM@300, so "
+            "request more time (sbatch --time=...), or request a signal before the end: sbatch --signal=B:TERM@300, so "
             "that a checkpoint is written",
         ),
     ),
@@ -35,7 +35,7 @@ ERRORS = (
         cause="A job of higher priority, the provider of the machine, or a failed node ended this job.",
         fixes=(
             "resume: trainwright train --resume RUN continues from the newest checkpoint, on any number of processes",
-            "checkpoint often enough for it: checkpoint.every; let Slurm requeue: sbatch --requeue",
+            "write checkpoints often enough: checkpoint.every; let Slurm requeue: sbatch --requeue",
         ),
     ),
     KnownError(
@@ -49,7 +49,7 @@ ERRORS = (
             r"EMFILE",
         ),
         cause="The process reached its limit on open files: data loader workers pass tensors as file descriptors, and "
-        "every mapped shard of data or weights is one more.",
+        "every memory-mapped shard of data or weights needs another.",
         fixes=(
             "raise the limit: ulimit -n 65536 (docker run --ulimit nofile=65536)",
             "or share tensors by name: torch.multiprocessing.set_sharing_strategy('file_system')",
@@ -57,7 +57,7 @@ ERRORS = (
     ),
     KnownError(
         name="too-many-processes",
-        title="no further process or thread can be started",
+        title="no more processes or threads can be started",
         patterns=(
             r"can't start new thread",
             r"(?:fork|pthread_create).{0,60}Resource temporarily unavailable",
@@ -83,11 +83,11 @@ ERRORS = (
         ),
         unless=(r"signal: (?:Bus error|Aborted)", r"signal: Terminated"),
         role=Role.SYMPTOM,
-        cause="A process that prepares data was killed (mostly for memory) or crashed; its own message, if any, comes "
-        "before.",
+        cause="A process that prepares data was killed (usually for its memory) or crashed; its message, if any, "
+        "comes earlier.",
         fixes=(
             "watch main memory while it runs: free -g; use fewer workers (num_workers, num_proc)",
-            "see the error in the main process: num_workers=0",
+            "to get the error in the main process: num_workers=0",
         ),
     ),
     KnownError(
@@ -108,7 +108,7 @@ ERRORS = (
         ),
         role=Role.SYMPTOM,
         in_notices=True,
-        cause="SIGKILL comes from outside, almost always from the kernel because main memory ran out (of the machine "
+        cause="SIGKILL comes from outside, almost always from the kernel because host memory ran out (of the machine "
         "or of the container), otherwise from a scheduler or a user.",
         fixes=(
             "check whether it was memory: dmesg -T | grep -i -E 'oom|killed process', or the job's record (sacct -j "
@@ -136,10 +136,10 @@ ERRORS = (
         ),
         role=Role.SYMPTOM,
         in_notices=True,
-        cause="A library failed outside of Python, mostly an extension built for another torch, CUDA or, with SIGILL, "
+        cause="A library failed outside of Python, usually an extension built for another torch, CUDA or, with SIGILL, "
         "processor.",
         fixes=(
-            "see where: PYTHONFAULTHANDLER=1 prints the Python stack of a crash",
+            "find where: PYTHONFAULTHANDLER=1 prints the Python stack of a crash",
             "rebuild or update extensions of torch (flash-attn, bitsandbytes, xformers, deepspeed ops)",
             "read the lines before the crash: a library may have said why",
         ),
@@ -160,8 +160,8 @@ ERRORS = (
         ),
         role=Role.REACTION,
         in_notices=True,
-        cause="A C++ exception ended the process. Its message (terminate called after throwing, what():) comes "
-        "before; with NCCL it is mostly the watchdog, which aborts after a failed collective.",
+        cause="A C++ exception ended the process. Its message (terminate called after throwing, what():) precedes "
+        "this line; with NCCL it is usually the watchdog, which aborts after a failed collective.",
         fixes=("read the log of the rank before the abort, from its first line with an error",),
     ),
     KnownError(
@@ -180,7 +180,8 @@ ERRORS = (
         in_notices=True,
         cause="A user, a scheduler or a closed terminal (SIGHUP) ended the run.",
         fixes=(
-            "see who: sacct -j JOB, the scheduler's events, or the shell's history; start under tmux, nohup or sbatch "
+            "find out which: sacct -j JOB, the scheduler's events, or the shell's history; start under tmux, nohup or "
+            "sbatch "
             "if the terminal was closed",
             "resume: trainwright train --resume RUN",
         ),
@@ -215,9 +216,9 @@ ERRORS = (
         ),
         role=Role.FOLLOW_UP,
         in_notices=True,
-        cause="A launcher only counts exits; the error itself is in the log of the process that failed first.",
+        cause="A launcher only reports exit codes; the error is in the log of the process that failed first.",
         fixes=(
-            "look at the log of the rank that it names as the first failure; torchrun keeps logs of every rank with "
+            "check the log of the rank that it reports as the first failure; torchrun keeps logs of every rank with "
             "--log-dir DIR --tee 3",
         ),
     ),
@@ -257,8 +258,8 @@ ERRORS = (
         patterns=(r"huggingface/tokenizers: The current process just got forked",),
         role=Role.HARMLESS,
         in_notices=True,
-        cause="The library turns its threads off after a fork. Nothing failed.",
-        fixes=("to silence it: TOKENIZERS_PARALLELISM=false",),
+        cause="The library disables its threads after a fork. This is not an error.",
+        fixes=("to turn the warning off: TOKENIZERS_PARALLELISM=false",),
     ),
     KnownError(
         name="bus-error",
@@ -279,10 +280,9 @@ ERRORS = (
         role=Role.SYMPTOM,
         in_notices=True,
         cause="A process used mapped memory that could not be provided. With NCCL or data loader workers /dev/shm is "
-        "almost always too small (64 MiB in containers); otherwise a mapped file was cut off, or the disk behind it "
-        "is full.",
+        "almost always too small (64 MiB in containers); otherwise a mapped file was truncated, or its disk is full.",
         fixes=(
-            "see its size while the program runs: df -h /dev/shm",
+            "check its size while the program runs: df -h /dev/shm",
             "start the container with --ipc=host or --shm-size=16g; on Kubernetes mount an emptyDir with medium: "
             "Memory at /dev/shm",
             "check the disk of data and caches: df -h; download or prepare files again that may be cut off",

@@ -7,7 +7,7 @@ from trainwright.diagnosis.known_error import KnownError, Role
 ERRORS = (
     KnownError(
         name="port-in-use",
-        title="a port is in use already",
+        title="a port is already in use",
         patterns=(
             r"Address already in use",
             r"EADDRINUSE",
@@ -17,9 +17,9 @@ ERRORS = (
             r"tried to launch distributed communication on port `?\d+`?, but another process is utilizing it",
         ),
         in_notices=True,
-        cause="Another run, or a process that a former run left, listens on the rendezvous port.",
+        cause="Another run, or a process left over from an earlier run, listens on the rendezvous port.",
         fixes=(
-            "see who: ss -ltnp | grep :29500; end that process if a former run left it",
+            "find the process: ss -ltnp | grep :29500; end it if it is left over from an earlier run",
             "use another port: torchrun --master_port=29501, accelerate launch --main_process_port 29501, deepspeed "
             "--master_port 29501, MASTER_PORT=29501; on one machine torchrun --standalone or port 0 takes a free one",
         ),
@@ -68,7 +68,8 @@ ERRORS = (
         unless=(r"huggingface|hf\.co|https?://|HTTPSConnection|wandb|retrying|will retry|proxy|NCCL INFO",),
         role=Role.REACTION,
         in_notices=True,
-        cause="Nothing answers at the address and port of the main process: it ended or has not started, the address "
+        cause="There was no response at the address and port of the main process: it ended or has not started, the "
+        "address "
         "is not reachable from this node, or a firewall drops the connection.",
         fixes=(
             "look at the first node's log for an error before this one",
@@ -89,10 +90,11 @@ ERRORS = (
         "resolves to. Other nodes cannot reach that address (127.0.0.1, a bridge of Docker), a firewall drops the "
         "connection, or a rank ended while it started.",
         fixes=(
-            "look for an error of another rank before this one",
+            "look for an earlier error of another rank",
             "name one interface that all nodes share, on every node: GLOO_SOCKET_IFNAME=eth0 (ip -br addr lists them; "
             "unlike NCCL's, it takes no ^ and no prefix)",
-            "or let the host name lead to it: getent hosts $(hostname) must show the address that other nodes reach",
+            "or make the host name resolve to it: getent hosts $(hostname) must show the address that other nodes "
+            "reach",
             "open all ports between the nodes",
         ),
     ),

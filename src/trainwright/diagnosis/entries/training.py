@@ -16,8 +16,8 @@ ERRORS = (
             r"reducing loss scale to (?:0\.\d|[\d.]+e-\d)",
         ),
         in_notices=True,
-        cause="In fp16 the gradients overflow in every step, so the loss scale was halved until it could go no "
-        "further: the model produces values beyond 65,504, or NaN.",
+        cause="In fp16 the gradients overflow in every step, so the loss scale was halved down to its minimum: the "
+        "model produces values beyond 65,504, or NaN.",
         fixes=(
             "train in bf16 on GPUs that support it: train.mixed_precision: bf16; models trained in bf16 overflow in "
             "fp16",
@@ -76,7 +76,7 @@ ERRORS = (
         unless=(r"find_unused_parameters=True was specified in DDP constructor",),
         cause="Some parameters got no gradient on a rank, so the reduction of the step never finished.",
         fixes=(
-            "freeze what is not used (requires_grad_(False)), or let every parameter take part in the loss",
+            "freeze what is not used (requires_grad_(False)), or make the loss depend on every parameter",
             "otherwise DistributedDataParallel(find_unused_parameters=True) (ddp_find_unused_parameters in Hugging "
             "Face arguments); TORCH_DISTRIBUTED_DEBUG=DETAIL names the parameters",
         ),
@@ -111,7 +111,7 @@ ERRORS = (
         title="the graph was used for backward a second time",
         patterns=(r"Trying to backward through the graph a second time",),
         cause="Tensors kept from an earlier step (a state, an accumulated loss) still hold its graph.",
-        fixes=("detach what is kept between steps: state = state.detach(); total += loss.item()",),
+        fixes=("detach tensors that are kept between steps: state = state.detach(); total += loss.item()",),
     ),
     KnownError(
         name="no-gradient",
@@ -150,7 +150,7 @@ ERRORS = (
     ),
     KnownError(
         name="fsdp-mixed-dtype",
-        title="FSDP needs all parameters of a block in one type",
+        title="FSDP needs one data type for all parameters of a block",
         patterns=(
             r"Must flatten tensors with (?:the same|uniform) (?:d?type|dtype)",
             r"FSDP expects uniform original parameter dtype",
@@ -166,7 +166,7 @@ ERRORS = (
     ),
     KnownError(
         name="mixed-dtype",
-        title="two tensors of one operation have different types",
+        title="two tensors of one operation have different data types",
         patterns=(
             r"expected (?:m1 and m2|mat1 and mat2|scalar type|both) .{0,40}(?:same dtype|but found|to have the same)",
             r"mat1 and mat2 must have the same dtype",
@@ -275,7 +275,7 @@ ERRORS = (
     ),
     KnownError(
         name="chat-template-missing",
-        title="the tokenizer has no chat template, or it refuses the messages",
+        title="the tokenizer has no chat template, or the template rejects the messages",
         patterns=(
             r"tokenizer\.chat_template is not set",
             r"no (?:default )?chat[_ ]template|does not have a chat template",
@@ -284,8 +284,8 @@ ERRORS = (
             r"jinja2\.exceptions\.(?:TemplateError|UndefinedError|TemplateSyntaxError)",
             r"System role not supported",
         ),
-        cause="Base models have no template for conversations; others refuse a system message or two turns of one "
-        "role.",
+        cause="Base models have no template for conversations; others reject a system message, or consecutive turns "
+        "of one role.",
         fixes=(
             "train an instruction-tuned model, or give a template: tokenizer.chat_template = ... (chat_template_path)",
             "merge the system message into the first turn; let user and assistant alternate",
@@ -293,7 +293,7 @@ ERRORS = (
     ),
     KnownError(
         name="data-format",
-        title="a file of data does not have the expected form",
+        title="a data file does not have the expected format",
         patterns=(
             r"DatasetGenerationError|DatasetGenerationCastError",
             r"All the data files must have the same columns",
@@ -348,7 +348,7 @@ ERRORS = (
         name="adapter-targets",
         title="the adapter's target modules are not in the model",
         patterns=(r"Target modules? .{0,200}not found in the base model", r"Please specify `?target_modules`?"),
-        cause="The names given for the adapter are those of another architecture.",
+        cause="The adapter's target names are those of another architecture.",
         fixes=("print the names: [n for n, m in model.named_modules()]; or target_modules='all-linear'",),
     ),
     KnownError(
@@ -364,7 +364,7 @@ ERRORS = (
     ),
     KnownError(
         name="mixed-tensor-kinds",
-        title="a plain tensor met a sharded one",
+        title="an operation mixes a plain and a sharded tensor",
         patterns=(r"got mixed torch\.Tensor and DTensor",),
         cause="An operation combines a parameter that FSDP2 or tensor parallelism shards (a DTensor) with a plain "
         "tensor: a part of the model was not wrapped, or the operation runs outside of the module's forward.",
@@ -375,9 +375,7 @@ ERRORS = (
         title="the class to wrap is not in the model",
         patterns=(r"Could not find the transformer (?:layer )?class",),
         cause="The name of the block's class is that of another architecture.",
-        fixes=(
-            "leave the choice to the program: parallel.wrap: auto; or print(model) and take the name of its blocks",
-        ),
+        fixes=("let the program choose: parallel.wrap: auto; or print(model) and take the name of its blocks",),
     ),
     KnownError(
         name="quantized-model-moved",

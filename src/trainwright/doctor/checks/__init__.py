@@ -1,1 +1,1 @@
-"""The checks of ``trainwright doctor``: one module for each, in folders by what they look at."""
+"""The checks of ``trainwright doctor``: one module for each, in folders by topic."""

@@ -1,4 +1,4 @@
-"""What a check is, and what it finds."""
+"""The types of checks and of their findings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Severity(Enum):
-    """How much a finding matters: ``BROKEN`` training fails or would be wrong; ``WARNING`` it may fail or is slow;
-    ``NOTE`` worth knowing.
+    """The severity of a finding. ``BROKEN``: training fails or would be wrong; ``WARNING``: it may fail or is slow;
+    ``NOTE``: for information.
     """
 
     BROKEN = "broken"
@@ -37,18 +37,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a check: ``facts`` are what was seen or measured, one line each."""
+    """The result of a check. ``facts``: what was observed or measured, one line each."""
 
     facts: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
 
 class CannotCheck(Exception):
-    """The check is not possible here: a right, a device or a program is missing. The message says which."""
+    """The check is not possible here: a permission, a device or a program is missing. The message says which."""
 
 
 class Broken(Exception):
-    """The check ends with this finding."""
+    """Raised to end a check with a finding."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.what)
@@ -57,7 +57,7 @@ class Broken(Exception):
 
 @dataclass
 class CheckContext:
-    """What checks are given.
+    """The input of checks.
 
     Attributes:
         machine: this machine.
@@ -66,7 +66,7 @@ class CheckContext:
         work: a temporary directory for files of checks.
         stopping: the stop requests of the command.
         variables: the environment.
-        end: time.monotonic() at which all checks must be over.
+        end: time.monotonic() at which all checks must have ended.
     """
 
     machine: Machine
@@ -106,7 +106,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A check that was run, or ``skipped`` for a reason."""
+    """The outcome of a check that was run, or the reason for which it was ``skipped``."""
 
     name: str
     title: str

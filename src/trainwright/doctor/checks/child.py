@@ -1,4 +1,4 @@
-"""Run the work of a check in a process of its own, which may crash."""
+"""Run a check in a separate process, which may crash."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ from trainwright.doctor.checks.check import Check
 from trainwright.errors import RequestError
 
 _TORCH = ("packages", "torch")
-_START = (*_TORCH, "limits", "shared-memory")  # without these no process can be started
+_START = (*_TORCH, "limits", "shared-memory")  # no process can be started without these
 _TOGETHER = (*_START, "links")
 
 CHECKS: tuple[Check, ...] = (
-    Check("packages", "versions that fit each other", "software.packages:check"),
+    Check("packages", "compatible versions", "software.packages:check"),
     Check("torch", "torch, the driver and devices", "software.torch_build:check"),
     Check("compilers", "compilers", "software.compilers:check"),
     Check("limits", "limits of the user", "system.limits:check"),
@@ -25,7 +25,7 @@ CHECKS: tuple[Check, ...] = (
     Check("kernels", "kernels against fp32 on the CPU", "software.kernels:check", _TORCH),
     Check("offload", "pinned memory", "gpus.offload:check", _TORCH, needs_gpu=True),
     Check("links", "link between two processes", "processes.links:check", _START),
-    Check("out-of-memory", "memory runs out on one rank", "processes.faults:out_of_memory", _TOGETHER),
+    Check("out-of-memory", "out of memory on one rank", "processes.faults:out_of_memory", _TOGETHER),
     Check("killed-rank", "a rank is killed", "processes.faults:killed_rank", _TOGETHER),
     Check("strategies", "two ranks of every strategy", "processes.strategies:check", _TOGETHER),
 )

@@ -1,4 +1,4 @@
-"""The result of all checks, as a page and as values for JSON."""
+"""The result of all checks, as text and as values for JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMAT = 1  # version of the JSON
 
 @dataclass(frozen=True)
 class MachineReport:
-    """The outcomes of all checks of a machine; ``str()`` gives the page that ``trainwright doctor`` prints.
+    """The outcomes of all checks of a machine; ``str()`` returns the text that ``trainwright doctor`` prints.
 
     Attributes:
         machine: the machine in one line.
@@ -57,7 +57,7 @@ class MachineReport:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the page: a line for each check with its facts, then the findings with their fixes."""
+        """Yield the lines of the text: a line for each check with its facts, then the findings with their fixes."""
         yield f"{self.machine} (trainwright {self.version}, {self.checked})"
         yield ""
         width = max((len(outcome.name) for outcome in self.outcomes), default=0)

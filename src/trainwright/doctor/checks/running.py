@@ -1,4 +1,4 @@
-"""Run the checks one after another, in bounded time, so that one that fails does not hide the others."""
+"""Run the checks one after another in limited time; a failed check does not prevent the others."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def _reason_to_skip(check: Check, machine: Machine, broken: set[str], is_late: b
     if check.needs_gpu and not machine.gpus:
         return "this machine has no GPU that can be used"
     if needed := [name for name in check.after if name in broken]:
-        return f"{' and '.join(needed)} must be repaired first"
+        return f"{' and '.join(needed)} must be fixed first"
     if is_late:
-        return f"the other checks took all the time; `trainwright doctor {check.name}` runs it alone"
+        return f"the other checks took all of the time limit; `trainwright doctor {check.name}` runs it alone"
     return None
 
 
@@ -95,7 +95,7 @@ def _refused(error: TrainwrightError) -> Finding:
     return Finding(
         Severity.BROKEN,
         str(error),
-        "commands that train end with the same error",
+        "training commands fail with the same error",
         "the message says what is needed; `trainwright doctor` without names checks that too",
     )
 
@@ -104,6 +104,6 @@ def _failed(check: Check, error: Exception) -> Finding:
     return Finding(
         Severity.WARNING,
         f"the check itself failed: {type(error).__name__}: {error}",
-        "so it is not known whether this part of the machine works",
+        "so the state of this part of the machine is unknown",
         f"run it alone: `trainwright doctor {check.name}`; if it fails again, report it with the output of --json",
     )

@@ -16,10 +16,10 @@ _HOT = 85  # degrees Celsius, near the limit of most cards
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([\w:.]+)\): (\d+)")
 # Reasons of a low clock (nvml.h, nvmlClocksEventReason...), with what to do.
 _REASONS = (
-    (0x8, "a hardware slowdown", "look at the power supply and the cooling of the machine"),
-    (0x40, "heat (hardware)", "look at the cooling of the machine"),
-    (0x20, "heat (driver)", "look at the cooling of the machine"),
-    (0x80, "the power brake of the machine", "look at the power supply of the machine"),
+    (0x8, "a hardware slowdown", "check the power supply and the cooling of the machine"),
+    (0x40, "heat (hardware)", "check the cooling of the machine"),
+    (0x20, "heat (driver)", "check the cooling of the machine"),
+    (0x80, "the power brake of the machine", "check the power supply of the machine"),
 )
 _REPLACE = "stop using the GPU (CUDA_VISIBLE_DEVICES), run the vendor's diagnosis (dcgmi diag -r 3), and replace it"
 _RESET = "restart the machine or reset the GPU (nvidia-smi --gpu-reset); if it comes back, replace the GPU"
@@ -28,7 +28,7 @@ _XIDS = {
     13: "a program accessed memory it does not own",
     31: "a program accessed memory it does not own",
     43: "a program was stopped by the driver",
-    45: "a program was ended",
+    45: "a program was terminated",
     48: "an uncorrectable memory error",
     61: "the GPU's firmware stopped",
     62: "the GPU's firmware stopped",
@@ -63,7 +63,7 @@ def check(context: CheckContext) -> CheckResult:
             for look in (_memory_errors, _clocks, _links, _slot, _others):
                 findings += look(gpu)
             if gpu.denied:
-                facts.append(f"{gpu.name}: not checked, as only root may: {', '.join(gpu.denied)}")
+                facts.append(f"{gpu.name}: not checked, requires root: {', '.join(gpu.denied)}")
     finally:
         pynvml.nvmlShutdown()
     findings += _of_kernel_log(facts)
@@ -71,7 +71,7 @@ def check(context: CheckContext) -> CheckResult:
 
 
 class _Gpu:
-    """A GPU of the library. ``denied``: what this user has no right to ask for."""
+    """A GPU as the library reports it. ``denied``: values that this user may not read."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
@@ -82,7 +82,7 @@ class _Gpu:
         """Return a value of the library; None if this GPU or driver does not report it.
 
         Args:
-            what: a name of the value, to list it where this user may not ask for it.
+            what: a name of the value, listed in ``denied`` if this user may not read it.
         """
         import pynvml
 
@@ -129,7 +129,7 @@ def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
     elif ever := errors(pynvml.NVML_AGGREGATE_ECC):
         yield Finding(
             Severity.NOTE,
-            f"{gpu.name}: {ever} uncorrectable memory errors (ECC) in its life, none since the driver was loaded",
+            f"{gpu.name}: {ever} uncorrectable memory errors (ECC) in its lifetime, none since the driver was loaded",
             "the pages or rows with errors were replaced",
             "watch whether the number grows: nvidia-smi -q -d ECC",
         )
@@ -137,21 +137,21 @@ def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
     if remapped is not None:
         _, _, is_pending, has_failed = remapped
         if has_failed:
-            why = "the GPU has no spare rows left for its broken memory"
+            why = "the GPU has no spare rows left to replace faulty memory"
             yield Finding(Severity.BROKEN, f"{gpu.name}: a row of its memory could not be remapped", why, _REPLACE)
         elif is_pending:
-            why = "broken memory is replaced by spare rows only when the GPU is reset"
-            yield Finding(Severity.WARNING, f"{gpu.name}: a row of its memory is to be remapped", why, _RESET)
+            why = "faulty memory is replaced by spare rows only when the GPU is reset"
+            yield Finding(Severity.WARNING, f"{gpu.name}: a row of its memory has to be remapped", why, _RESET)
     if gpu.ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, what="retired pages"):
-        why = "broken pages are left out only after a restart"
-        yield Finding(Severity.WARNING, f"{gpu.name}: pages of its memory are to be retired", why, _RESET)
+        why = "faulty pages are retired only after a restart"
+        yield Finding(Severity.WARNING, f"{gpu.name}: pages of its memory have to be retired", why, _RESET)
 
 
 def _clocks(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
     reasons = gpu.ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, what="throttling")
-    if reasons is None:  # an older driver has the older name
+    if reasons is None:  # older drivers use the older name
         reasons = gpu.ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, what="throttling") or 0
     for bit, reason, fix in _REASONS:
         if reasons & bit:
@@ -161,7 +161,7 @@ def _clocks(gpu: _Gpu) -> Iterator[Finding]:
     heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
     if heat is not None and heat >= _HOT:
         why = "near its limit the driver lowers the clock"
-        yield Finding(Severity.WARNING, f"{gpu.name}: {heat} °C", why, "look at the cooling of the machine")
+        yield Finding(Severity.WARNING, f"{gpu.name}: {heat} °C", why, "check the cooling of the machine")
 
 
 def _links(gpu: _Gpu) -> Iterator[Finding]:
@@ -193,7 +193,7 @@ def _links(gpu: _Gpu) -> Iterator[Finding]:
             yield Finding(
                 Severity.WARNING,
                 f"{gpu.name}: NVLink errors, {kind}: {shown}",
-                "data is sent again, and a link that gets worse ends runs with Xid 74",
+                "data is sent again, and if the link gets worse, runs fail with Xid 74",
                 "nvidia-smi nvlink --errorcounters shows whether they grow; then reseat or replace the GPU or the "
                 "switch",
             )

@@ -1,4 +1,4 @@
-"""Check pinned memory, through which parameters and activations are offloaded: its speed, and that copies are right."""
+"""Check pinned memory, which offloading uses: its speed, and that copies are correct."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOW = 0.5  # of the slot's rate; protocols take a fifth of it
 
 
 def check(context: CheckContext) -> CheckResult:
-    """Copy to the first GPU and back in a process of its own."""
+    """Copy to the first GPU and back in a separate process."""
     values = answer_of(_measure, "pinned memory", context)
     return judged(values, context.machine.gpus[0].host_link)
 
@@ -29,7 +29,7 @@ def judged(values: Mapping[str, float], link: Link | None) -> CheckResult:
     if values["wrong"]:
         why = "offloaded parameters, optimizer states and activations would be wrong"
         fix = "test the memory of the machine and the slot of the card; do not offload until then"
-        what = f"{values['wrong']} of {_COPIES} copies through pinned memory came back changed"
+        what = f"{values['wrong']} of {_COPIES} copies through pinned memory returned with errors"
         findings.append(Finding(Severity.BROKEN, what, why, fix))
     slowest = min(values["to"], values["from"])
     if link is not None and slowest < _LOW * link.bandwidth:
@@ -37,7 +37,7 @@ def judged(values: Mapping[str, float], link: Link | None) -> CheckResult:
             Finding(
                 Severity.WARNING,
                 f"copies through pinned memory have {slowest / link.bandwidth:.0%} of the slot's rate",
-                "steps with offloading wait for them",
+                "steps with offloading wait for these copies",
                 "check the lanes and generation of the slot (nvidia-smi -q -d PCIE), and bind the process to the "
                 "cores of the GPU's NUMA node (nvidia-smi topo -m; numactl)",
             )

@@ -1,4 +1,4 @@
-"""Check network interfaces, and that the name of this machine leads to one of them."""
+"""Check network interfaces, and that the name of this machine resolves to one of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Interface:
 
 
 def check(context: CheckContext) -> CheckResult:
-    """Look at every interface that has an address or that a variable selects."""
+    """Check every interface that has an address or that a variable selects."""
     interfaces = _interfaces()
     selected = [name for variable in _SELECTING for name in _names(context.variables.get(variable, ""))]
     shown = [one for one in interfaces.values() if one.name != "lo" and (one.addresses or one.name in selected)]
@@ -93,7 +93,10 @@ def _selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface
             what = f"{variable}={text}: only NCCL_SOCKET_IFNAME may begin with {text.strip()[0]}"
             why = "processes fail to start with `Unable to find address`"
             yield Finding(
-                Severity.BROKEN, what, why, f"name those to use: {variable}={_usable(interfaces) or 'INTERFACE'}"
+                Severity.BROKEN,
+                what,
+                why,
+                f"set the interfaces to use: {variable}={_usable(interfaces) or 'INTERFACE'}",
             )
             continue
         for name in _names(text):
@@ -105,7 +108,7 @@ def _selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface
                 why = "processes fail to start with `no socket interface found` or `Unable to find address`"
                 yield Finding(Severity.BROKEN, f"{variable}={text}: there is no interface {name}", why, choose)
             elif not any(one.is_alive for one in found):
-                why = "processes cannot connect through an interface that is down, and wait until they time out"
+                why = "processes cannot connect through an interface that is down, and wait until a timeout"
                 what = f"{variable}={text}: dead interface: {found[0].describe()}"
                 yield Finding(Severity.BROKEN, what, why, f"`ip link set {found[0].name} up` (as root), or {choose}")
 
@@ -120,9 +123,9 @@ def _dead(interfaces: list[Interface]) -> Iterator[Finding]:
             yield Finding(
                 Severity.WARNING,
                 f"dead interface: {one.describe()}",
-                "it has an address, so NCCL and Gloo may choose it, and then nothing connects",
-                ("plug in its cable, or see what it is connected to" if one.is_up else f"`ip link set {one.name} up`")
-                + f"; or leave it out: NCCL_SOCKET_IFNAME=^{one.name},lo and GLOO_SOCKET_IFNAME=INTERFACE",
+                "it has an address, so NCCL and Gloo may choose it, and then connections fail",
+                ("plug in its cable, or check what it is connected to" if one.is_up else f"`ip link set {one.name} up`")
+                + f"; or exclude it: NCCL_SOCKET_IFNAME=^{one.name},lo and GLOO_SOCKET_IFNAME=INTERFACE",
             )
 
 
@@ -132,7 +135,7 @@ def _failing(interfaces: list[Interface]) -> Iterator[Finding]:
             yield Finding(
                 Severity.WARNING,
                 f"{one.name} had errors in {one.failed / one.packets:.2%} of its packets since the machine started",
-                "every lost packet is sent again, and collectives wait for it",
+                "every lost packet is sent again, which delays collectives",
                 f"`ethtool -S {one.name}` says which; replace the cable, compare the MTU with the switch",
             )
 
@@ -152,8 +155,8 @@ def _name_of_machine() -> Iterator[Finding]:
     if address.startswith("127."):
         yield Finding(
             Severity.NOTE,
-            f"the name of this machine, {name}, leads to the loopback interface ({address})",
-            "on several nodes a rendezvous at this name is reached from this machine alone",
+            f"the name of this machine, {name}, resolves to the loopback interface ({address})",
+            "with several nodes, a rendezvous at this name can be reached only from this machine",
             f"name node 0 by its address (--rendezvous ADDRESS:PORT), or give {name} its address in /etc/hosts",
         )
 
@@ -167,6 +170,6 @@ def _adapters(root: Path = _INFINIBAND) -> Iterator[Finding]:
             yield Finding(
                 Severity.WARNING,
                 f"dead interface: InfiniBand adapter {adapter}, port {port}, is {text.partition(': ')[2] or text}",
-                "NCCL uses the others, or the slower Ethernet, without saying so",
-                f"`ibstat {adapter}`: look at the cable and the switch; leave it out: NCCL_IB_HCA=^{adapter}",
+                "NCCL uses the others, or the slower Ethernet, without a message",
+                f"`ibstat {adapter}`: check the cable and the switch; or exclude it: NCCL_IB_HCA=^{adapter}",
             )

@@ -10,16 +10,16 @@ from pathlib import Path
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
 from trainwright.doctor.checks.network.nccl_variables import EFFECTS, OLD_NAMES
 
-# Variable, pattern of its values, why such a value is a problem, and the fix.
+# Variable, pattern of its values, and why such a value is a problem.
 _COSTLY = (
-    ("NCCL_P2P_DISABLE", "1", "GPUs of a node exchange through the host's memory, which is several times as slow"),
+    ("NCCL_P2P_DISABLE", "1", "GPUs of a node exchange through the host's memory, which is several times slower"),
     ("NCCL_SHM_DISABLE", "1", "GPUs that cannot reach each other directly exchange through the network"),
-    ("NCCL_IB_DISABLE", "1", "nodes exchange through sockets, also where there is InfiniBand"),
+    ("NCCL_IB_DISABLE", "1", "nodes exchange through sockets, even with InfiniBand"),
     ("NCCL_DEBUG", "(?i)trace", "every call is printed, which slows steps and fills disks"),
     ("NCCL_CHECK_POINTERS", "1", "every call checks its pointers"),
     ("NCCL_ALGO", ".+", "NCCL cannot choose the fastest algorithm for each size"),
     ("NCCL_PROTO", ".+", "NCCL cannot choose the fastest protocol for each size"),
-    ("NCCL_MAX_NCHANNELS", "[1-3]", "so few channels do not reach the speed of the links"),
+    ("NCCL_MAX_NCHANNELS", "[1-3]", "too few channels to reach the speed of the links"),
     ("TORCH_NCCL_NAN_CHECK", "1", "every tensor is searched for NaN before it is exchanged"),
     ("TORCH_NCCL_BLOCKING_WAIT", "1", "the host waits for every collective"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "a failed collective hangs until someone ends the run"),
@@ -61,7 +61,7 @@ def _unknown(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
         if name in EFFECTS or not name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")):
             continue
         if name in OLD_NAMES:
-            why = "torch reads it under its new name, and may ignore the old one"
+            why = "torch reads the new name, and may ignore the old one"
             yield Finding(
                 Severity.WARNING, f"{name}={value}{place} is an old name", why, f"set {OLD_NAMES[name]} instead"
             )
@@ -69,7 +69,7 @@ def _unknown(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
         near = difflib.get_close_matches(name, EFFECTS, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else f"look it up in NCCL's user guide, or unset {name}"
         why = "NCCL ignores variables that it does not know, without a message"
-        yield Finding(Severity.WARNING, f"{name}={value}{place} is not a variable that is documented", why, hint)
+        yield Finding(Severity.WARNING, f"{name}={value}{place} is not a documented variable", why, hint)
 
 
 def _costly(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
@@ -81,5 +81,5 @@ def _costly(given: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
                 Severity.WARNING,
                 f"{name}={value}{place} slows training or hides failures",
                 why,
-                f"{where}, unless it was set to get around a fault",
+                f"{where}, unless it is a workaround for a known problem",
             )

@@ -1,4 +1,4 @@
-"""Check that the port where processes meet is free, and that this machine can connect to itself."""
+"""Check that the rendezvous port is free, and that this machine can connect to itself."""
 
 from __future__ import annotations
 
@@ -60,14 +60,15 @@ def _program(port: int) -> str:
         except psutil.Error:
             continue
         return f"process {pid}{stopped}: {words}"
-    return "a program of another user, whose name only root sees"
+    return "a program of another user, whose name only root can see"
 
 
 def _taken(port: int, holder: str, severity: Severity) -> Finding:
     return Finding(
         severity,
         f"port {port} is taken by {holder}",
-        "processes of torchrun, Accelerate and several nodes meet there, and the first one fails with `Address already "
+        "it is the rendezvous port of torchrun, Accelerate and several nodes, and the first process fails with "
+        "`Address already "
         "in use`; a run of `trainwright train` on one machine chooses a free port itself",
         f"end that program if it is left over from a run, or choose another port: MASTER_PORT={port + 1}, --rendezvous "
         f"HOST:{port + 1}, torchrun --master-port, main_process_port of Accelerate",

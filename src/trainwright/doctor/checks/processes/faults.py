@@ -1,4 +1,4 @@
-"""Check that a fault on one of two ranks is noticed at once, named, and leaves nothing behind."""
+"""Check that a fault on one of two ranks is reported at once with its rank, and that no process is left over."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _HEADROOM, _ASKED = 2**28, 2**32  # bytes that rank 1 may still allocate, and th
 
 
 def out_of_memory(context: CheckContext) -> CheckResult:
-    """Let memory run out on one rank: by a limit of its own on a CPU, by asking for more than a GPU has."""
-    return _provoked(context, "memory that runs out on one rank", _run_out, _is_out_of_memory)
+    """Make one rank run out of memory: on a CPU by a limit, on a GPU by requesting more than it has."""
+    return _provoked(context, "out of memory on one rank", _run_out, _is_out_of_memory)
 
 
 def killed_rank(context: CheckContext) -> CheckResult:
@@ -49,7 +49,7 @@ def _provoked(
         ended = launch_once(entry, processes=PROCESSES, logs=logs, stopping=context.stopping)
     failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else begun
     took = time.monotonic() - failed_at
-    message = ended.message if isinstance(ended, Failure) else "the launch ended as if nothing had happened"
+    message = ended.message if isinstance(ended, Failure) else "the launch ended without an error"
     findings = []
     if not isinstance(ended, Failure) or not is_named(ended):
         findings.append(_not_named(what, message))
@@ -107,7 +107,7 @@ def _not_named(what: str, message: str) -> Finding:
     return Finding(
         Severity.BROKEN,
         f"{what} is not reported as rank {_FAULTY}: {message.splitlines()[0]}",
-        "the cause of a failed run would have to be found in the logs of all ranks",
+        "the cause of a failed run must be searched for in the logs of all ranks",
         "in a container, run an init process (docker run --init) and allow signals between processes; report it with "
         "the output of --json",
     )

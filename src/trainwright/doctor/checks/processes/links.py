@@ -1,4 +1,4 @@
-"""Check the link between two processes: sums are right, and how fast they are compared with the datasheet."""
+"""Check that sums over two processes are correct, and compare the speed of their link with the datasheet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOW = 0.3  # of the link's rate
 
 
 def check(context: CheckContext) -> CheckResult:
-    """Add up tensors of two processes."""
+    """Sum tensors over two processes."""
     device = ready(context)
     from trainwright.doctor.checks.processes.watching import watched
     from trainwright.errors import TrainwrightError
@@ -25,7 +25,7 @@ def check(context: CheckContext) -> CheckResult:
 
     logs, answer = context.work / "links", context.work / "links.json"
     try:
-        with watched("two processes that add up tensors", _SECONDS, context.end):
+        with watched("two processes that sum tensors", _SECONDS, context.end):
             entry = functools.partial(_entry, device, answer)
             launch(entry, processes=2, logs=logs, stopping=context.stopping)
     except TrainwrightError as error:
@@ -85,7 +85,7 @@ def _judged(values: dict[str, Any], context: CheckContext, device: str) -> Check
         what = f"the link between two GPUs has {rate / link.bandwidth:.0%} of its rate"
         why = "collectives take several times as long"
         fix = "`nvidia-smi topo -m` and `nvidia-smi nvlink --status`; look at `trainwright doctor nccl`; on virtual "
-        fix += "machines, ACS or the IOMMU may stand in the way of direct access"
+        fix += "machines, ACS or the IOMMU may prevent direct access"
         findings.append(Finding(Severity.WARNING, what, why, fix))
     return CheckResult(facts, tuple(findings))
 
@@ -97,8 +97,8 @@ def _failed(message: str) -> Finding:
     first, *_ = (line for line in reversed(message.splitlines()) if line.strip() and not line.startswith("log:"))
     return Finding(
         Severity.BROKEN,
-        f"two processes cannot add up tensors: {first.strip()}",
-        cause.error.cause if cause is not None else "runs on more than one process fail in the same way",
+        f"two processes cannot sum tensors: {first.strip()}",
+        cause.error.cause if cause is not None else "runs on more than one process will fail in the same way",
         "; ".join(cause.error.fixes)
         if cause is not None
         else "see the whole message with `trainwright doctor links --json`",

@@ -10,7 +10,7 @@ PROCESSES = 2
 
 
 def ready(context: CheckContext) -> str:
-    """Raise limits, share the cores, and import what workers need; return the type of the devices of the workers.
+    """Raise limits, divide the cores and import what workers need; return the device type of the workers.
 
     Raises:
         MachineError: a limit is too low.

@@ -62,7 +62,7 @@ def check(context: CheckContext) -> CheckResult:
         facts.append(fact)
         findings += found
     facts += [f"not run: {name}: {library.title} is not installed" for name, library in missing.items() if library]
-    facts += [f"not run for lack of time: {', '.join(late)}"] if late else []
+    facts += [f"not run, time limit reached: {', '.join(late)}"] if late else []
     return CheckResult(tuple(facts), tuple(findings))
 
 
@@ -82,7 +82,7 @@ def _side(context: CheckContext, strategy: str, processes: int) -> ComparedRun:
         f"parallel.num_processes={processes}",
         f"parallel.device={device}",
     )
-    # A machine that is not here is not measured: the plan only fills in values.
+    # A machine given by name is not measured: the plan only fills in values.
     recipe = resolve(load_recipe(file, overrides), replace(context.machine, is_here=False)).recipe
     name = strategy + (f" x {processes}" if processes > 1 else "")
     return ComparedRun(name, recipe, context.work / f"run-{strategy}")
@@ -153,11 +153,11 @@ def _failed(what: str, message: str) -> Finding:
     return Finding(
         Severity.BROKEN,
         f"{what} cannot train: {said[:300]}",
-        cause.error.cause if cause is not None else "runs with this strategy fail in the same way",
+        cause.error.cause if cause is not None else "runs with this strategy will fail in the same way",
         "; ".join(cause.error.fixes)
         if cause is not None
         else "the first line of the error says which part is missing; "
-        "choose another parallel.strategy until it is repaired",
+        "choose another parallel.strategy until it is fixed",
     )
 
 
@@ -165,6 +165,6 @@ def _differs(what: str, verdict: str) -> Finding:
     return Finding(
         Severity.BROKEN,
         f"{what} has other losses than one process: {verdict}",
-        "gradients are exchanged or summed wrongly on this machine",
+        "gradients are exchanged or summed incorrectly on this machine",
         "see the checks kernels and links; choose another parallel.strategy, and report it with the output of --json",
     )

@@ -1,4 +1,4 @@
-"""Watch two processes of a launch, so that one that stands still is named and ended, and not waited for."""
+"""Watch two processes of a launch, so that one that is stopped is reported and killed instead of waited for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from trainwright.doctor.checks.check import Broken, CannotCheck, Finding, Severity
 
-_LOOKS = 0.25  # seconds between looks
-_STILL_SECONDS = 2.0  # that a process may be stopped
+_LOOKS = 0.25  # seconds between checks
+_STILL_SECONDS = 2.0  # seconds for which a process may be stopped
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -26,7 +26,7 @@ def watched(what: str, seconds: float, end: float) -> Iterator[None]:
     Args:
         what: a name of the launch for messages.
         seconds: how long the body may take.
-        end: time.monotonic() at which all checks must be over.
+        end: time.monotonic() at which all checks must have ended.
 
     Raises:
         Broken: a process was stopped, or did not end within ``seconds``; all of them have been killed.
@@ -46,7 +46,7 @@ def watched(what: str, seconds: float, end: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
     if watch.finding is not None:
         if watch.is_late and end < limit:
-            raise CannotCheck("time was up before it had finished; run it alone")
+            raise CannotCheck("the time limit was reached before it finished; run it alone")
         raise Broken(watch.finding)
 
 
@@ -60,7 +60,7 @@ class _Watch:
         self._still: dict[int, float] = {}  # by rank: since when it is stopped
 
     def look(self, number: int, frame: FrameType | None) -> None:
-        """Look at every process; end the launch if one stands still."""
+        """Check every process; end the launch if one is stopped."""
         now = time.monotonic()
         for rank, pid in self._ranks():
             if _status(pid) not in _STOPPED:
@@ -84,7 +84,7 @@ class _Watch:
         return Finding(
             Severity.BROKEN,
             f"{self._what}: the ranks did not finish in time ({states or 'none is left'})",
-            "they wait for each other, or for the disk or the network",
+            "they may wait for each other, the disk or the network",
             "run it alone on an idle machine, `trainwright doctor strategies`; usual causes are a firewall on the "
             "loopback interface, a disk that does not answer, and a driver that hangs (dmesg)",
         )
@@ -107,6 +107,7 @@ def _stopped(what: str, rank: int, pid: int) -> Finding:
         Severity.BROKEN,
         f"{what}: rank {rank} (process {pid}) is stopped",
         "the other ranks wait for it in a collective, until they time out",
-        "find what stops processes here (SIGSTOP, ctrl-Z, a debugger, a scheduler that suspends jobs); a stopped "
+        "find what stops processes on this machine (SIGSTOP, ctrl-Z, a debugger, a scheduler that suspends jobs); a "
+        "stopped "
         "process continues with `kill -CONT PID`",
     )

@@ -1,4 +1,4 @@
-"""Check that there are compilers that work: ``train.compile`` and DeepSpeed build code on the machine."""
+"""Check for working compilers: ``train.compile`` and DeepSpeed build code on the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, 
 from trainwright.machine.accelerators import installed_build
 
 _SECONDS = 30.0
-# What torch.compile generates for a CPU uses threads, and Python's headers to be loaded.
+# Code that torch.compile generates for a CPU uses OpenMP threads and Python's headers.
 _PROGRAM = """
 #include <Python.h>
 #include <omp.h>
@@ -27,12 +27,12 @@ extern "C" double total(const double* x, long n) {
 }
 """
 _USES = (
-    "train.compile: true and DeepSpeed's strategies (zero1 to zero3) build code on this machine, and fail without it"
+    "train.compile: true and DeepSpeed's strategies (zero1 to zero3) compile code on this machine, and fail without it"
 )
 
 
 def check(context: CheckContext) -> CheckResult:
-    """Compile a small library, and look for the other programs."""
+    """Compile a small library, and find the other programs."""
     facts: list[str] = []
     findings: list[Finding] = []
     compiler = context.variables.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -78,7 +78,7 @@ def _of_cuda(facts: list[str]) -> Iterator[Finding]:
             Severity.NOTE,
             "there is no nvcc",
             "only extensions that are built on this machine need it, such as DeepSpeed's fused optimizers",
-            f"install the CUDA toolkit {wanted}, if one of them is used",
+            f"install the CUDA toolkit {wanted} if you use one of them",
         )
         return
     found = re.search(r"release (\d+)\.", _version([nvcc, "--version"]))

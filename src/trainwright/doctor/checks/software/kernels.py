@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 # Relative difference of a result or a gradient, in the Euclidean norm: from rounding inputs and sums.
 TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 4e-2}
-_SEQUENCES = ((70, 186), (128, 128), (600, 424))  # lengths; short, equal, and long ones take different kernels
+_SEQUENCES = ((70, 186), (128, 128), (600, 424))  # lengths; short, equal and long ones use different kernels
 _HEADS, _KEY_HEADS, _CHANNELS = 4, 2, 64
 _TOKENS, _HIDDEN, _VOCABULARY = 128, 256, 1000
 
 
 def check(context: CheckContext) -> CheckResult:
-    """Run every kernel in a process of its own, on the device that training uses."""
+    """Run every kernel in a separate process, on the device that training uses."""
     work = functools.partial(_compare_all, context.machine.device, precisions(context.machine))
     values = answer_of(work, "kernels", context)
     findings = [finding for row in values["rows"] if (finding := _judged(row, values["device"])) is not None]
@@ -52,7 +52,7 @@ def _judged(row: dict[str, object], device: str) -> Finding | None:
     precision, name = str(row["precision"]), str(row["name"])
     if row["error"] is not None:
         what = f"the kernel of {name} fails in {precision} on {device}: {row['error']}"
-    elif not float(str(row["difference"])) <= TOLERANCES[precision]:  # also if it is not a number
+    elif not float(str(row["difference"])) <= TOLERANCES[precision]:  # also true for NaN
         what = f"wrong results: {name} in {precision} on {device} is {float(str(row['difference'])):.1e} off"
     else:
         return None
@@ -60,7 +60,8 @@ def _judged(row: dict[str, object], device: str) -> Finding | None:
         Severity.BROKEN,
         what,
         "training would fail, or learn from wrong gradients without an error",
-        "install torch again in the version that Trainwright needs; if it stays, test the device's memory, and report "
+        "reinstall torch in the version that Trainwright needs; if it happens again, test the device's memory, and "
+        "report "
         "it with the output of --json",
     )
 

@@ -1,4 +1,4 @@
-"""Check that installed packages fit each other, by ``pip check``."""
+"""Check that installed packages are compatible, with ``pip check``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OWN = "trainwright"
 
 
 def check(context: CheckContext) -> CheckResult:
-    """Name every requirement of an installed package that another one does not meet."""
+    """Report every requirement of an installed package that is not met."""
     command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "check"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, errors="replace")
@@ -51,10 +51,10 @@ def _findings(output: str) -> Iterator[Finding]:
         yield Finding(
             severity,
             f"{found['of']} needs {found['wanted']}, and {has} installed",
-            "code that was written for another version fails, sometimes only in the middle of a run",
+            "code that was written for another version may fail, sometimes in the middle of a run",
             f"pip install '{found['wanted']}'"
             if found["of"] == _OWN
-            else f"pip install --upgrade {found['of']}, or pip install '{found['wanted']}' if nothing newer fits",
+            else f"pip install --upgrade {found['of']}, or pip install '{found['wanted']}' if no newer version fits",
         )
 
 

@@ -1,4 +1,4 @@
-"""Check that torch is one whole build that this machine's driver and devices can use, and that it can be imported."""
+"""Check that torch is one consistent build that supports this machine's driver and devices, and can be imported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print(json.dumps({
 
 
 def check(context: CheckContext) -> CheckResult:
-    """Import torch in a process of its own, and compare what it was built for with what is here."""
+    """Import torch in a separate process, and compare what it was built for with this machine."""
     findings = [*_mixed(), *_unusable(context.machine.unusable)]
     command = [sys.executable, "-P", "-c", _CODE]
     try:
@@ -67,7 +67,8 @@ def _mixed() -> Iterator[Finding]:
         yield Finding(
             Severity.BROKEN,
             f"wrong torch build: its files are of {files}, and its metadata says {recorded}",
-            "two builds were installed over each other, or another directory hides one: libraries of both get mixed",
+            "two builds were installed over each other, or another directory shadows one, so that libraries of both "
+            "are mixed",
             f"{_INSTALL} (pip uninstall torch, until it says that there is none, then install it once)",
         )
 
@@ -80,7 +81,7 @@ def _unusable(reasons: tuple[str, ...]) -> Iterator[Finding]:
         yield Finding(
             Severity.BROKEN,
             what,
-            "training would have to use the CPU instead, so commands refuse to start",
+            "training would have to use the CPU instead, so commands stop with an error",
             f"{fix}; or {HIDE}" if fix else HIDE,
         )
 
@@ -102,7 +103,7 @@ def _of_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
         yield Finding(
             Severity.BROKEN,
             f"torch {values['version']} finds none of the {gpus} GPUs that the driver shows",
-            "its CUDA cannot be initialised: the driver's library and its kernel module may differ after an update",
+            "its CUDA cannot be initialized: the driver's library and its kernel module may differ after an update",
             "compare `nvidia-smi` with `cat /proc/driver/nvidia/version`, and restart the machine after an update",
         )
     kernels = {int(found[1]) for name in values["kernels"] if (found := re.match(r"(?:sm|compute)_(\d+)", name))}

@@ -34,7 +34,7 @@ def _of_memory(limit: int | None, free: int | None) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             f"the control group has {size(free)} of {size(limit)} left",
-            "the kernel kills a process that exceeds it, without a message in its log",
+            "the kernel kills a process that exceeds it, without a message in the log of the run",
             f"give it more memory: {_ASK.format('--memory', '--mem')}; plans respect the limit",
         )
 
@@ -45,7 +45,7 @@ def _of_cores(limit: float | None) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             f"throttled: the control group may use {limit:.3g} of {plural(cores, 'core')}",
-            "all threads stand still for the rest of every period once its time is used, in the middle of a step",
+            "once the quota of a period is used, all threads are paused for the rest of it",
             f"raise the quota to whole cores: {_ASK.format('--cpus', '--cpus-per-task')}; or run fewer threads: "
             f"OMP_NUM_THREADS={max(1, int(limit))}",
         )

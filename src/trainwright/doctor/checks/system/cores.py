@@ -1,4 +1,4 @@
-"""Check each core by computing on it: its speed beside the others', quotas, heat, and limits of its clock."""
+"""Check each core by computing on it: its relative speed, quotas, thermal throttling, and clock limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(context: CheckContext) -> CheckResult:
     rates = _rates(cores)
     ran = (time.thread_time() - used) / (time.perf_counter() - begun)
     shares = CpuContention.now().since(before)
-    if "waited" in shares:  # what is not counted at all: the process was stopped
+    if "waited" in shares:  # the uncounted rest: the process was stopped
         shares["stopped"] = max(0.0, 1 - ran / max(1 - shares["waited"], 1e-6))
     hotter = {core: count - heat.get(core, 0) for core, count in _heat(cores).items()}
     findings = (*_slow(rates), *_shares(shares), *_hot(hotter), *_capped(cores))
@@ -78,8 +78,8 @@ def _slow(rates: Mapping[int, float]) -> Iterator[Finding]:
             Severity.WARNING,
             f"slower than the other cores: {named} of their speed",
             "all processes wait for the slowest one in every step",
-            "if these are not efficiency cores, look for heat or a power limit (dmesg, the vendor's tool); leave them "
-            "out: taskset --cpu-list CORES trainwright train ...",
+            "if these are not efficiency cores, check for heat or a power limit (dmesg, the vendor's tool); or "
+            "exclude them: taskset --cpu-list CORES trainwright train ...",
         )
 
 
@@ -89,30 +89,30 @@ def _shares(shares: Mapping[str, float]) -> Iterator[Finding]:
             Severity.WARNING,
             f"throttled: the quota of the control group was used up in {shares['throttled']:.0%} of its periods, with "
             "one busy core",
-            "a process stands still for the rest of each of these periods",
+            "processes are paused for the rest of each of these periods",
             "raise the quota (docker run --cpus, resources.limits.cpu of the pod, CPUQuota= of the unit)",
         )
     if shares.get("stolen", 0.0) > _TAKEN:
         yield Finding(
             Severity.WARNING,
             f"the hypervisor gave {shares['stolen']:.0%} of the cores' time to other machines",
-            "steps take longer, by another amount each time",
-            "use an instance with cores of its own, or stop others on this host",
+            "steps take longer, by a varying amount",
+            "use an instance with dedicated cores, or stop others on this host",
         )
     explained = shares.get("throttled", 0.0) > _THROTTLED or shares.get("stolen", 0.0) > _TAKEN
     if shares.get("stopped", 0.0) > _TAKEN and not explained:
         yield Finding(
             Severity.WARNING,
-            f"throttled: this process stood still for {shares['stopped']:.0%} of the time that was measured, though no "
+            f"throttled: this process was stopped for {shares['stopped']:.0%} of the measured time, though no "
             "other program had its core",
-            "steps take longer, and all ranks wait for a process that stands still",
-            "find what stops processes in turns: cpulimit, a debugger, a scheduler that suspends jobs (SIGSTOP), a "
+            "steps take longer, and all ranks wait for a stopped process",
+            "find what stops processes repeatedly: cpulimit, a debugger, a scheduler that suspends jobs (SIGSTOP), a "
             "host that pauses this virtual machine",
         )
     if shares.get("waited", 0.0) > _TAKEN:
         yield Finding(
             Severity.NOTE,
-            f"other programs used the cores for {shares['waited']:.0%} of the time that was measured",
+            f"other programs used the cores for {shares['waited']:.0%} of the measured time",
             "training shares the cores with them",
             "find them with top, and stop those that are left over",
         )
@@ -125,7 +125,7 @@ def _hot(hotter: Mapping[int, int]) -> Iterator[Finding]:
             Severity.WARNING,
             f"throttled by heat while this ran: core {', '.join(map(str, hot))}",
             "the processor lowers its clock to cool down",
-            "look at fans, dust and the power limit of the machine; `sensors` shows temperatures",
+            "check the fans, dust and the power limit of the machine; `sensors` shows temperatures",
         )
 
 
@@ -141,8 +141,8 @@ def _capped(cores: list[int], root: Path = _SYSTEM) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             f"the clock of {plural(len(capped), 'core')} is limited, of core {lowest} to {capped[lowest]:.0%}",
-            "the processor never runs at its full speed",
-            "cpupower frequency-set --max with the largest clock of `cpupower frequency-info` (as root), or the power "
+            "the processor never reaches its full speed",
+            "cpupower frequency-set --max with the maximum clock of `cpupower frequency-info` (as root), or the power "
             "profile of the machine",
         )
 

@@ -58,13 +58,13 @@ def check(context: CheckContext) -> CheckResult:
 
 
 def measure(directory: Path) -> Speed:
-    """Return the speed of sequential writes, until they are on the disk, and of reads.
+    """Return the speed of sequential writes, flushed to the disk, and of reads.
 
     Raises:
         OSError: the directory cannot be written.
     """
     file = directory / f".trainwright-doctor-{secrets.token_hex(6)}"
-    chunk = mmap.mmap(-1, _CHUNK)  # begins at a page, as direct transfers need
+    chunk = mmap.mmap(-1, _CHUNK)  # aligned to a page, as direct I/O requires
     chunk.write(secrets.token_bytes(_CHUNK))
     descriptor = _opened(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -100,13 +100,13 @@ def _read_rate(file: Path, chunk: mmap.mmap) -> float | None:
 
 
 def _opened(file: Path, flags: int) -> int:
-    """Open for direct transfers, or usual ones where the file system has none (tmpfs, some network file systems)."""
+    """Open for direct I/O, or for buffered I/O on file systems without it (tmpfs, some network file systems)."""
     try:
         return os.open(file, flags | _DIRECT, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    file.unlink(missing_ok=True)  # some file systems have created it by then
+    file.unlink(missing_ok=True)  # some file systems have created the file already
     return os.open(file, flags, 0o600)
 
 
@@ -123,7 +123,7 @@ def _not_written(named: str, error: OSError) -> Finding:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "remove old checkpoints and caches, or set logging.run_directory and TRAINWRIGHT_CACHE to another disk"
     else:
-        fix = "give this user the right to write there, or set logging.run_directory and TRAINWRIGHT_CACHE elsewhere"
+        fix = "give this user write permission, or set logging.run_directory and TRAINWRIGHT_CACHE elsewhere"
     what = f"{named}: cannot be written: {error.strerror or error}"
     return Finding(Severity.BROKEN, what, "checkpoints, caches and temporary files are written there", fix)
 
@@ -134,10 +134,10 @@ def _slow(named: str, speed: Speed) -> Iterator[Finding]:
         which = "written" if slowest == speed.write else "read"
         yield Finding(
             Severity.WARNING,
-            f"slow disk: {named}: {slowest / 1e6:,.1f} MB/s are {which}, less than by a single hard disk "
+            f"slow disk: {named}: {slowest / 1e6:,.1f} MB/s are {which}, less than a single hard disk "
             f"({_SLOW / 1e6:.0f} MB/s)",
             f"a checkpoint of a billion parameters with AdamW takes {span(_CHECKPOINT / slowest)}",
-            "set logging.run_directory, TRAINWRIGHT_CACHE and TMPDIR to a local disk; on a virtual machine look at the "
+            "set logging.run_directory, TRAINWRIGHT_CACHE and TMPDIR to a local disk; on a virtual machine check the "
             "limits of the volume (its throughput, its burst credit, io.max of the control group)",
         )
 

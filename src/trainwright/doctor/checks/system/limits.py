@@ -17,17 +17,17 @@ _PROCESSES = 2  # of the steps that other checks run
 _THREADS_A_PROCESS = 64
 _INFINIBAND = Path("/sys/class/infiniband")
 _AMPLE_FILES = 65536
-# Limits that training does not expect: name, command that shows it, whether it is in bytes, what then happens.
+# Limits that break training: name, command that shows it, whether it is in bytes, effect.
 _UNEXPECTED = (
     ("RLIMIT_AS", "ulimit -v", True, "mapping weights and starting threads fails with `Cannot allocate memory`"),
     ("RLIMIT_DATA", "ulimit -d", True, "allocating tensors fails with `can't allocate memory`"),
     ("RLIMIT_FSIZE", "ulimit -f", True, "writing a larger checkpoint ends the run with SIGXFSZ"),
-    ("RLIMIT_CPU", "ulimit -t", False, "the kernel ends a process after these seconds of computing"),
+    ("RLIMIT_CPU", "ulimit -t", False, "the kernel ends a process after this many seconds of computing"),
 )
 
 
 def check(context: CheckContext) -> CheckResult:
-    """Compare the limits with what processes of training need."""
+    """Compare the limits with the needs of training."""
     processes = max(_PROCESSES, len(context.machine.gpus))
     facts = [f"open files {_shown(resource.RLIMIT_NOFILE)}, processes {_shown(resource.RLIMIT_NPROC)}"]
     findings = [*_files(processes), *_threads(processes), *_others(), *_locked(facts)]
@@ -41,7 +41,7 @@ def _files(processes: int) -> Iterator[Finding]:
         yield Finding(
             Severity.BROKEN,
             f"the limit of open files is {hard} (ulimit -n), and a run of {processes} processes needs {needed}",
-            "each process opens its libraries, its data and a connection to every other one",
+            "each process opens libraries, data files and a connection to every other process",
             f"`ulimit -n {_AMPLE_FILES}` in the shell that starts the run; nofile in /etc/security/limits.conf; "
             f"docker run --ulimit nofile={_AMPLE_FILES}; LimitNOFILE= of the service",
         )
@@ -79,7 +79,7 @@ def _others() -> Iterator[Finding]:
 
 
 def _locked(facts: list[str]) -> Iterator[Finding]:
-    """Yield a finding about locked memory where InfiniBand needs it."""
+    """Yield a finding if locked memory is limited and the machine has InfiniBand."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if not _INFINIBAND.is_dir() or not any(_INFINIBAND.iterdir()):
         return

@@ -21,7 +21,7 @@ _FIX = "docker run --shm-size=8g (or --ipc=host); in Kubernetes an emptyDir with
 def check(context: CheckContext) -> CheckResult:
     """Compare its size with what NCCL, data loaders and Trainwright need."""
     if not sys.platform.startswith("linux"):
-        raise CannotCheck("this system has other shared memory")
+        raise CannotCheck("this system does not use /dev/shm")
     gpus = len(context.machine.gpus)
     try:
         found = os.statvfs(_SHARED)
@@ -53,7 +53,7 @@ def _findings(whole: int, free: int, gpus: int) -> Iterator[Finding]:
     elif whole < wanted:
         yield Finding(
             Severity.BROKEN if gpus > 1 else Severity.WARNING,
-            f"{_SHARED} has only {size(whole)}; {size(wanted)} are ample here",
+            f"{_SHARED} has only {size(whole)}; {size(wanted)} are recommended here",
             "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
             _FIX,
         )
@@ -62,5 +62,5 @@ def _findings(whole: int, free: int, gpus: int) -> Iterator[Finding]:
             Severity.WARNING,
             f"{size(free)} of {size(whole)} are free in {_SHARED}",
             "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
-            f"remove what ended programs have left there: `ls -lt {_SHARED}`",
+            f"remove files of programs that have ended: `ls -lt {_SHARED}`",
         )
