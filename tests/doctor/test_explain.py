@@ -67,19 +67,19 @@ def test_the_cause_is_told_from_what_follows_from_it() -> None:
     assert (named(diagnosis), diagnosis.cause.ranks, diagnosis.cause.line.number) == ("gpu-out-of-memory", [3], 6)
     followed = {finding.error.name: finding.ranks for finding in diagnosis.followed}
     assert followed == {"nccl-timeout": [0, 1, 2], "launcher-report": []}
-    assert diagnosis.details == ["2.00 GiB requested, 1.12 GiB free, 79.10 GiB in all on the GPU"]
+    assert diagnosis.details == ["2.00 GiB requested, 1.12 GiB free, 79.10 GiB total on the GPU"]
 
 
 def test_the_rank_that_others_waited_for_is_named() -> None:
     assert explain(timeout(0) + timeout(1) + timeout(3)).details == [
         "waited: ranks 0, 1, 3 in collective 808 (ALLREDUCE, 16 -> 16 elements)",
-        "no timeout was reported by rank 2: look there first",
+        "no timeout was reported by rank 2: check there first",
     ]
 
 
 def test_the_rank_that_was_behind_is_named() -> None:
     details = explain(timeout(0, 900) + timeout(1, 700) + timeout(2, 900)).details
-    assert "rank 1 had called 700 collectives, others up to 900: look at what it did instead" in details
+    assert "rank 1 had called 700 collectives, others up to 900: check what it did instead" in details
 
 
 def test_different_operations_of_one_number_are_named() -> None:

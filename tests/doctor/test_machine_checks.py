@@ -214,7 +214,7 @@ def test_a_core_that_is_slower_than_the_others() -> None:
 
 def test_time_that_is_lost_is_put_down_to_what_took_it() -> None:
     (stopped,) = _shares({"stopped": 0.5, "waited": 0.1, "stolen": 0.1, "throttled": 0.01})
-    assert "stood still for 50%" in stopped.what and "cpulimit" in stopped.fix
+    assert "was stopped for 50%" in stopped.what and "cpulimit" in stopped.fix
     (quota,) = _shares({"stopped": 0.5, "throttled": 0.4})
     assert "quota" in quota.what and "--cpus" in quota.fix
     (stolen,) = _shares({"stopped": 0.5, "stolen": 0.4})

@@ -89,7 +89,7 @@ def test_a_full_disk(cramped: Checked) -> None:
 
 @NEEDS_ROOT
 def test_a_name_that_leads_to_loopback(cramped: Checked) -> None:
-    finding = cramped.finding("interfaces", "planted, leads to the loopback")
+    finding = cramped.finding("interfaces", "planted, resolves to the loopback")
     assert "127.0.1.1" in finding["what"] and "--rendezvous" in finding["fix"]
 
 
@@ -350,7 +350,7 @@ def test_a_gpu_at_the_end_of_its_life(this_machine: None, tmp_path: Path) -> Non
     found = doctor("gpus", cwd=tmp_path, before=driver(tmp_path, "WORN"))
     broken = found.finding("gpus", "GPU 0: a row of its memory could not be remapped")
     assert found.code == 3 and broken["severity"] == "broken" and "CUDA_VISIBLE_DEVICES" in broken["fix"]
-    assert found.finding("gpus", "GPU 0: 2 uncorrectable", "in its life, none since")["severity"] == "note"
+    assert found.finding("gpus", "GPU 0: 2 uncorrectable", "in its lifetime, none since")["severity"] == "note"
     assert "reset" in found.finding("gpus", "GPU 0: pages of its memory have to be retired")["fix"]
     assert "power" in found.finding("gpus", "GPU 0: throttled by the power brake of the machine")["fix"]
     assert "cooling" in found.finding("gpus", "GPU 0: throttled by heat (driver)")["fix"]

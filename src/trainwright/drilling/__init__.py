@@ -1,1 +1,1 @@
-"""Faults that are put into real runs on purpose, and what has to hold all the same: ``trainwright drill``."""
+"""Fault injection into real runs, and the properties that must hold nevertheless: ``trainwright drill``."""

@@ -1,4 +1,4 @@
-"""Real commands: started with limits, watched from outside, and followed to the last process they leave behind."""
+"""Real commands: started with limits, watched from outside, including every process that they start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from trainwright.drilling.verdicts import Broken
 
 LOOK_SECONDS = 0.004
-# How long what a command started may live on after it.
+# Seconds that processes of a command may outlive it.
 _GONE_SECONDS = 20.0
 _MARK = "TRAINWRIGHT_FAULT_TRIAL"
 
@@ -100,7 +100,7 @@ class Command:
         return self._ended is not None
 
     def wait(self, seconds: float) -> Ended:
-        """Return its end; Broken when it does not come, or when something that it started lives on."""
+        """Return how it ended. Raises Broken if it does not end, or if a process that it started survives."""
         deadline = time.monotonic() + seconds
         while not self.ended:
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The registry of kinds of faults: a function each, and the cases that it is tried in."""
+"""The registry of kinds of faults: a function each, and its cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Spread = tuple[str, int]
 
 
 class Worlds(Enum):
-    """Which of a campaign's spreads a kind is tried on."""
+    """Which strategies and numbers of processes a kind applies to."""
 
     ONE = "the smallest"
     ANY = "all"
@@ -95,7 +95,7 @@ def fault(
     seconds: float = 420.0,
     needs: Callable[[], str | None] = lambda: None,
 ) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
-    """Register the decorated function as a kind, to be tried in every combination of the rest."""
+    """Register the decorated function as a kind, for every combination of the arguments."""
     chosen = spreads if isinstance(spreads, Worlds) else tuple(spreads)
 
     def register(function: Callable[[Scene], None]) -> Callable[[Scene], None]:
@@ -117,7 +117,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Return the name, which is its own among the trials of a seed."""
+        """Return the name, unique among the trials of a seed."""
         return f"{self.kind}/{self.ordinal}"
 
     @property
@@ -134,7 +134,7 @@ def matching(patterns: Sequence[str]) -> dict[str, Kind]:
 
 
 def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[Case]]) -> list[Trial]:
-    """Deal ``trials`` to the kinds by their shares, at least one each, in an order drawn by the seed.
+    """Distribute ``trials`` over the kinds by their shares, at least one each, in an order drawn by the seed.
 
     Args:
         cases: of each kind; one without any is left out.
@@ -152,7 +152,7 @@ def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[Case]]) -> lis
         for ordinal in range(count)
     ]
     random.Random(seed).shuffle(drawn)
-    # Each kind once before any twice, so that a campaign that is cut short has seen them all.
+    # Each kind once before any twice, so that an interrupted campaign has tried them all.
     drawn.sort(key=lambda trial: trial.ordinal > 0)
     return drawn[:trials]
 

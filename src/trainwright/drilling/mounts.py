@@ -1,4 +1,4 @@
-"""File systems and memory limits of a trial's own: mounted in its own name space, gone when its process ends."""
+"""File systems and memory limits for one trial, in its own mount namespace; they end with its process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @functools.cache
 def mounts_refused() -> str | None:
-    """Return why this process cannot mount anything of its own; None where it can."""
+    """Return why this process cannot mount file systems of its own; None if it can."""
     try:
         found = subprocess.run(
             ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/mnt"],
@@ -31,7 +31,7 @@ def mounts_refused() -> str | None:
 
 
 def own_mounts() -> None:
-    """Have this process, and what it starts from now on, see mounts that nobody else sees. It must have one thread."""
+    """Give this process and its future children a mount namespace of their own. It must have one thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), "unshare")
@@ -39,13 +39,13 @@ def own_mounts() -> None:
 
 
 def mount_disk(path: Path, size: int) -> None:
-    """Mount an empty disk of so many bytes."""
+    """Mount an empty file system of this size in bytes."""
     path.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path))
 
 
 def make_read_only(path: Path, read_only: bool = True) -> None:
-    """Have the tree at `path` refuse to be written to, or no longer."""
+    """Make the tree at `path` read-only, or writable again."""
     if read_only:
         _mount("--bind", str(path), str(path))
         _mount("-o", "remount,bind,ro", str(path))
@@ -54,7 +54,7 @@ def make_read_only(path: Path, read_only: bool = True) -> None:
 
 
 def fill(path: Path, but: int = 0) -> None:
-    """Write a file that takes all the room there is on its disk, `but` so many bytes."""
+    """Write a file that fills its disk, except for `but` bytes."""
     with path.open("wb", buffering=0) as file:
         with contextlib.suppress(OSError):
             while True:
@@ -67,7 +67,7 @@ def fill(path: Path, but: int = 0) -> None:
 
 
 def memory_cgroup_refused() -> str | None:
-    """Return why no memory can be limited by a cgroup here; None where it can."""
+    """Return why a cgroup cannot limit memory here; None if it can."""
     for top, file in ((_CGROUPS / "memory", "memory.limit_in_bytes"), (_CGROUPS, "memory.max")):
         probe = top / f"faults-{uuid.uuid4().hex[:8]}"
         try:
@@ -84,7 +84,7 @@ def memory_cgroup_refused() -> str | None:
 
 @contextlib.contextmanager
 def limited_memory(size: int) -> Iterator[Path]:
-    """Make a cgroup whose processes have so many bytes together, which a pid written to the yielded file joins."""
+    """Make a cgroup with this memory limit in bytes; a process joins it when its pid is written to the yielded file."""
     old = (_CGROUPS / "memory" / "memory.limit_in_bytes").exists()
     group = (_CGROUPS / "memory" if old else _CGROUPS) / f"faults-{uuid.uuid4().hex[:8]}"
     group.mkdir()
@@ -97,7 +97,7 @@ def limited_memory(size: int) -> Iterator[Path]:
 
 
 def join(group: Path) -> None:
-    """Put this process into a cgroup."""
+    """Move this process into a cgroup."""
     group.write_text(str(os.getpid()))
 
 

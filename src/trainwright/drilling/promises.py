@@ -1,4 +1,4 @@
-"""What has to be true of a run's files, read here without the product's own readers."""
+"""Properties of a run's files, checked without the package's own readers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def step_since(run: Path, starts: int) -> int:
 
 
 def complete_and_same(run: Path, reference: Path, *, exact: bool, rounding: float = ROUNDING) -> None:
-    """Broken unless the run is finished, and has every step of the reference once, with its values.
+    """Require that the run is finished and has every step of the reference once, with its values.
 
     Args:
         exact: bit for bit, the trained model included; else to rounding.
@@ -107,7 +107,7 @@ def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], exact: bool,
 
 
 def check_final(run: Path, reference: Path, *, exact: bool) -> None:
-    """Broken unless the trained model is there, whole, and where it is to be exact the reference's."""
+    """Require that the trained model is complete and, if runs are bit-identical, equals the reference's."""
     final, wanted = run / "final", reference / "final"
     names = sorted(path.name for path in final.iterdir()) if final.is_dir() else []
     require(names == sorted(path.name for path in wanted.iterdir()), f"final/ has {names}")
@@ -124,7 +124,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def broken_checkpoint(path: Path) -> str | None:
-    """Return why a checkpoint is not whole, by its manifest and its tensor files; None where it is."""
+    """Return why a checkpoint is incomplete, by its manifest and tensor files; None if it is complete."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         seal = manifest.pop("sha256")
@@ -143,7 +143,7 @@ def broken_checkpoint(path: Path) -> str | None:
 
 
 def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Return the steps of whole checkpoints; Broken for one that is there and not whole, ``but`` the damaged."""
+    """Return the steps of complete checkpoints. Raises Broken for an incomplete one, except those in ``but``."""
     found = [step for step in checkpoint_steps(run) if step not in but]
     for step in found:
         why = broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
@@ -152,7 +152,7 @@ def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> lis
 
 
 def none_lost(run: Path) -> None:
-    """Broken when the newest checkpoint that the events tell of is not there and whole."""
+    """Require that the newest checkpoint of the events exists and is complete."""
     written = [event["step"] for event in history(run) if event["event"] == "checkpoint"]
     whole = checkpoints_complete(run)
     if written:
@@ -160,7 +160,7 @@ def none_lost(run: Path) -> None:
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """Return a safetensors file's header; Broken when the file does not have the size that it says."""
+    """Return a safetensors file's header. Raises Broken if the file does not have the size that it declares."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""What a campaign has shown: a row for each kind, as a table and for JSON."""
+"""The results of a campaign: a row for each kind, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED
 from trainwright.drilling.kinds import Trial
 
-# Of trials that measured them: until the fault was told, and until the next step; steps that were repeated.
+# Measured by some trials: seconds until the fault was reported, and until the next step; repeated steps.
 _MEASURES = {"detection": "noticed", "recovery": "recovered", "lost": "steps lost"}
 
 
 @dataclass
 class Row:
-    """What came of the trials of one kind."""
+    """The results of the trials of one kind."""
 
     kind: str
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def count(self, *verdicts: str) -> int:
-        """Return how many trials have one of the verdicts."""
+        """Return the number of trials with one of the verdicts."""
         return sum(line["verdict"] in verdicts for line in self.lines)
 
     def median(self, measure: str) -> float | None:
@@ -51,7 +51,7 @@ def rows_of(found: Mapping[Trial, dict[str, Any] | None]) -> list[Row]:
 
 
 def table(found: Mapping[Trial, dict[str, Any] | None]) -> str:
-    """Return the table, every trial that did not hold with its reason, and what could not be tried here."""
+    """Return the table, the trials that did not hold with their reasons, and the kinds that could not be tried here."""
     rows = rows_of(found)
     width = max(len(row.kind) for row in rows)
     heads = ("tries", HELD, BROKEN, MISSED, SKIPPED, *_MEASURES.values())

@@ -22,9 +22,9 @@ from trainwright.drilling.setting import Setting
 from trainwright.drilling.verdicts import Broken, Missed, Undisturbed, require
 
 FINISHED, REQUEST, MACHINE, FAILED, FAULT, STOPPED = 0, 2, 3, 4, 5, 75
-# How often a fault is tried to be put in at its moment.
+# Attempts to inject a fault at its moment.
 _ATTEMPTS = 6
-# What no message may have in it: control characters, the terminal's own sequences among them.
+# Not allowed in messages: control characters and terminal escape sequences.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x9f]")
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Warning|Exit)\b")
 
@@ -68,7 +68,7 @@ class Scene:
         return self.case.variant
 
     def use_own_cache(self) -> None:
-        """Have data prepared anew, in a cache of the trial's own."""
+        """Prepare the data again, in a cache of its own."""
         self.cache = self.directory / "cache"
 
     # Commands
@@ -97,17 +97,17 @@ class Scene:
         return self.command(*TRAINWRIGHT, *arguments, **how)
 
     def train(self, *overrides: str, **how: Any) -> Command:
-        """Start the run, spread as the case has it."""
+        """Start the run with the strategy and processes of the case."""
         return self.trainwright("train", *self.asked(*overrides), **how)
 
     def asked(self, *overrides: str) -> tuple[str, ...]:
-        """Return the recipe and what is put over it."""
+        """Return the recipe and its overrides."""
         strategy, processes = self.case.spread
         spread = (f"parallel.strategy={strategy}", f"parallel.num_processes={processes}")
         return (str(self.recipe), f"logging.run_directory={self.run}", *spread, *overrides)
 
     def go_on(self, *overrides: str, first: Sequence[str] = ()) -> Ended:
-        """Do what a user does after a stop: resume the run, or where nothing was kept, start it again."""
+        """Continue as a user would after a stop: resume the run, or start it again if nothing was saved."""
         if (self.run / "recipe.yaml").exists():
             command = self.trainwright("train", "--resume", str(self.run), *overrides)
         else:
@@ -120,7 +120,7 @@ class Scene:
         return command.wait(self.setting.patience)
 
     def reach(self, command: Command) -> None:
-        """Wait for the phase of the case; what follows is the fault."""
+        """Wait for the phase of the case, just before the fault."""
         phases.reach(command, self.run, self.phase, self.draw, self.setting.patience)
         self.injected = time.time()
 
@@ -129,11 +129,11 @@ class Scene:
         phases.wait_until(command, seen, self.setting.patience)
 
     def wait_for_step(self, command: Command, step: int, starts: int) -> None:
-        """Wait until the launch of this number (from 0) has come to a step."""
+        """Wait until the launch with this index has reached a step."""
         self.wait_until(command, lambda: promises.step_since(self.run, starts) >= step)
 
     def workers(self, command: Command) -> dict[int, int]:
-        """Return the process of each rank, when all of them are there."""
+        """Return the process of each rank, once all exist."""
         found: dict[int, int] = {}
 
         def all_there() -> bool:
@@ -141,7 +141,7 @@ class Scene:
             found.update(command.workers())
             if len(found) == self.case.spread[1]:
                 return True
-            time.sleep(0.02)  # it is a look at all processes of the machine
+            time.sleep(0.02)  # it reads all processes of the machine
             return False
 
         self.wait_until(command, all_there)
@@ -150,7 +150,7 @@ class Scene:
     # Promises
 
     def expect(self, ended: Ended, codes: Collection[int], says: str | Sequence[str] = ()) -> None:
-        """Require one of the exit codes, and words, with all of these patterns where it is not 0."""
+        """Require one of the exit codes and, unless it is 0, a message with all of these patterns."""
         require(ended.code in codes, f"wanted exit code {' or '.join(map(str, codes))}, got {ended}")
         self.words(ended)
         if ended.code != FINISHED:
@@ -159,7 +159,7 @@ class Scene:
                 require(found, f"the message lacks {pattern!r}: {ended}")
 
     def words(self, ended: Ended) -> None:
-        """Require words: no traceback, no exception's name as the last line, no control characters."""
+        """Require a clear message: no traceback, no exception name as the last line, no control characters."""
         require("Traceback (most recent call last)" not in ended.text, f"a traceback: {ended}")
         found = [line for line in ended.text.splitlines() if line.strip()]
         if ended.code > 0:
@@ -202,7 +202,7 @@ class Scene:
                 raise Broken(f"{path} was {what}, and is not of the run")
 
     def remember(self) -> None:
-        """Take what is outside the run's directory now for what has to stay."""
+        """Record what is outside the run's directory, which must not change."""
         if self._before is None:
             self._before = self._snapshot()
 
@@ -226,7 +226,7 @@ class Scene:
     # The undisturbed run
 
     def stopped_run(self) -> None:
-        """Have a run in the trial's directory that was killed after its third checkpoint, copied from one made once."""
+        """Provide a run that was killed after its third checkpoint, copied from one that is made once."""
         place = self._once("stopped", (), self._make_stopped)
         shutil.copytree(place, self.run, symlinks=True)
         self.remember()
@@ -296,7 +296,7 @@ class Scene:
 
 
 def perform(trial: Trial, directory: Path, setting: Setting) -> dict[str, float]:
-    """Put the trial's fault into a run; return what was measured, or raise a verdict unless everything held."""
+    """Inject the trial's fault into a run; return the measurements. Raises a verdict unless everything held."""
     kind = KINDS[trial.kind]
     for attempt in range(_ATTEMPTS):
         place = directory / f"try-{attempt}"
@@ -330,7 +330,7 @@ def measured(scene: Scene) -> dict[str, float]:
 
 
 def measures_of(events: Sequence[dict[str, Any]], injected: float, failed: Sequence[float]) -> dict[str, float]:
-    """Return the seconds until the fault was told and until the next step, and the steps that were repeated.
+    """Return the seconds until the fault was reported and until the next step, and the repeated steps.
 
     Args:
         injected: when the fault was put in.

@@ -1,4 +1,4 @@
-"""What a trial can come to beside holding."""
+"""The verdicts of a trial that did not hold."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class Broken(Exception):
 
 
 class Missed(Exception):
-    """The fault was not put in: the run had passed the moment. To be tried again."""
+    """The fault was not injected, because the run had passed the moment. The trial is repeated."""
 
 
 class Skipped(Exception):
-    """This machine cannot have this fault."""
+    """This fault cannot be injected on this machine."""
 
 
 class Undisturbed(Exception):
@@ -24,6 +24,6 @@ class Undisturbed(Exception):
 
 
 def require(holds: object, otherwise: str) -> None:
-    """Broken with the message, unless it holds."""
+    """Raise Broken with the message unless the condition holds."""
     if not holds:
         raise Broken(otherwise)

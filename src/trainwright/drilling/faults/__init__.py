@@ -1,1 +1,1 @@
-"""The kinds of faults: a function each, which puts the fault into a run and says what has to come of it."""
+"""The kinds of faults: one function each, which injects the fault into a run and checks the outcome."""

@@ -1,4 +1,4 @@
-"""Damaged, missing and foreign files among a run's checkpoints, and a run that goes on without them."""
+"""Damaged, missing and foreign files among a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DAMAGES = ("a bit flipped", "cut in half", "emptied", "deleted", "longer", "a d
     share=5,
 )
 def damaged_checkpoint(scene: Scene) -> None:
-    """The newest, or the newest two, are refused by the file's name, and the one before is used."""
+    """The newest one or two checkpoints are rejected with the file's name, and the one before is used."""
     scene.stopped_run()
     count = scene.draw.choice([1, 1, 2])
     steps = promises.checkpoint_steps(scene.run)
@@ -59,7 +59,7 @@ def all_damaged(scene: Scene) -> None:
 
 @fault("damaged checkpoints and pruning", spreads=ANY, variants=("1", "2", "3"), share=3)
 def damaged_and_pruned(scene: Scene) -> None:
-    """Old checkpoints are pruned while newer ones cannot be read: one that can be is there all the time."""
+    """Old checkpoints are pruned while newer ones cannot be read: a readable one exists at all times."""
     scene.stopped_run()
     steps = promises.checkpoint_steps(scene.run)
     bad = frozenset(scene.draw.sample(steps[1:], scene.draw.choice([1, 2])))
@@ -101,7 +101,7 @@ def damaged_and_pruned(scene: Scene) -> None:
     share=3,
 )  # fmt: skip
 def foreign_names(scene: Scene) -> None:
-    """Made by hand, by a copy or by another program: the run goes on from its own newest checkpoint."""
+    """Files made by hand or by another program: the run continues from its own newest checkpoint."""
     scene.stopped_run()
     checkpoints = scene.run / "checkpoints"
     name, _, what = scene.variant.rpartition(" ")
@@ -130,7 +130,7 @@ def foreign_names(scene: Scene) -> None:
     share=2,
 )
 def damaged_run(scene: Scene) -> None:
-    """The run goes on as it was, or says in words what it lacks."""
+    """The run continues unchanged, or says what is missing."""
     scene.stopped_run()
     file, _, damage = scene.variant.partition(" ")
     before = scene.run / file
@@ -148,7 +148,7 @@ def damaged_run(scene: Scene) -> None:
 
 
 def damaged(path: Path, damage: str, draw: random.Random) -> None:
-    """Do to a file what the damage says."""
+    """Apply the damage to a file."""
     data = path.read_bytes()
     if damage == "a bit flipped":
         place = draw.randrange(len(data))

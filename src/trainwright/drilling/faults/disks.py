@@ -1,4 +1,4 @@
-"""Disks that fill up, refuse to be written to, or have no room for a file."""
+"""Disks that are full, read-only, or limit the size of files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LATE = (phases.JOINING, *phases.TRAINING, phases.EXPORT)
     needs=mounts_refused,
 )
 def full_disk(scene: Scene) -> None:
-    """The run says so and trains on; where it cannot end well it says what to do, and goes on when there is room."""
+    """The run reports it and continues; if it cannot finish it says what to do, and is resumed once there is space."""
     _on_own_disk(scene)
     command = started(scene)
     filler = scene.run.parent / "filler"
@@ -53,7 +53,7 @@ def full_disk(scene: Scene) -> None:
 
 @fault("files limited in size", spreads=ANY, phases=phases.TRAINING, variants=("to the end", "for a moment"), share=1.5)
 def limited_files(scene: Scene) -> None:
-    """A quota or `ulimit -f`: a checkpoint that does not fit is not there, and earlier ones stay."""
+    """A quota or `ulimit -f`: a checkpoint that does not fit is not left half-written, and earlier ones stay."""
     command = started(scene)
     pids = [command.pid, *scene.workers(command).values()]
     _limit_files(pids, 100_000)
@@ -71,7 +71,7 @@ def limited_files(scene: Scene) -> None:
 
 @fault("a run directory that becomes read-only", spreads=ANY, phases=_LATE, share=1.5, needs=mounts_refused)
 def read_only_later(scene: Scene) -> None:
-    """Checkpoints fail in words, the run does not end as if it were saved, and goes on later."""
+    """Failed checkpoints are reported, the run does not end as if it were saved, and it can be resumed."""
     own_mounts()
     command = started(scene)
     make_read_only(scene.run)
@@ -88,7 +88,7 @@ def read_only_later(scene: Scene) -> None:
     "a place that cannot be written to", spreads=ANY, variants=("new", "resumed", "full"), share=1, needs=mounts_refused
 )
 def read_only_from_the_start(scene: Scene) -> None:
-    """Refused in words before anything is trained."""
+    """Refused with a clear message before training starts."""
     own_mounts()
     if scene.variant == "resumed":
         scene.stopped_run()

@@ -1,4 +1,4 @@
-"""Processes that are killed: a worker, the launcher, everything, the shell above them."""
+"""Killed processes: a worker, the launcher, all of them, the parent shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.drilling.verdicts import Missed, require
 
 # A lost process ends the run as failed; a machine's own failure may have a code of its own.
 _LOST = (FAILED, FAULT)
-# Whether the run goes on by itself.
+# Whether the run is restarted automatically.
 RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restarts=off"}
 
 
@@ -29,7 +29,7 @@ RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restar
     share=4,
 )
 def kill_worker(scene: Scene) -> None:
-    """The rank is named, nobody is left behind, and the run goes on from its checkpoint, by itself or resumed."""
+    """The rank is named, no process is left behind, and the run continues from its checkpoint, restarted or resumed."""
     command = started(scene, RESTARTS[scene.variant])
     workers = command.workers() if scene.phase == phases.JOINING else scene.workers(command)
     if not workers:
@@ -52,7 +52,7 @@ def kill_worker(scene: Scene) -> None:
 
 @fault("SIGKILL of the launcher", spreads=ANY, phases=phases.ALL, share=3)
 def kill_launcher(scene: Scene) -> None:
-    """Its workers end with it, and the run goes on at once."""
+    """Its workers end with it, and the run can be resumed at once."""
     command = started(scene)
     command.send(signal.SIGKILL)
     _killed_and_resumed(scene, command)
@@ -60,7 +60,7 @@ def kill_launcher(scene: Scene) -> None:
 
 @fault("SIGKILL of everything", spreads=ANY, phases=phases.ALL, share=4)
 def kill_everything(scene: Scene) -> None:
-    """As when a container or the machine goes."""
+    """As when a container or the machine is lost."""
     command = started(scene)
     command.kill()
     _killed_and_resumed(scene, command)
@@ -68,7 +68,7 @@ def kill_everything(scene: Scene) -> None:
 
 @fault("SIGKILL again and again", spreads=ANY, phases=phases.TRAINING, variants=("2", "3"), share=1.5)
 def kill_repeatedly(scene: Scene) -> None:
-    """Also while a run is being resumed, or before it has got any further."""
+    """Also while a run is being resumed, or before it has progressed."""
     command = started(scene)
     command.kill()
     for _ in range(int(scene.variant) - 1):
@@ -92,7 +92,7 @@ def kill_repeatedly(scene: Scene) -> None:
     share=1.5,
 )
 def kill_shell(scene: Scene) -> None:
-    """A plain line of a batch script: the run ends in words or goes on to its end; nothing is lost."""
+    """A plain line of a batch script: the run ends with a clear message or finishes; nothing is lost."""
     script = scene.work / "job.sh"
     line = shlex.join([*TRAINWRIGHT, "train", *scene.asked()])
     script.write_text(f"#!/bin/bash\n{line}\necho the script goes on with code $?\n")

@@ -14,7 +14,7 @@ from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, Scene
     "an address space that is limited later", spreads=ANY, phases=phases.TRAINING, variants=("0", "1", "8"), share=1.5
 )
 def limited_addresses(scene: Scene) -> None:
-    """A worker gets no more memory than it has and so many MiB: smaller micro-batches, or a failure in words."""
+    """A worker's memory is limited to what it has plus some MiB: smaller micro-batches, or a clear error."""
     halvable = scene.setting.halvable
     command = started(scene, *halvable)
     workers = scene.workers(command)

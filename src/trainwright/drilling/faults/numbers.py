@@ -20,7 +20,7 @@ _BITS = 23
 
 @fault("NaN in a pass", spreads=ANY, variants=("at a step before a checkpoint", "after one"), share=2)
 def not_a_number(scene: Scene) -> None:
-    """The run fails at that step, is not restarted, keeps no such number, and goes on when the cause is gone."""
+    """The run fails at that step, is not restarted, stores no such number, and continues without the cause."""
     first = 2 if scene.variant.startswith("at") else phases.SAVES_EVERY + 1
     step = scene.draw.randrange(first, first + phases.SAVES_EVERY - 2)
     rank = scene.draw.randrange(scene.case.spread[1])
@@ -34,7 +34,7 @@ def not_a_number(scene: Scene) -> None:
 
 @fault("a flipped bit of a weight", spreads=COPIES, share=2)
 def flipped_weight(scene: Scene) -> None:
-    """The next check finds it and names the rank, and the run goes back to before it."""
+    """The next check finds it and names the rank, and the run rewinds to before it."""
     _flipped(scene, "Weight", scene.draw.randrange(_CHECKED_EVERY + 1, 2 * _CHECKED_EVERY))
 
 
@@ -56,12 +56,12 @@ def _flipped(scene: Scene, policy: str, step: int) -> None:
     where = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
     scene.stays_undisturbed(_train(scene, policy, where, *_CHECKS))
     told = [event["rank"] for event in promises.lines(scene.run) if event["event"] == "fault"]
-    require(told, f"nobody noticed {where}")
+    require(told, f"{where} was not noticed")
     require(told[-1] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {told}")
 
 
 def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> Ended:
-    """Train the run with a policy beside its own."""
+    """Train the run with an additional step policy."""
     own = load_recipe(scene.recipe).train.step_policies
     policies = f"train.step_policies={json.dumps([*own, f'{_POLICIES}:{policy}'])}"
     return scene.wait(scene.train(policies, *overrides, variables={"TRAINWRIGHT_FAULT": json.dumps(where)}))

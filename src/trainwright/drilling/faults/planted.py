@@ -1,4 +1,4 @@
-"""Step policies that do to a worker, once, what nobody can do from outside: wrong numbers, and a clock that jumps.
+"""Step policies that inject once what cannot be injected from outside: wrong numbers, and a clock that jumps.
 
 ``TRAINWRIGHT_FAULT`` in the environment says where: ``{"rank": 1, "step": 5, "place": 0.3, "bit": 7, "pass": 0}``;
 without it they do nothing.
@@ -29,7 +29,7 @@ def flip(tensor: torch.Tensor, place: float, bit: int) -> None:
 
 
 class Planted(StepPolicy):
-    """The base class: knows whether the fault is due."""
+    """The base class, which decides whether the fault is due."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -37,7 +37,7 @@ class Planted(StepPolicy):
         self._done = self.training.world.rank != self.where["rank"]
 
     def is_due(self, step: int) -> bool:
-        """Return whether this is the rank and the step; True once."""
+        """Return whether this is the rank and the step of the fault; true only once."""
         due = not self._done and step == self.where["step"]
         self._done |= due
         return due
@@ -62,7 +62,7 @@ class Weight(Planted):
     """Flip a bit of a weight after a step."""
 
     def after(self, step: int) -> None:
-        """Flip it."""
+        """Flip the bit if it is due."""
         if self.is_due(step):
             weights = [tensor for _, tensor in self.training.strategy.module.named_parameters()]
             self.flip(weights[int(self.where["place"] * len(weights))].data)
@@ -72,7 +72,7 @@ class Activation(Planted):
     """Flip a bit of what the first block returns in a step."""
 
     def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], StepGradients]) -> None:
-        """Have it flipped."""
+        """Prepare the flip if it is due."""
         if self.is_due(step):
             self.change_output(self.flip)
 
@@ -81,16 +81,16 @@ class NotANumber(Planted):
     """Make what the first block returns in a step NaN."""
 
     def before(self, step: int, batch: GlobalBatch, gradients: Callable[[GlobalBatch], StepGradients]) -> None:
-        """Have it made NaN."""
+        """Prepare the NaN if it is due."""
         if self.is_due(step):
             self.change_output(lambda output: output.fill_(float("nan")))
 
 
 class Clock(Planted):
-    """Let the clock of the system, as Python sees it, jump by ``seconds`` after a step."""
+    """Move the system clock, as Python reads it, by ``seconds`` after a step."""
 
     def after(self, step: int) -> None:
-        """Let it jump."""
+        """Move the clock if it is due."""
         if self.is_due(step):
             clock, seconds = time.time, self.where["seconds"]
             time.time = lambda: clock() + seconds

@@ -1,4 +1,4 @@
-"""Runs that go on with another number of processes or another strategy, or that others are training."""
+"""Runs that are resumed with another number of processes or another strategy, or while another launch trains them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def another_world(scene: Scene) -> None:
 
 @fault("processes that leave and come back", spreads=ANY, share=3)
 def leave_and_come_back(scene: Scene) -> None:
-    """Another number of processes for some steps, then as before: the same losses to rounding."""
+    """Another number of processes for some steps, then the original: the same losses up to rounding."""
     own = scene.case.spread
     other = _other(scene, [spread for spread in scene.setting.spreads if spread[1] != own[1]])
     _stop(scene, scene.train(), phases.SAVES_EVERY + 1)
@@ -35,7 +35,7 @@ def leave_and_come_back(scene: Scene) -> None:
 
 @fault("a run that is being trained is resumed too", spreads=ANY, phases=(phases.STEP,), share=1)
 def resumed_twice(scene: Scene) -> None:
-    """The second command is refused in words, and the first one is not disturbed."""
+    """The second command is refused with a clear message, and the first is not disturbed."""
     first = scene.train("train.max_steps=4000", "checkpoint.every=50", "evaluate.every=null")
     scene.wait_until(first, lambda: phases.has_event(scene.run, "step", 1))
     second = scene.wait(scene.trainwright("train", "--resume", str(scene.run)))
@@ -57,7 +57,7 @@ def _as(spread: Spread) -> tuple[str, str]:
 
 
 def _stop(scene: Scene, command: Command, step: int) -> None:
-    """Stop the run, with a checkpoint, once its newest launch has come to the step."""
+    """Stop the run with a checkpoint once its newest launch has reached the step."""
     starts = sum(event["event"] == "start" for event in promises.lines(scene.run))
     scene.wait_for_step(command, step, starts)
     scene.injected = scene.injected or time.time()

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: to the launcher, to a worker, to everybody; to processes that stand still."""
+"""Signals that ask a run to stop, sent to the launcher, a worker, the process group, and suspended processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STOPS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 @fault("stop signal to the launcher", spreads=ANY, phases=phases.ALL, variants=_STOPS, share=4)
 def stop_launcher(scene: Scene) -> None:
-    """It stops after a checkpoint, or before the first step with nothing kept, and goes on."""
+    """The run stops after a checkpoint, or before the first step without one, and can be continued."""
     command = started(scene)
     command.send(getattr(signal, scene.variant))
     _stopped_and_resumed(scene, scene.wait(command))
@@ -25,7 +25,7 @@ def stop_launcher(scene: Scene) -> None:
 
 @fault("stop signal to the whole group", spreads=ANY, phases=phases.ALL, variants=_STOPS, share=3)
 def stop_group(scene: Scene) -> None:
-    """As a terminal's ctrl-C, or a scheduler that signals every process."""
+    """Like Ctrl-C in a terminal, or a scheduler that signals every process."""
     command = started(scene)
     command.send_group(getattr(signal, scene.variant))
     _stopped_and_resumed(scene, scene.wait(command))
@@ -33,7 +33,7 @@ def stop_group(scene: Scene) -> None:
 
 @fault("stop signal to one worker", spreads=ANY, phases=phases.TRAINING, variants=_STOPS, share=3)
 def stop_worker(scene: Scene) -> None:
-    """The run stops, fails naming that rank, or takes no notice; it goes on as if nothing had been."""
+    """The run stops, fails and names that rank, or ignores it; continued, it equals the undisturbed run."""
     command = started(scene)
     workers = scene.workers(command)
     rank = scene.draw.choice(list(workers))
@@ -46,7 +46,7 @@ def stop_worker(scene: Scene) -> None:
 
 @fault("stop signal before the imports are done", variants=_STOPS, share=1)
 def stop_start(scene: Scene) -> None:
-    """In the first moments the interpreter itself may end it; nothing half-made is left."""
+    """During start-up the interpreter itself may end it; nothing half-written is left."""
     command = scene.train()
     time.sleep(scene.draw.uniform(0.0, 1.2))
     number = getattr(signal, scene.variant)
@@ -60,7 +60,7 @@ def stop_start(scene: Scene) -> None:
 
 @fault("a second ctrl-C", spreads=ANY, phases=phases.TRAINING, share=1)
 def second_interrupt(scene: Scene) -> None:
-    """The second one kills; what was written whole stays."""
+    """The second signal kills; complete checkpoints stay."""
     command = started(scene)
     for worker in command.workers().values():
         command.send(signal.SIGSTOP, worker)  # it would be done before the second
@@ -77,7 +77,7 @@ def second_interrupt(scene: Scene) -> None:
     "a stopped worker, then SIGTERM", spreads=ANY, phases=(phases.STEP, phases.FIRST_STEP, phases.CHECKPOINT), share=1
 )
 def frozen_worker(scene: Scene) -> None:
-    """A worker that does not answer does not keep the run from ending."""
+    """A worker that does not respond does not prevent the run from ending."""
     command = started(scene)
     workers = scene.workers(command)
     rank = scene.draw.choice(list(workers))
@@ -92,7 +92,7 @@ def frozen_worker(scene: Scene) -> None:
 
 @fault("a worker stopped for ever", spreads=ANY, phases=phases.TRAINING, variants=("restart", "stop"), share=1.5)
 def hanging_worker(scene: Scene) -> None:
-    """The rank is named in seconds, and the run goes on by itself or, where it was told to stop, when it is resumed."""
+    """The rank is named within seconds, and the run continues by itself or, with on_hang: stop, when it is resumed."""
     command = started(scene, f"faults.on_hang={scene.variant}", "faults.restarts=3 per hour")
     workers = scene.workers(command)
     rank = scene.draw.choice(list(workers))

@@ -1,4 +1,4 @@
-"""Connections between workers that are cut."""
+"""Cut connections between workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ESTABLISHED = "01"  # include/net/tcp_states.h
 
 @functools.cache
 def cut_refused() -> str | None:
-    """Return why this process cannot cut the connections of those that it starts; None where it can."""
+    """Return why this process cannot cut the connections of its children; None if it can."""
     with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE) as child:
         try:
             os.close(_file_of(child.pid, 0))
@@ -58,7 +58,7 @@ def cut_connections(scene: Scene) -> None:
 
 
 def _cut(pid: int) -> int:
-    """Shut every TCP connection of a process down; return how many."""
+    """Shut down every TCP connection of a process; return their number."""
     connections = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

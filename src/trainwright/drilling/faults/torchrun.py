@@ -1,4 +1,4 @@
-"""The same run under torchrun, whose own messages and exit codes are not ours."""
+"""The same run under torchrun, which has messages and exit codes of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.drilling.verdicts import Missed, require
 
 @fault("a stop under torchrun", spreads=SEVERAL, phases=phases.TRAINING, variants=("SIGTERM", "SIGINT"), share=1)
 def stop_torchrun(scene: Scene) -> None:
-    """Its workers write a checkpoint of the step that they have come to."""
+    """Its workers write a checkpoint of the current step."""
     command = _started(scene)
     command.send(getattr(signal, scene.variant))
     ended = scene.wait(command)
@@ -27,7 +27,7 @@ def stop_torchrun(scene: Scene) -> None:
 
 @fault("a worker killed under torchrun", spreads=SEVERAL, phases=phases.TRAINING, share=0.7)
 def kill_under_torchrun(scene: Scene) -> None:
-    """The other one ends by itself and names it."""
+    """The other rank ends by itself and names the killed one."""
     command = _started(scene)
     workers = scene.workers(command)
     rank = scene.draw.choice(list(workers))
@@ -35,7 +35,7 @@ def kill_under_torchrun(scene: Scene) -> None:
     ended = scene.wait(command)
     if ended.code == FINISHED:
         raise Missed("the run had finished when the signal came")
-    require(f"error: rank {rank}" in ended.text, f"nobody names rank {rank}: {ended}")
+    require(f"error: rank {rank}" in ended.text, f"rank {rank} is not named: {ended}")
     promises.none_lost(scene.run)
     scene.resumes()
 

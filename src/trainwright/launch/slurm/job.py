@@ -77,7 +77,7 @@ class Job:
             "# Written by trainwright submit, which plans the run first; sbatch of this file starts or resumes it too.",
             *(f"#SBATCH {option}" for option in self._options()),
             "",
-            "# The run is told of the end and stops after a checkpoint; this shell waits for it.",
+            "# The run receives the signal and stops after a checkpoint; this shell waits for it.",
             "trap : TERM USR1",
             f"cd {shlex.quote(os.getcwd())} || exit 3",
             *(f"export {name}={shlex.quote(value)}" for name, value in captured.items()),
