@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,7 @@ def test_jobs_shows_runs_without_a_scheduler(here: Path, monkeypatch: pytest.Mon
 
 
 def test_the_command_prints_the_file(here: Path) -> None:
-    words = ["python", "-m", "trainwright", "submit", str(TINY), "--to", "slurm", "--print"]
+    words = [sys.executable, "-m", "trainwright", "submit", str(TINY), "--to", "slurm", "--print"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=100, cwd=here)
     assert done.stdout.startswith("#!/bin/bash\n"), done.stderr
     assert str(ROOT / "src") in done.stdout
