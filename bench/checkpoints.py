@@ -15,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from support.machine import describe
 from support.runs import print_table, write_results
@@ -52,7 +54,7 @@ def measure(strategy: str, background: bool, directory: Path) -> dict[str, Any]:
     with (directory / "output").open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         while process.poll() is None:
-            copies = max(copies, copied_bytes())
+            copies = max(copies, copied_bytes(process.pid))
             time.sleep(1.0)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{(directory / 'output').read_text()}")
@@ -73,17 +75,17 @@ def measure(strategy: str, background: bool, directory: Path) -> dict[str, Any]:
     }
 
 
-def copied_bytes() -> int:
-    """Return the bytes that the files in memory of the processes that write checkpoints take."""
-    files = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if MEMORY in os.readlink(link):
-                found = link.stat()
-                files.add((found.st_ino, found.st_blocks * 512))
-        except OSError:  # it has ended, or is another user's
-            continue
-    return sum(size for _, size in files)
+def copied_bytes(command: int) -> int:
+    """Return the bytes that the files in memory of the ranks of a command take."""
+    files = {}
+    with suppress(psutil.Error):  # it has ended
+        for process in psutil.Process(command).children(recursive=True):
+            for link in Path(f"/proc/{process.pid}/fd").glob("*"):
+                with suppress(OSError):
+                    if MEMORY in os.readlink(link):
+                        found = link.stat()
+                        files[found.st_ino] = found.st_blocks * 512
+    return sum(files.values())
 
 
 def main() -> int:

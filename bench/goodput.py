@@ -33,7 +33,10 @@ RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
 ROWS = ROOT / "tests" / "engine" / "golden" / "rows.jsonl"
 RESULTS = Path(__file__).parent / "results" / "goodput.json"
 MOST = 3
+# With the recipe's own learning rate, undisturbed runs on 1 and 3 processes differ by 1e-3 after 200 steps: training
+# amplifies the rounding of sums.
 SETTINGS = (
+    "optimizer.learning_rate=1e-5",
     *(f"data.train={ROWS}", "train.global_batch_size=96", "train.micro_batch_size=8", "train.mixed_precision=no"),
     *("parallel.strategy=ddp", "evaluate.every=null", "logging.tensorboard=false"),
 )
@@ -60,9 +63,11 @@ def main() -> int:
     print(f"finished by itself after {results['kills']} kills, on {results['world_sizes']} processes")
     print(f"largest relative difference of a loss: {results['difference']:.1e}")
     print(f"goodput: {results['goodput']:.1%} of {results['wall_seconds']:.0f} s")
+    if results["difference"] > 1e-5:
+        return 1
     for run in (killed, undisturbed):
         shutil.rmtree(run)
-    return 0 if results["difference"] <= 1e-5 else 1
+    return 0
 
 
 def _start(run: Path, *settings: str) -> subprocess.Popen[bytes]:

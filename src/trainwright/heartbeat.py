@@ -32,7 +32,7 @@ _SIZE = 16384
 _LOCK = struct.Struct("<Q")
 _SHARED_MEMORY = Path("/dev/shm")
 # The share of the longest time that is left after another, in the first times and later: the first may include
-# compilation, and a single slow one should not count for ever.
+# compilation, and a single slow one should not count forever.
 _FIRST_TIMES, _FIRST_DECAY, _DECAY = 4, 0.5, 0.99
 
 

@@ -43,7 +43,8 @@ def test_a_run_that_loses_slots_goes_on_with_fewer_processes_and_the_same_losses
 
 @pytest.mark.slow
 def test_a_run_grows_and_shrinks_as_slots_change_and_when_it_is_resumed(runs: Runs) -> None:
-    settings = (*SETTINGS, "train.max_steps=700", "checkpoint.every=50")
+    # With a larger learning rate, training amplifies the rounding of sums.
+    settings = (*SETTINGS, "train.max_steps=700", "checkpoint.every=50", "optimizer.learning_rate=1e-6")
     undisturbed = runs.trained(*settings, "parallel.num_processes=1")
     started = runs.train(*settings, RANGE)
     run = started.run

@@ -120,7 +120,7 @@ def test_what_a_stranger_sends_harms_nobody(first: Rendezvous, place: tuple[str,
         with socket.create_connection(place) as stranger:
             stranger.sendall(data)
     with socket.create_connection(place) as stranger, pytest.raises(OSError):
-        for _ in range(100):  # is hung up on, not listened to for ever
+        for _ in range(100):  # is hung up on, not listened to forever
             stranger.sendall(b"x" * 2**16)
             time.sleep(0.02)
     second = meet("rank", 1, 2, place, JOB, 10, FIX)

@@ -130,7 +130,7 @@ def test_failure_keeps_the_directory_that_was_there(tmp_path: Path) -> None:
         save_model(tmp_path / "m", model.config, cut(), tokenizer, shard_bytes=1000)
     with pytest.raises(TrainingError, match=r"without lm_head\.weight"):
         save_model(tmp_path / "m", model.config, list(state.items())[:-1], tokenizer)
-    with pytest.raises(TrainingError, match=r"module\.x is no tensor"):
+    with pytest.raises(TrainingError, match=r"module\.x is not a tensor"):
         save_model(tmp_path / "m", model.config, {"module.x": state["lm_head.weight"]}, tokenizer)
     with pytest.raises(TrainingError, match=r"lm_head\.weight is \(3,\), not \(259, 32\)"):
         save_model(tmp_path / "m", model.config, {"lm_head.weight": torch.zeros(3)}, tokenizer)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.simulation.cases import Case, Found, simulate_all
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # 200 simulations of a few seconds each
 
 _SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 _USUAL = {**_SIZES, "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 4096}

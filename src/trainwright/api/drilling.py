@@ -109,7 +109,7 @@ def drill(
         progress: show each verdict.
 
     Raises:
-        RequestError: an argument is invalid, ``output`` exists, or is no drill of this recipe to resume.
+        RequestError: an argument is invalid, ``output`` exists, or is not a drill of this recipe to resume.
         MachineError, TrainingError: the recipe does not train without a fault.
         Stopped: it was stopped; the verdicts so far are kept.
 

@@ -102,9 +102,9 @@ class TrainingProgress:
             for name, value in vars(values).items():
                 if name == "left_out":
                     if not isinstance(value, list) or not all(isinstance(step, int) for step in value):
-                        raise ValueError("left_out is no list of steps")
+                        raise ValueError("left_out is not a list of steps")
                 elif name != "pending" and not isinstance(value, (int, float, LossStatistics, Noise, type(None))):
-                    raise ValueError(f"{name} is no number")
+                    raise ValueError(f"{name} is not a number")
         if not isinstance(found.step, int) or found.step < 0:
             raise ValueError(f"its step is {found.step}")
         return found

@@ -152,9 +152,13 @@ def run_joined(
         rank_info = participant.rank_info(place)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
+            from trainwright.launch.hangs.beside import watching
             from trainwright.launch.run_worker import train
 
-            code = train(run, opened.resume, rank_info, deadline=deadline, launcher=environment.launcher)
+            with watching(run, rank_info, terminal):
+                code = train(
+                    run, opened.resume, rank_info, watched=True, deadline=deadline, launcher=environment.launcher
+                )
         except Exception as error:
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:

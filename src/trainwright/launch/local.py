@@ -127,7 +127,8 @@ def launch_once(
         error_file(logs, rank).unlink(missing_ok=True)
     rendezvous = _OneNode(processes) if nodes is None else _SeveralNodes(processes, nodes, number)
     alive = functools.partial(rendezvous.alive, first)
-    hangs = None if watched is None else HangWatcher(watched, alive)
+    everywhere = processes * (nodes.count if nodes else 1)
+    hangs = None if watched is None else HangWatcher.of(watched, alive, processes, everywhere, not first)
     rendezvous.checks = [each.check for each in (StopWatcher(stopping, alive), hangs, elastic) if each is not None]
     stopping.flags.fresh.value = stopping.flags.closing.value = stopping.flags.resize.value = 0
     slots = {rank: new_slot() for rank in ranks}

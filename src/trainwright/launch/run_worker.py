@@ -31,6 +31,7 @@ from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.ending.requests import StopRequests
 from trainwright.launch.ending.stop import resize_requested, scheduler_job
 from trainwright.launch.group.contract import agree, check_layout, usable_device
+from trainwright.launch.hangs.flight_recorder import keep_collectives
 from trainwright.launch.hangs.stacks import write_stacks_on_signal
 from trainwright.launch.limits import open_files_in_words
 from trainwright.launch.process import (
@@ -109,7 +110,9 @@ def train(
     """
     rank_info = rank_info or RankInfo.from_variables()
     if watched:
-        heartbeat.begin(heartbeat.heartbeat_directory(run), rank_info.rank)
+        directory = heartbeat.heartbeat_directory(run)
+        heartbeat.begin(directory, rank_info.rank)
+        keep_collectives(run / "logs", directory)
         write_stacks_on_signal(run / "logs", rank_info.rank)
         report_collectives()
     return run_worker(

@@ -82,7 +82,7 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
         if tree.values[section] is None and section != "task":
             tree.values[section] = {}  # all keys of the section are commented out
     problems = list(tree.problems)
-    recipe_model()  # an error in an installed package is no fault of the recipe
+    recipe_model()  # an error in an installed package is not the fault of the recipe
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:

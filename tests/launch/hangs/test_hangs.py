@@ -86,15 +86,15 @@ def test_a_slow_first_step_is_no_hang(runs: Runs) -> None:
     assert started.run is not None and not events(started.run, "fault")
 
 
-def test_nothing_is_left_in_shared_memory_by_processes_that_nobody_watches(runs: Runs) -> None:
+def test_nothing_is_left_in_shared_memory_by_workers_of_another_launcher(runs: Runs) -> None:
     workers = start_workers(runs, srun(2, "417"), ON_ROWS, "parallel.num_processes=2", "train.max_steps=2")
     for worker in workers:
         ended = worker.wait()
         assert ended.code == 0, ended.stderr
     assert workers[0].run is not None
     directory = heartbeat_directory(workers[0].run)
-    assert directory is not None and not list(directory.iterdir())
-    directory.rmdir()
+    assert directory is not None
+    directory.rmdir()  # raises OSError unless it is empty
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_nothing_that_a_name_says_is_executed(here: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["a b", "a'b", 'a"b', "a\nb", "$(touch pwned)", "a;b", "-a", "../a", "", "a/b"])
 def test_a_name_that_is_not_plain_is_refused(name: str, here: Path) -> None:
-    with pytest.raises(RequestError, match=r"--name: .* is no plain name"):
+    with pytest.raises(RequestError, match=r"--name: .* is not a plain name"):
         printed(name=name)
     assert not [*here.rglob("pwned")]
 

@@ -70,7 +70,7 @@ class Restarts:
 
     def _write(self) -> None:
         file, kept = self._run / _FILE, {"times": self._times, "failures": self._failures}
-        with suppress(OSError):  # a full disk is no reason to end a run that can go on
+        with suppress(OSError):  # a full disk does not end a run that can go on
             file.parent.mkdir(exist_ok=True)
             write_file(file, json.dumps(kept))
 

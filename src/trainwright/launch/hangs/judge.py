@@ -49,6 +49,11 @@ class Seen:
     suspended: float = 0.0
     busy: float = 0.0
 
+    @property
+    def finished(self) -> bool:
+        """Whether the rank has no more work."""
+        return self.beat.phase == FINISHED
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -65,7 +70,7 @@ def judge(ranks: Mapping[int, Seen], *, compiled: bool = False) -> Verdict | Non
 
     Ranks that wait for others in a collective are never late themselves: the ranks they wait for are.
     """
-    active = {rank: seen for rank, seen in ranks.items() if seen.beat.phase != FINISHED}
+    active = {rank: seen for rank, seen in ranks.items() if not seen.finished}
     suspended = [rank for rank, seen in active.items() if seen.suspended >= _SUSPENDED]
     if suspended:
         return _verdict(active, suspended, None)

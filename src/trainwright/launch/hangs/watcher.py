@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -15,7 +14,9 @@ from pathlib import Path
 from trainwright.engine.event_log import append_event
 from trainwright.engine.events import Fault, Notice
 from trainwright.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
+from trainwright.launch.hangs.flight_recorder import remove_pipes, write_collectives
 from trainwright.launch.hangs.judge import Conflict, Seen, Verdict, conflict_of, judge
+from trainwright.launch.hangs.machines import Machines
 from trainwright.launch.hangs.processes import ProcessState, seconds_asleep, state_of
 from trainwright.launch.hangs.stacks import stacks_file, stacks_of, training_thread
 from trainwright.text import say, span
@@ -75,11 +76,23 @@ class HangWatcher:
 
     Args:
         processes: returns the pid of the worker of every rank here.
+        machines: the watchers of the run's machines, if there are several; only that of rank 0 reports.
+        ending: called with the message before the workers are killed.
     """
 
-    def __init__(self, watched: Watched, processes: Callable[[], Mapping[int, int]]) -> None:
+    def __init__(
+        self,
+        watched: Watched,
+        processes: Callable[[], Mapping[int, int]],
+        machines: Machines | None = None,
+        ending: Callable[[str], None] = lambda message: None,
+    ) -> None:
         self._watched = watched
         self._processes = processes
+        self._machines = machines
+        self._decides = machines is None or machines.decides
+        self._ending = ending
+        self._everyone: dict[int, Seen] = {}
         self._directory = heartbeat_directory(watched.run)
         self._ranks: dict[int, _Rank] = {}
         self._ever: dict[int, int] = {}  # the ranks here with their processes
@@ -87,9 +100,13 @@ class HangWatcher:
         self._asleep = seconds_asleep()
         self._reported: tuple[int, ...] = ()  # the late ranks of the hang that goes on
         self._since = 0.0
-        if self._directory is not None:  # files of an earlier launch
-            shutil.rmtree(self._directory, ignore_errors=True)
-            heartbeat_directory(watched.run)
+
+    @classmethod
+    def of(
+        cls, watched: Watched, processes: Callable[[], Mapping[int, int]], here: int, size: int, decides: bool
+    ) -> HangWatcher:
+        """Return the watcher of ``here`` of the ``size`` ranks of a run; ``decides``: rank 0 is one of them."""
+        return cls(watched, processes, None if here == size else Machines(watched.run, size, decides))
 
     def check(self) -> None:
         """Look at the workers, at most a few times a second.
@@ -112,15 +129,21 @@ class HangWatcher:
     def close(self) -> Conflict | None:
         """Remove the heartbeats; return how the collectives of the ranks differ, also of those that have ended."""
         conflict = conflict_of(self._beats(self._ever))
+        if self._machines is not None:
+            self._machines.close()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_pipes(self._directory, self._ever)
+            for rank in self._ever:
+                heartbeat_file(self._directory, rank).unlink(missing_ok=True)
+            with suppress(OSError):  # another machine of the run may be this one
+                self._directory.rmdir()
         return conflict
 
     def _look(self, passed: float) -> None:
         pids = self._processes()
         self._ever |= pids
         states = {rank: state for rank, pid in pids.items() if (state := state_of(pid)) is not None}
-        beats = {rank: beat for rank, beat in self._beats(states).items() if beat.pid == pids[rank]}
+        beats = self._beats({rank: pids[rank] for rank in states})
         known = {rank: self._ranks[rank] for rank in beats if rank in self._ranks}
         starved = max([0.0, *(states[rank].starved - each.state.starved for rank, each in known.items())])
         asleep, self._asleep = seconds_asleep() - self._asleep, seconds_asleep()
@@ -141,39 +164,72 @@ class HangWatcher:
         for rank in self._ranks.keys() - beats.keys():
             del self._ranks[rank]
 
-    def _beats(self, ranks: Mapping[int, object]) -> dict[int, Beat]:
+    def _beats(self, pids: Mapping[int, int]) -> dict[int, Beat]:
+        """Return what the processes have written; files of earlier launches are left out."""
         if self._directory is None:
             return {}
-        read_now = {rank: read(heartbeat_file(self._directory, rank)) for rank in ranks}
-        return {rank: beat for rank, beat in read_now.items() if beat is not None}
+        read_now = {rank: read(heartbeat_file(self._directory, rank)) for rank in pids}
+        return {rank: beat for rank, beat in read_now.items() if beat is not None and beat.pid == pids[rank]}
 
     def _verdict(self) -> Verdict | None:
-        return judge({rank: known.seen for rank, known in self._ranks.items()}, compiled=self._watched.compiled)
+        everyone: dict[int, Seen] | None = {rank: known.seen for rank, known in self._ranks.items()}
+        if self._machines is not None:
+            everyone = self._machines.everyone(everyone or {})
+            if not self._machines.decides:
+                return self._machines.decided(self._processes())
+        if everyone is None:
+            return None
+        self._everyone = everyone
+        return judge(everyone, compiled=self._watched.compiled)
 
     def _report(self, verdict: Verdict) -> None:
-        pids, logs = dict(self._processes()), self._watched.run / "logs"
         ends = self._watched.on_hang != "warn"
-        self._record(Fault(kind=_KIND, rank=verdict.ranks[0], detail=verdict.detail, action=self._watched.on_hang))
-        stacks = stacks_of(pids, logs)
-        shown = [f"rank {rank}:\n{training_thread(stacks[rank])}" for rank in sorted(stacks)]
-        missing = [f"rank {rank}: no stack, as its process does not respond" for rank in sorted(pids.keys() - stacks)]
-        files = f"all threads: {stacks_file(logs, verdict.ranks[0]).with_name('rank-*.stacks')}"
+        if self._decides:
+            self._record(Fault(kind=_KIND, rank=verdict.ranks[0], detail=verdict.detail, action=self._watched.on_hang))
+            if self._machines is not None:
+                self._machines.decide(verdict, self._everyone)
+        pids, stacks = dict(self._processes()), self._stacks()
+        everyone = self._everyone.keys() | pids.keys()
+        shown = [f"rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)]
+        missing = [
+            f"rank {rank}: no stack, as its process does not respond" for rank in sorted(everyone - stacks.keys())
+        ]
+        files = f"all threads: {stacks_file(self._watched.run / 'logs', verdict.ranks[0]).with_name('rank-*.stacks')}"
         message = f"the run hangs: {verdict.detail}"
         if ends:
+            found = "\n".join([message, *shown, *missing, files])
+            self._ending(found)
             for pid in pids.values():
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            raise RunHangs(verdict, "\n".join([message, *shown, *missing, files]))
-        goes_on = "it goes on; faults.on_hang: restart would restart it, and stop would end it with exit code 4"
-        say("\n".join([f"warning: {message}", *shown, *missing, files, goes_on]), file=sys.stderr)
+            raise RunHangs(verdict, found)
+        if self._decides:
+            goes_on = "it goes on; faults.on_hang: restart would restart it, and stop would end it with exit code 5"
+            say("\n".join([f"warning: {message}", *shown, *missing, files, goes_on]), file=sys.stderr)
+
+    def _stacks(self) -> dict[int, str]:
+        """Return the stacks of the threads that train: of all machines where rank 0 is."""
+        pids = dict(self._processes())
+        if self._directory is not None:
+            write_collectives(self._directory, pids)
+        here = {rank: training_thread(text) for rank, text in stacks_of(pids, self._watched.run / "logs").items()}
+        if self._machines is None:
+            return here
+        if self._machines.decides:
+            return here | self._machines.stacks(frozenset(self._everyone.keys() - pids.keys()))
+        self._machines.give(here)
+        return here
 
     def _recovered(self, now: float) -> None:
         if self._reported:
             late = ", ".join(map(str, self._reported))
             message = f"the run goes on, {span(now - self._since)} after rank {late} was reported to hang"
             self._reported = ()
-            self._record(Notice(message=message))
-            say(message, file=sys.stderr)
+            if self._machines is not None and self._decides:
+                self._machines.decide(None, {})
+            if self._decides:
+                self._record(Notice(message=message))
+                say(message, file=sys.stderr)
 
     def _record(self, event: Fault | Notice) -> None:
         with suppress(OSError):

@@ -128,7 +128,7 @@ def check_name(name: str) -> None:
     """Raise RequestError for a name that is not plain."""
     if not _NAME.fullmatch(name) or name.startswith(("-", ".")):
         raise RequestError(
-            f"--name: {name!r} is no plain name of a run and its job; use letters, digits, '.', '_', '+' and '-'"
+            f"--name: {name!r} is not a plain name of a run and its job; use letters, digits, '.', '_', '+' and '-'"
         )
 
 

@@ -75,7 +75,7 @@ def _cluster(name: str) -> Cluster:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError(f"{file}: cannot be read: {error}") from None
     if not isinstance(found, dict | None):
-        raise RequestError(f"{file}: is no mapping of names to clusters")
+        raise RequestError(f"{file}: is not a mapping of names to clusters")
     clusters = found or {}
     if name not in clusters:
         if name == SLURM:

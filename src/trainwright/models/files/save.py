@@ -106,7 +106,7 @@ def _expected(items: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel)
     missing = shapes.keys() - left_out
     for name, value in items:
         if name not in shapes:
-            raise TrainingError(f"the model cannot be saved: {name} is no tensor of {type(model).__name__}")
+            raise TrainingError(f"the model cannot be saved: {name} is not a tensor of {type(model).__name__}")
         if tuple(value.shape) != shapes[name]:
             raise TrainingError(f"the model cannot be saved: {name} is {tuple(value.shape)}, not {shapes[name]}")
         if name in missing:

@@ -52,4 +52,4 @@ def load_history_model(directory: Path) -> tuple[HistoryModel, dict[str, Any]]:
         model.load_state_dict(load_file(directory / WEIGHTS))
         return model, about
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise RequestError(f"{directory}: is no model of histories that can be read: {error}") from error
+        raise RequestError(f"{directory}: is not a model of histories that can be read: {error}") from error

@@ -1,0 +1,103 @@
+"""Watch the workers that another launcher started, in a process beside those of this machine.
+
+It ends when the worker that started it closes its standard input, or has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from trainwright.errors import EXIT_FAULT
+from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
+from trainwright.launch.ending.exit_code import record_exit_code
+from trainwright.launch.hangs.machines import Machines
+from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, Watched
+from trainwright.launch.run_directory import RECIPE
+from trainwright.recipe.loading import load_recipe
+from trainwright.text import say
+
+if TYPE_CHECKING:
+    from trainwright.parallel.world import RankInfo
+
+_CHECK_SECONDS = 0.25
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+_END_SECONDS = 5.0
+
+
+@contextmanager
+def watching(run: Path, rank_info: RankInfo, terminal: TextIO) -> Iterator[None]:
+    """Have a process watch this machine's workers while the first of them trains; the others do nothing here.
+
+    Args:
+        terminal: where the process of rank 0's machine writes what it finds.
+    """
+    if rank_info.local_rank != 0:
+        yield
+        return
+    recipe = load_recipe(run / RECIPE)
+    alone = rank_info.local_size == rank_info.size
+    watched = (str(run.absolute()), recipe.faults.on_hang, recipe.train.compile is True)
+    code = "import sys; from trainwright.launch.hangs.beside import main; main(sys.argv[1])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps([*watched, rank_info.size, alone, rank_info.rank == 0])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=terminal.fileno(),
+        start_new_session=True,  # ctrl-C is for the workers
+    )
+    try:
+        yield
+    finally:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            process.communicate(timeout=_END_SECONDS)
+
+
+def main(request: str) -> None:
+    """Watch until the worker that started this process ends."""
+    for name in _IGNORED:  # schedulers send them to every process of a job
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    run, on_hang, compiled, size, alone, decides = json.loads(request)
+    watched, parent = Watched(Path(run), on_hang, compiled), os.getppid()
+
+    def ending(message: str) -> None:
+        record_exit_code(EXIT_FAULT)
+        if decides:
+            say(f"error: {message}", file=sys.stderr)
+
+    watcher = HangWatcher(
+        watched, lambda: _workers(watched.run), None if alone else Machines(watched.run, size, decides), ending
+    )
+    try:
+        while os.getppid() == parent and not select.select([sys.stdin], [], [], _CHECK_SECONDS)[0]:
+            watcher.check()
+    except RunHangs:
+        pass
+    finally:
+        watcher.close()
+        if (directory := heartbeat_directory(watched.run)) is not None:  # also of a run too short to be watched
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _workers(run: Path) -> dict[int, int]:
+    """Return the pids of the workers on this machine by rank."""
+    directory = heartbeat_directory(run)
+    if directory is None:
+        return {}
+    found = {}
+    for file in directory.glob("rank-*"):
+        rank = int(file.name.removeprefix("rank-"))
+        beat = read(heartbeat_file(directory, rank))
+        if beat is not None and os.path.exists(f"/proc/{beat.pid}"):
+            found[rank] = beat.pid
+    return found
