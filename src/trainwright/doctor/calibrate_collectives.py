@@ -81,13 +81,13 @@ def _all_reduce(world: World, count: int) -> Run:
 def _all_gather(world: World, count: int) -> Run:
     part = torch.zeros(count // 4 // world.size, device=world.device)
     whole = part.new_empty(len(part) * world.size)
-    return lambda: dist.all_gather_into_tensor(whole, part)
+    return lambda: dist.all_gather_single(whole, part)
 
 
 def _reduce_scatter(world: World, count: int) -> Run:
     part = torch.zeros(count // 4 // world.size, device=world.device)
     whole = part.new_zeros(len(part) * world.size)
-    return lambda: dist.reduce_scatter_tensor(part, whole)
+    return lambda: dist.reduce_scatter_single(part, whole)
 
 
 def _broadcast(world: World, count: int) -> Run:

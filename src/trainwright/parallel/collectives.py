@@ -45,8 +45,8 @@ _lines: dict[tuple[Any, int], str] = {}
 def report_collectives() -> None:
     """Replace the collectives of torch.distributed by functions that report and call them."""
     for name in (*_SAME_SHAPE, *_OTHERS):
-        function = getattr(dist, name, None)  # some are new in torch 2.13
-        if function is not None and not hasattr(function, "reports_to_heartbeat"):
+        function = getattr(dist, name)
+        if not hasattr(function, "reports_to_heartbeat"):
             setattr(dist, name, _reporting(function, name))
 
 

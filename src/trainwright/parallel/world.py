@@ -77,7 +77,7 @@ class World:
         if self.size == 1:
             return row[None]
         everyone = row.new_empty(self.size * len(row))
-        dist.all_gather_into_tensor(everyone, row)
+        dist.all_gather_single(everyone, row)
         return everyone.view(self.size, -1)
 
     def gather(self, value: Any) -> list[Any]:

@@ -86,7 +86,7 @@ def _exchange(
     parts = [local[: heads[name][rank]] for name, (_, local) in pieces.items()]
     own[: lengths[rank]] = torch.cat(parts)
     everyone = own.new_empty(size * len(own))
-    dist.all_gather_into_tensor(everyone, own)
+    dist.all_gather_single(everyone, own)
     received = {}
     for r, row in enumerate(everyone.view(size, -1)):
         position = 0
