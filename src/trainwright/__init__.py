@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from trainwright.api.publishing import Upload, export, push
     from trainwright.api.recipe import Recipe
     from trainwright.api.run import Run
+    from trainwright.api.seeing.comparing import RunsCompared, compare
+    from trainwright.api.seeing.reporting import report
+    from trainwright.api.seeing.runs import RunSummary, runs
     from trainwright.api.simulation import simulate
     from trainwright.api.stopping import stop
     from trainwright.api.studies.ablation import Ablation, ablate
@@ -50,6 +53,8 @@ __all__ = [
     "RequestError",
     "Run",
     "RunState",
+    "RunSummary",
+    "RunsCompared",
     "Simulation",
     "Stopped",
     "Submission",
@@ -59,6 +64,7 @@ __all__ = [
     "ablate",
     "check_machine",
     "collect",
+    "compare",
     "drill",
     "evaluate",
     "explain",
@@ -68,7 +74,9 @@ __all__ = [
     "merge",
     "plan",
     "push",
+    "report",
     "resume",
+    "runs",
     "simulate",
     "stop",
     "submit",
@@ -92,6 +100,8 @@ _MODULES = {
     "RequestError": "errors",
     "Run": "api.run",
     "RunState": "api.clusters.jobs",
+    "RunSummary": "api.seeing.runs",
+    "RunsCompared": "api.seeing.comparing",
     "Simulation": "simulation.report",
     "Stopped": "errors",
     "Submission": "api.clusters.submitting",
@@ -101,6 +111,7 @@ _MODULES = {
     "ablate": "api.studies.ablation",
     "check_machine": "api.doctor.machine",
     "collect": "api.collecting",
+    "compare": "api.seeing.comparing",
     "drill": "api.drilling",
     "evaluate": "api.evaluation",
     "explain": "api.doctor.explaining",
@@ -110,7 +121,9 @@ _MODULES = {
     "merge": "api.merging",
     "plan": "api.planning",
     "push": "api.publishing",
+    "report": "api.seeing.reporting",
     "resume": "api.training",
+    "runs": "api.seeing.runs",
     "simulate": "api.simulation",
     "stop": "api.stopping",
     "submit": "api.clusters.submitting",

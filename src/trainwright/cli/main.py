@@ -28,6 +28,7 @@ from trainwright.cli import (
 from trainwright.cli.clusters import jobs, submit
 from trainwright.cli.data import rows as data
 from trainwright.cli.models import evaluate, generate, publish
+from trainwright.cli.seeing import report, runs
 from trainwright.cli.studies import ablate, study
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.text import say
@@ -45,6 +46,9 @@ app.command("under", context_settings=under.CONTEXT_SETTINGS)(under.under)
 app.command("submit")(submit.submit)
 app.command("jobs")(jobs.jobs)
 app.command("stop")(stop.stop)
+app.command("runs")(runs.runs)
+app.command("report")(report.report)
+app.command("compare")(report.compare)
 app.command("ablate")(ablate.ablate)
 app.command("collect")(collect.collect)
 app.command("plan", cls=names_in_help.NamesInHelp)(plan.plan)

@@ -46,6 +46,7 @@ class Start(Event):
         gpus: how many the run uses.
         pending: what the previous launch interrupted after that step, `evaluation` or `generation`.
         attention: the kernels that compute the model's attention, and why not faster ones.
+        versions: of Python and the libraries that compute, by name.
         details: fields specific to the task.
     """
 
@@ -79,6 +80,7 @@ class Start(Event):
     nodes: Sequence[str]
     gpus: int
     attention: Sequence[str] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> Record:

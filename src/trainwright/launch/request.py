@@ -239,6 +239,10 @@ def check_request(request: RunRequest, recipe: Recipe, creates: bool = True) -> 
     from trainwright.parallel.zero import deepspeed_config
     from trainwright.recipe.strategy_spec import check_library
 
+    if recipe.logging.report is True and find_spec("vl_convert") is None:
+        raise RequestError(
+            "logging.report: vl-convert-python is not installed; pip install 'trainwright[report]', or set auto"
+        )
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
         raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
     if creates and request.run is None and recipe.logging.run_directory != "auto":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import platform
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -138,11 +140,14 @@ def _say_to_user(line: str) -> None:
 def _observers(run: Path, recipe: Recipe) -> list[Observer]:
     from trainwright.observe.console import ConsoleObserver
     from trainwright.observe.registry import observers_named
+    from trainwright.observe.report import ReportObserver
 
     section, stream = recipe.logging, console()
     observers = observers_named(section.observers, run, lambda line: say(line, file=stream or sys.stderr))
     if section.tensorboard:
         observers.append(OBSERVERS.get("tensorboard")(run))
+    if section.report is True or (section.report == "auto" and ReportObserver.is_available()):
+        observers.append(ReportObserver(run, always=section.report is True))
     if stream is not None:
         observers.append(ConsoleObserver(stream))  # last, so that its final output comes after the others have finished
     return observers
@@ -360,8 +365,17 @@ def _start(
         nodes=list(dict.fromkeys(hosts)),
         gpus=world.size if world.device.type == "cuda" else 0,
         attention=_attention(recipe, task, world),
+        versions=_versions(),
         details=task.describe(),
     )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("trainwright", "torch", "transformers", "peft", "deepspeed", "bitsandbytes"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _attention(recipe: Recipe, task: Task, world: World) -> list[str]:
@@ -369,8 +383,8 @@ def _attention(recipe: Recipe, task: Task, world: World) -> list[str]:
     model = next((module for module in task.module.modules() if isinstance(module, CausalLM)), None)
     if model is None:
         return []
-    platform = platform_of(world.device.type, world.device.index or 0)
-    return describe_attention(model, _DTYPES[recipe.train.mixed_precision], recipe.data.max_length, platform)
+    kernels = platform_of(world.device.type, world.device.index or 0)
+    return describe_attention(model, _DTYPES[recipe.train.mixed_precision], recipe.data.max_length, kernels)
 
 
 def _device_name(world: World) -> str:

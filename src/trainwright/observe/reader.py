@@ -24,7 +24,34 @@ def read_events(path: Path) -> list[EventRecord]:
     A run that was killed at step 57 and resumed from the checkpoint of step 40 has steps 41 to 57 twice; only the
     second ones are returned. An incomplete last line is skipped. Raises OSError if there is no such file.
     """
-    return _history(_lines(path))
+    return _history(_lines(path, []))
+
+
+@dataclass(frozen=True)
+class EventLog:
+    """A run's events.
+
+    Attributes:
+        history: without those that a resumed run repeated.
+        everything: as they were written.
+        damage: descriptions of the lines that could not be read; the last line of a run that is writing is not one.
+    """
+
+    history: list[EventRecord]
+    everything: list[EventRecord]
+    damage: list[str]
+
+
+def read_log(path: Path) -> EventLog:
+    """Return the events of `events.jsonl`, and what could not be read; nothing if there is no such file."""
+    damage: list[str] = []
+    try:
+        everything = list(_lines(path, damage))
+    except FileNotFoundError:
+        everything = []
+    except OSError as error:
+        everything, damage = [], [f"{path.name}: {error.strerror}"]
+    return EventLog(_history(everything), everything, damage)
 
 
 @dataclass(frozen=True)
@@ -38,7 +65,7 @@ class EarlierEvents:
 def read_earlier(path: Path, start: EventRecord) -> EarlierEvents:
     """Return what precedes a run's newest ``start`` event; empty if there is no such file."""
     try:
-        lines = [event for event in _lines(path) if event.get("time", 0.0) < start.get("time", float("inf"))]
+        lines = [event for event in _lines(path, []) if event.get("time", 0.0) < start.get("time", float("inf"))]
     except OSError:
         return EarlierEvents([], 0.0)
     return EarlierEvents(_history([*lines, start])[:-1], sum(_spans(lines)))
@@ -94,15 +121,17 @@ def _superseded(event: EventRecord, kept: int, again: tuple[str, ...]) -> bool:
     return isinstance(step, int) and (step > kept or (step == kept and event["event"] in again))
 
 
-def _lines(path: Path) -> Iterator[EventRecord]:
+def _lines(path: Path, damage: list[str]) -> Iterator[EventRecord]:
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
                 event = json.loads(line)
             except ValueError:
-                continue
+                event = None
             if isinstance(event, dict) and "event" in event:
                 yield _numbers(event) if event["event"] in ("step", "evaluate") else event
+            elif line.endswith("\n"):
+                damage.append(f"{path.name} line {number} is damaged")
 
 
 def _numbers(event: EventRecord) -> EventRecord:

@@ -231,6 +231,11 @@ class LoggingSection(Section):
 
     run_directory: Text = Field("auto", description="Run directory; must not exist. auto: a new directory under runs/.")
     tensorboard: bool = Field(True, description="Write TensorBoard event files.")
+    report: Literal["auto"] | bool = Field(
+        "auto",
+        description="Write report.html while the run trains and at its end; needs trainwright[report]. auto: if that "
+        "is installed and the run takes more than a minute.",
+    )
     observers: list[Annotated[str, Registered(OBSERVERS, imports=False)]] = Field(
         [], description="Observers of installed packages by name, or module:Name; each receives the run's events."
     )

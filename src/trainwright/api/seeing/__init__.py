@@ -1,0 +1,1 @@
+"""Runs to look at: listed, reported and compared."""

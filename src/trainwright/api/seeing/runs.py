@@ -1,0 +1,132 @@
+"""Runs under a directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright import text
+from trainwright.errors import RequestError
+from trainwright.launch.run_directory import RUNS
+from trainwright.paths import user_path
+
+_DEPTH = 3  # of a run below the directory: those of a sweep or of an array are deeper
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in one line.
+
+    Attributes:
+        status: ``training``, ``finished``, ``stopped``, ``failed`` (its last event is a fault) or ``ended`` (it was
+            killed, or failed without an event).
+        best: the lowest validation loss; None without an evaluation.
+        tokens_per_second: median of the newest launch.
+        goodput: seconds of the steps that count, of all seconds since the run began.
+        begun: in seconds since the epoch.
+    """
+
+    run: Path
+    task: str
+    model: str
+    status: str
+    step: int
+    steps: int
+    best: float | None
+    tokens_per_second: float | None
+    goodput: float | None
+    begun: float | None
+
+    def values(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {**asdict(self), "run": str(self.run)}
+
+    def columns(self) -> list[str]:
+        """Return the columns of ``trainwright runs``."""
+        begun = "" if self.begun is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(self.begun))
+        speed = "" if self.tokens_per_second is None else f"{text.count(self.tokens_per_second)}/s"
+        return [
+            *(str(self.run), self.status, f"{self.step}/{self.steps}" if self.steps else ""),
+            "" if self.best is None else text.metric(self.best),
+            *(speed, "" if self.goodput is None else f"{self.goodput:.0%}", begun, self.task, self.model),
+        ]
+
+
+def runs(
+    directory: str | Path = RUNS, *, status: str | None = None, task: str | None = None, name: str | None = None
+) -> list[RunSummary]:
+    """Return the runs under a directory, the newest first; what ``trainwright runs`` shows.
+
+    Args:
+        directory: where to look; ``runs`` is where runs are written by default, and need not exist.
+        status, task: only runs with this status or task.
+        name: only runs whose path contains this text.
+
+    Raises:
+        RequestError: there is no such directory.
+
+    Examples:
+        >>> import trainwright as tw
+        >>> [(each.run.name, each.task, each.status, each.step) for each in tw.runs("runs", name="tiny")]
+        [('tiny', 'sft', 'finished', 4)]
+    """
+    root = user_path(directory)
+    if not root.is_dir():
+        if root == RUNS:
+            return []
+        raise RequestError(f"{root}: no such directory")
+    found = [_summary(each) for each in directories(root)]
+    wanted = [
+        each
+        for each in found
+        if status in (None, each.status) and task in (None, each.task) and (name is None or name in str(each.run))
+    ]
+    return sorted(wanted, key=lambda each: (-(each.begun or 0.0), str(each.run)))
+
+
+def directories(root: Path) -> list[Path]:
+    """Return the run directories under ``root``, or ``root`` itself."""
+    found: list[Path] = []
+    level = [root]
+    for _ in range(_DEPTH + 1):
+        found += (runs_here := [each for each in level if (each / "recipe.yaml").is_file()])
+        level = [child for each in level if each not in runs_here for child in _subdirectories(each)]
+    return sorted(found)
+
+
+def table(found: Sequence[RunSummary]) -> Iterator[str]:
+    """Yield the lines of ``trainwright runs``."""
+    head = ["RUN", "STATUS", "STEP", "BEST", "TOKENS", "GOODPUT", "BEGUN", "TASK", "MODEL"]
+    rows = [head, *(each.columns() for each in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield text.printable(line)
+
+
+def _subdirectories(directory: Path) -> list[Path]:
+    try:
+        return [each for each in directory.iterdir() if each.is_dir() and not each.name.startswith(".")]
+    except OSError:  # deleted meanwhile, or not readable
+        return []
+
+
+def _summary(directory: Path) -> RunSummary:
+    from trainwright.reports.figures import RunFigures
+
+    run = RunFigures.read(directory)
+    return RunSummary(
+        directory,
+        run.task,
+        run.model,
+        run.status,
+        run.step,
+        int(run.start.get("max_steps", 0)),
+        None if run.best is None else run.best[1],
+        run.tokens_per_second,
+        run.goodput,
+        None if not run.everything else run.everything[0].get("time"),
+    )

@@ -1,0 +1,147 @@
+"""Charts as Vega-Lite specifications (https://vega.github.io/vega-lite/docs/)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_root, try_write
+from trainwright.reports.figures import RunFigures, curves_of
+
+AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Seconds of training", "flops": "FLOPs"}
+_HEIGHT = 220
+_LOGARITHMIC = 30.0  # ratio of the largest to the smallest value
+
+Specification = dict[str, Any]
+
+
+def curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
+    """Return a chart for every curve that any of the runs has, with a line for each run.
+
+    Each point has its place on every axis of ``AXES``, so that a page can change the axis.
+    """
+    names = _distinct(runs)
+    every = [curves_of(run) for run in runs]
+    places = [{axis: run.positions(axis) for axis in AXES} for run in runs]
+    charts = []
+    for curve in dict.fromkeys(name for curves in every for name in curves):
+        rows = []
+        for name, curves, places_of in zip(names, every, places, strict=True):
+            for step, value in curves[curve].points if curve in curves else ():
+                places_here = {axis: _near(places_of[axis], step) for axis in AXES}
+                rows.append({**places_here, "value": value, "run": name})
+        shown = next(curves[curve] for curves in every if curve in curves)
+        charts.append(_lines(shown.title, shown.unit, rows, several=len(runs) > 1))
+    return charts
+
+
+def bar_chart(title: str, parts: Mapping[str, float], unit: str) -> Specification:
+    """Return a chart with a bar for each part."""
+    rows = [{"part": part, "value": value} for part, value in parts.items()]
+    return {
+        "title": title,
+        "height": {"step": 24},
+        "data": {"values": rows},
+        "mark": {"type": "bar", "tooltip": True},
+        "encoding": {
+            "y": {"field": "part", "type": "nominal", "sort": None, "title": None},
+            "x": {"field": "value", "type": "quantitative", "title": unit},
+        },
+    }
+
+
+def pair_chart(title: str, rows: Sequence[Mapping[str, Any]], unit: str) -> Specification:
+    """Return a chart with two bars for each part. ``rows``: ``part``, ``kind`` and ``value``."""
+    return {
+        "title": title,
+        "height": {"step": 14},
+        "data": {"values": list(rows)},
+        "mark": {"type": "bar", "tooltip": True},
+        "encoding": {
+            "y": {"field": "part", "type": "nominal", "sort": None, "title": None},
+            "yOffset": {"field": "kind", "sort": None},
+            "x": {"field": "value", "type": "quantitative", "title": unit},
+            "color": {"field": "kind", "type": "nominal", "sort": None, "title": None, "legend": {"orient": "top"}},
+        },
+    }
+
+
+@cache
+def script() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script, from the package vl-convert-python.
+
+    Raises:
+        RequestError: the package is missing.
+    """
+    try:
+        import vl_convert
+    except ImportError:
+        raise RequestError(
+            "a report needs vl-convert-python, which has the script of its charts; pip install 'trainwright[report]'"
+        ) from None
+    kept = cache_root() / "scripts" / f"vega-{version('vl-convert-python')}.js"
+    try:
+        return kept.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        made = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+        try_write(kept, made)
+        return made
+
+
+def _lines(title: str, unit: str, rows: list[dict[str, Any]], *, several: bool) -> Specification:
+    values = [row["value"] for row in rows]
+    logarithmic = min(values) > 0 and max(values) > _LOGARITHMIC * min(values)
+    scale = {"type": "log"} if logarithmic else {"zero": False}
+    hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}}
+    color = (
+        {"color": {"field": "run", "type": "nominal", "title": None, "legend": {"orient": "top"}}} if several else {}
+    )
+    tip = [{"field": "run", "type": "nominal", "title": "Run"}] if several else []
+    return {
+        "title": title,
+        "height": _HEIGHT,
+        "data": {"values": rows},
+        "encoding": {
+            "x": {
+                "field": "step",
+                "type": "quantitative",
+                "title": AXES["step"],
+                "scale": {"zero": False, "nice": False},
+            },
+            "y": {"field": "value", "type": "quantitative", "title": unit or None, "scale": scale},
+            **color,
+        },
+        "layer": [
+            {
+                "mark": {"type": "line", "strokeWidth": 1.75, "clip": True, "point": len(rows) == 1},
+                "params": [{"name": "zoom", "select": "interval", "bind": "scales"}],
+            },
+            {
+                "mark": {"type": "point", "filled": True, "size": 70, "clip": True},
+                "params": [hover],
+                "encoding": {
+                    "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
+                    "tooltip": [
+                        *tip,
+                        {"field": "step", "type": "quantitative", "title": "Step"},
+                        {"field": "value", "type": "quantitative", "title": title, "format": ".5~g"},
+                    ],
+                },
+            },
+        ],
+    }
+
+
+def _near(places: Mapping[int, float], step: int) -> float:
+    """Return the place of a step; an evaluation before the first step is at 0."""
+    return places.get(step, 0.0 if step <= 0 else float(step))
+
+
+def _distinct(runs: Sequence[RunFigures]) -> list[str]:
+    """Return the runs' names, as paths where several have the same name."""
+    names = [run.name for run in runs]
+    return [str(Path(run.directory)) if names.count(run.name) > 1 else run.name for run in runs]

@@ -1,0 +1,218 @@
+"""The figures of one run, read from its directory while it trains or afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.machine.file_lock import is_locked
+from trainwright.observe.reader import EventRecord, read_log
+from trainwright.paths import user_path
+
+# Curves over steps: the field of a `step` event, its title, and its unit.
+CURVES = {
+    "loss": ("Training loss", ""),
+    "learning_rate": ("Learning rate", ""),
+    "grad_norm": ("Gradient norm", ""),
+    "tokens_per_second": ("Speed", "tokens/s"),
+    "memory_bytes": ("Peak memory", "GiB"),
+}
+_FLOPS = 6  # per parameter and token, forward and backward (Kaplan et al., arXiv 2001.08361, section 2.1)
+_EVENTS = ("fault", "restart", "rewind", "notice", "checkpoint", "start", "finish")
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """A run, as far as its files tell.
+
+    Attributes:
+        events: without those that a resumed run repeated.
+        everything: all events as they were written.
+        damage: descriptions of the lines of ``events.jsonl`` that could not be read.
+        trains: whether a process trains the run now.
+    """
+
+    directory: Path
+    events: Sequence[EventRecord]
+    everything: Sequence[EventRecord]
+    damage: Sequence[str] = ()
+    trains: bool = False
+
+    @classmethod
+    def read(cls, directory: str | Path) -> RunFigures:
+        """Read a run directory. Raises RequestError if it is not one."""
+        found = user_path(directory)
+        if not (found / "recipe.yaml").is_file():
+            raise RequestError(f"{found} is not a run directory: it has no recipe.yaml")
+        log = read_log(found / "events.jsonl")
+        return cls(found, log.history, log.everything, log.damage, is_locked(found))
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the directory's path."""
+        return self.directory.resolve().name
+
+    @cached_property
+    def start(self) -> EventRecord:
+        """Return the newest ``start`` event; empty before the first."""
+        return next((event for event in reversed(self.events) if event["event"] == "start"), {})
+
+    @cached_property
+    def recipe(self) -> Mapping[str, Any]:
+        """Return the recipe as plain values; empty if its file cannot be read."""
+        import yaml
+
+        try:
+            found = yaml.safe_load((self.directory / "recipe.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def task(self) -> str:
+        """Return the task of the recipe."""
+        return str(self.recipe.get("task", ""))
+
+    @property
+    def model(self) -> str:
+        """Return the name of the model, or the type of a model that the recipe describes."""
+        section = self.recipe.get("model") or {}
+        described = section.get("config") or {}
+        return str(section.get("name") or described.get("model_type") or "")
+
+    @cached_property
+    def status(self) -> str:
+        """Return ``training``, ``finished``, ``stopped``, ``failed`` (its last event is a fault) or ``ended`` (it was
+        killed, or failed without an event).
+        """
+        if self.trains:
+            return "training"
+        last = next((event for event in reversed(self.events) if event["event"] in ("start", "finish")), None)
+        if last is not None and last["event"] == "finish":
+            return str(last.get("status", "finished"))
+        told = [event for event in self.everything if event["event"] != "notice"]
+        return "failed" if told and told[-1]["event"] == "fault" else "ended"
+
+    @cached_property
+    def steps(self) -> list[EventRecord]:
+        """Return the steps that count."""
+        return self._of("step")
+
+    @cached_property
+    def evaluations(self) -> list[EventRecord]:
+        """Return the evaluations on validation data."""
+        return self._of("evaluate")
+
+    @cached_property
+    def samples(self) -> dict[str, list[EventRecord]]:
+        """Return the generated texts by prompt."""
+        found: dict[str, list[EventRecord]] = {}
+        for event in self._of("generate"):
+            found.setdefault(str(event.get("prompt")), []).append(event)
+        return found
+
+    @cached_property
+    def finish(self) -> EventRecord:
+        """Return the newest ``finish`` event; empty if there is none."""
+        return next((event for event in reversed(self.events) if event["event"] == "finish"), {})
+
+    @property
+    def step(self) -> int:
+        """Return the last step."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Return the step and the loss of the best evaluation."""
+        losses = [
+            (float(event["metrics"]["loss"]), int(event["step"]))
+            for event in self.evaluations
+            if _is_number(event.get("metrics", {}).get("loss"))
+        ]
+        return (min(losses)[1], min(losses)[0]) if losses else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the median over the steps of the newest launch after the first two."""
+        import statistics
+
+        rates = [event["tokens_per_second"] for event in self.steps if event["time"] >= self.start.get("time", 0.0)]
+        return statistics.median(rates[2:] or rates) if rates else None
+
+    @property
+    def goodput(self) -> float | None:
+        """Return the seconds of the steps that count, divided by all seconds since the run began, pauses included."""
+        if not self.steps:
+            return None
+        spent = max(1e-9, self.everything[-1]["time"] - self.everything[0]["time"])
+        return min(1.0, sum(event["step_time"] for event in self.steps) / spent)
+
+    @cached_property
+    def timeline(self) -> list[EventRecord]:
+        """Return launches, faults, restarts, rewinds, checkpoints and ends, in the order in which they happened."""
+        return [event for event in self.everything if event["event"] in _EVENTS]
+
+    def positions(self, axis: str) -> dict[int, float]:
+        """Return where each step is on an axis: ``step``, ``tokens``, ``seconds`` (of training) or ``flops``."""
+        parameters, seconds = float(self.start.get("parameters", 0)), 0.0
+        found: dict[int, float] = {}
+        for event in self.steps:
+            seconds += float(event["step_time"])
+            values = {"step": event["step"], "tokens": event.get("tokens", 0), "seconds": seconds}
+            flops = _FLOPS * parameters * float(event.get("tokens", 0))
+            found[int(event["step"])] = flops if axis == "flops" else float(values[axis])
+        return found
+
+    def _of(self, kind: str) -> list[EventRecord]:
+        return [event for event in self.events if event["event"] == kind]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over steps. ``points``: [(step, value)]."""
+
+    title: str
+    unit: str
+    points: list[tuple[int, float]] = field(default_factory=list)
+
+
+def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
+    """Return the curves of a run by name: those of ``CURVES``, metrics of steps, and validation metrics as
+    ``validation/METRIC``.
+
+    Args:
+        most: points of a curve; a longer one is thinned, with the extremes of each part kept.
+    """
+    found: dict[str, Curve] = {}
+    for name, (title, unit) in CURVES.items():
+        scale = 2**30 if unit == "GiB" else 1
+        points = [(int(e["step"]), float(e[name]) / scale) for e in run.steps if _is_number(e.get(name))]
+        found[name] = Curve(title, unit, thinned(points, most))
+    for events, prefix in ((run.steps, ""), (run.evaluations, "validation/")):
+        for event in events:
+            for metric, value in (event.get("metrics") or {}).items():
+                if _is_number(value):
+                    title = f"Validation {metric}" if prefix else metric
+                    known = found.setdefault(f"{prefix}{metric}", Curve(title.replace("_", " "), ""))
+                    known.points.append((int(event["step"]), float(value)))
+    return {name: Curve(c.title, c.unit, thinned(c.points, most)) for name, c in found.items() if c.points}
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """Return at most about ``most`` points: the lowest and the highest of each of equal parts."""
+    if len(points) <= most:
+        return list(points)
+    size = -(-len(points) // (most // 2))
+    kept = set()
+    for begin in range(0, len(points), size):
+        part = range(begin, min(begin + size, len(points)))
+        kept |= {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
+    return [points[index] for index in sorted(kept | {0, len(points) - 1})]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0

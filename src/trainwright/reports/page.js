@@ -1,0 +1,36 @@
+const specifications = JSON.parse(document.getElementById("charts").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const titles = JSON.parse(document.getElementById("axes").textContent);
+const widths = new Map();
+function configuration() {
+  const ink = getComputedStyle(document.body).color;
+  const line = getComputedStyle(document.documentElement).getPropertyValue("--line");
+  return { background: "transparent", font: "system-ui, sans-serif", view: { stroke: null },
+    title: { color: ink, anchor: "start", fontSize: 14 },
+    axis: { labelColor: ink, titleColor: ink, gridColor: line, domainColor: line, tickColor: line,
+      titleFontWeight: 400 },
+    legend: { labelColor: ink, titleColor: ink, labelLimit: 260 },
+    line: { color: dark.matches ? "#6ea8fe" : "#1f6feb" }, point: { color: dark.matches ? "#6ea8fe" : "#1f6feb" },
+    bar: { color: dark.matches ? "#6ea8fe" : "#1f6feb" },
+    range: { category: dark.matches
+      ? ["#6ea8fe", "#f0a35e", "#56d364", "#d2a8ff", "#ff8a80", "#79dbe8", "#e3b341", "#ff9ecb"]
+      : ["#1f6feb", "#c2570c", "#1a7f37", "#8250df", "#b42318", "#0a7b8a", "#8a5a00", "#bf3989"] } };
+}
+function draw() {
+  const axis = document.getElementById("axis")?.value ?? "step";
+  specifications.forEach((given, index) => {
+    const wanted = structuredClone(given);
+    const x = wanted.encoding.x;
+    if (x.field === "step") {
+      x.field = axis; x.title = titles[axis];
+      if (axis !== "step") x.axis = { format: ".3~s" };
+    }
+    wanted.width = "container"; wanted.autosize = { type: "fit", contains: "padding" };
+    const place = document.getElementById("chart-" + index);
+    vegaEmbed(place, wanted, { actions: false, renderer: "svg", config: configuration(), ast: false });
+    place.setAttribute("role", "img"); place.setAttribute("aria-label", given.title);
+  });
+}
+document.getElementById("axis")?.addEventListener("change", draw);
+dark.addEventListener("change", draw);
+draw();

@@ -1,0 +1,188 @@
+"""``report.html``: one run on one page, which opens from a disk and needs no network."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainwright import text
+from trainwright.launch.run_directory import PLAN, RECIPE
+from trainwright.observe.plan_comparison import compared, reasons_of
+from trainwright.observe.reader import EventRecord
+from trainwright.reports.charts import bar_chart, curve_charts, pair_chart
+from trainwright.reports.figures import RunFigures
+from trainwright.reports.html import AXIS_MENU, Page, escaped, section, table, tiles
+from trainwright.reports.seconds import seconds_by_kind
+
+_TONES = {"finished": "good", "training": "good", "stopped": "warn", "failed": "bad", "ended": "bad"}
+_SAMPLES = 8  # the newest ones of a prompt
+_TIMELINE = 200
+_BYTES = 2**20
+
+
+def report_of(run: RunFigures) -> str:
+    """Return the page of a run. Raises RequestError if the package with the script of charts is missing."""
+    page = Page(f"{run.name} - Trainwright")
+    page.add(_head(run))
+    page.add(section("Curves", AXIS_MENU, page.charts(curve_charts([run]))) if run.steps else "")
+    page.add(section("Samples", *_samples(run)))
+    page.add(section("Predicted and measured", *_predicted(run, page)))
+    page.add(section("Where the time went", *_seconds(run, page)))
+    page.add(section("Time line", _timeline(run)))
+    page.add(section("Choices", _choices(run)))
+    page.add(section("Environment", _environment(run)))
+    page.add(section("Recipe", *_recipe(run)))
+    return page.render()
+
+
+def _head(run: RunFigures) -> str:
+    tone = _TONES.get(run.status, "warn")
+    about = ", ".join(part for part in (run.task, run.model, str(run.start.get("strategy", ""))) if part)
+    world = int(run.start.get("world_size", 0))
+    on = f" on {text.plural(world, 'process', 'processes')}" if world else ""
+    damage = "".join(f'<p class="bad">{escaped(each)}; shown without it</p>' for each in run.damage[:20])
+    return (
+        f'<header><div class="head"><h1>{escaped(run.name)}</h1><span class="badge {tone}">{escaped(run.status)}</span>'
+        f'</div><p class="soft">{escaped(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{damage}'
+        f"{tiles(_tiles(run))}</header>"
+    )
+
+
+def _tiles(run: RunFigures) -> Iterator[tuple[str, str]]:
+    if not run.steps:
+        return
+    last = run.steps[-1]
+    yield "Step", f"{run.step:,} of {int(run.start.get('max_steps', 0)):,}"
+    yield "Training loss", text.metric(float(last["loss"]))
+    if run.best is not None:
+        yield f"Best validation loss (step {run.best[0]:,})", text.metric(run.best[1])
+    if run.tokens_per_second is not None:
+        yield "Speed", f"{text.count(run.tokens_per_second)} tokens/s"
+    yield "Tokens", text.count(float(last.get("tokens", 0)))
+    yield "Peak memory per process", text.size(max(float(event.get("memory_bytes", 0)) for event in run.steps))
+    if run.goodput is not None:
+        yield "Goodput", f"{run.goodput:.0%}"
+    yield "Time in steps", text.duration(sum(float(event["step_time"]) for event in run.steps))
+
+
+def _samples(run: RunFigures) -> Iterator[str]:
+    for prompt, events in run.samples.items():
+        shown = events[-_SAMPLES:]
+        more = f" (the last {_SAMPLES} of {len(events)})" if len(events) > _SAMPLES else ""
+        body = table(["Step", "Answer"], [(event["step"], event.get("text", "")) for event in shown], text=[1])
+        yield f'<details open><summary dir="auto">{escaped(prompt)}{more}</summary>{body}</details>'
+
+
+def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
+    plan, measured = _plan(run), run.finish.get("measured") or {}
+    predicted = run.start.get("predicted") or {}
+    lines = list(compared(predicted, measured))
+    if lines:
+        yield table(["", "This run"], [(label.capitalize(), words) for label, words in lines])
+        yield "".join(f"<p>{escaped(why)}</p>" for why in reasons_of(predicted, measured))
+    charts = []
+    chosen = plan.get("chosen") or {}
+    if phases := _largest((chosen.get("memory") or {}).get("phases")):
+        rows = [{"part": name, "kind": "plan", "value": value / _BYTES} for name, value in phases.items()]
+        if run.steps:
+            peak = max(float(event.get("memory_bytes", 0)) for event in run.steps) / _BYTES
+            rows.append({"part": "whole process", "kind": "plan", "value": predicted.get("memory_bytes", 0) / _BYTES})
+            rows.append({"part": "whole process", "kind": "measured", "value": peak})
+        charts.append(pair_chart("Memory per process by phase", rows, "MiB"))
+    if parts := _largest((chosen.get("time") or {}).get("parts")):
+        rows = [{"part": name, "kind": "plan", "value": value} for name, value in parts.items()]
+        rows.append({"part": "whole step", "kind": "plan", "value": predicted.get("step_time", 0.0)})
+        if "step_time" in measured:
+            rows.append({"part": "whole step", "kind": "measured", "value": measured["step_time"]})
+        charts.append(pair_chart("Step time by part", rows, "seconds"))
+    yield page.charts(charts)
+
+
+def _seconds(run: RunFigures, page: Page) -> Iterator[str]:
+    found = seconds_by_kind(run)
+    if not found:
+        return
+    whole = sum(found.values())
+    rows = [(kind.capitalize(), text.span(value), f"{value / whole:.1%}") for kind, value in found.items()]
+    yield table(["", "Time", "Share"], rows)
+    yield page.charts([bar_chart("Seconds since the run began", found, "seconds")])
+
+
+def _timeline(run: RunFigures) -> str:
+    if not run.timeline:
+        return ""
+    begun = float(run.everything[0].get("time", 0.0))
+    shown = run.timeline[-_TIMELINE:]
+    rows = [
+        (text.duration(float(e.get("time", begun)) - begun), e.get("step", ""), e["event"], _words(e)) for e in shown
+    ]
+    more = f"<p class=soft>The last {_TIMELINE} of {len(run.timeline)}.</p>" if len(run.timeline) > _TIMELINE else ""
+    return more + table(["After", "Step", "Event", ""], rows, text=[3])
+
+
+def _words(event: EventRecord) -> str:
+    kind = event["event"]
+    if kind == "start":
+        resumed = event.get("resumed_from")
+        begun = "started" if resumed is None else f"resumed from {resumed}"
+        return f"{begun}: {event.get('strategy')} on {event.get('world_size')}, {event.get('mixed_precision')}"
+    if kind == "checkpoint":
+        return (
+            f"written in {event.get('seconds', 0.0):.1f} s, training waited {event.get('blocked_seconds', 0.0):.1f} s"
+        )
+    if kind == "fault":
+        return f"{event.get('kind')} on rank {event.get('rank')}: {event.get('detail')} ({event.get('action')})"
+    if kind == "rewind":
+        return f"back to step {event.get('resumed_from')}, without the batches of steps {event.get('left_out')}"
+    if kind == "finish":
+        return str(event.get("status"))
+    return str(event.get("detail") or event.get("message") or "")
+
+
+def _choices(run: RunFigures) -> str:
+    reasons = [str(reason) for reason in run.start.get("reasons") or ()]
+    rows = [(key, why) for key, _, why in (reason.partition(": ") for reason in reasons)]
+    return table(["Choice", "Reason"], rows, text=[1]) if rows else ""
+
+
+def _environment(run: RunFigures) -> str:
+    start = run.start
+    rows: list[tuple[str, object]] = [
+        ("Device", start.get("device", "")),
+        ("Processes", f"{start.get('world_size', '')} on {', '.join(map(str, start.get('nodes') or []))}"),
+        ("Launcher", start.get("launcher", "")),
+        ("Job", start.get("job") or ""),
+        ("Threads per process", start.get("threads", "")),
+        ("Attention", "; ".join(map(str, start.get("attention") or ()))),
+        ("Directory", run.directory.absolute()),
+        *((name, version) for name, version in (start.get("versions") or {}).items()),
+    ]
+    return table(["", ""], [row for row in rows if row[1]]) if start else ""
+
+
+def _recipe(run: RunFigures) -> Iterator[str]:
+    try:
+        recipe = (run.directory / RECIPE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return
+    yield "<p>To reproduce the run in a new directory, save this as <code>recipe.yaml</code>:</p>"
+    yield "<pre>trainwright train recipe.yaml logging.run_directory=auto</pre>"
+    yield f'<pre tabindex="0">{escaped(recipe)}</pre>'
+
+
+def _plan(run: RunFigures) -> Mapping[str, Any]:
+    try:
+        found = json.loads((run.directory / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _largest(parts: Any) -> dict[str, float]:
+    """Return the parts that are at least a hundredth of their sum."""
+    if not isinstance(parts, dict):
+        return {}
+    whole = sum(float(value) for value in parts.values())
+    return {str(name): float(value) for name, value in parts.items() if whole and float(value) >= 0.01 * whole}

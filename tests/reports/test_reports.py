@@ -1,0 +1,195 @@
+"""Runs that are listed, reported and compared, from what they have written."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from tests.support.runs import ON_ROWS, TINY, Runs
+from trainwright.errors import RequestError
+from trainwright.reports.comparing import paired_differences, recipe_differences
+from trainwright.reports.figures import RunFigures, curves_of, thinned
+from trainwright.reports.seconds import seconds_by_kind
+
+HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\x1b[31m'
+
+
+def step(number: int, time: float, loss: float = 2.0, **more: Any) -> dict[str, Any]:
+    return {
+        **{"event": "step", "time": time, "step": number, "loss": loss, "grad_norm": 1.0, "learning_rate": 0.1},
+        **{"tokens": number * 10, "target_tokens": 5, "tokens_per_second": 100.0, "step_time": 1.0},
+        **{"memory_bytes": 2**30, **more},
+    }
+
+
+def start(time: float, resumed: int | None = None) -> dict[str, Any]:
+    fields = {"task": "sft", "world_size": 2, "strategy": "ddp", "max_steps": 4, "parameters": 100, "predicted": {}}
+    return {
+        "event": "start",
+        "time": time,
+        "resumed_from": resumed,
+        "reasons": ["train.compile false: short"],
+        **fields,
+    }
+
+
+def evaluate(number: int, time: float, loss: float) -> dict[str, Any]:
+    return {"event": "evaluate", "time": time, "step": number, "metrics": {"loss": loss}, "seconds": 0.5}
+
+
+def written(directory: Path, *events: dict[str, Any] | str, recipe: str = "task: sft\nmodel: {name: small}\n") -> Path:
+    directory.mkdir(parents=True)
+    (directory / "recipe.yaml").write_text(recipe)
+    lines = [event if isinstance(event, str) else json.dumps(event) for event in events]
+    (directory / "events.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def finished(directory: Path, shift: float = 0.0, recipe: str = "task: sft\nmodel: {name: small}\n") -> Path:
+    events = [start(100.0), *(step(n, 100.0 + n, 3.0 - n / 10 + shift) for n in (1, 2, 3, 4))]
+    events += [evaluate(n, 104.0 + n, 2.0 - n / 10 + shift) for n in (2, 3, 4)]
+    end = {
+        "event": "finish",
+        "time": 110.0,
+        "status": "finished",
+        "step": 4,
+        "seconds": 10.0,
+        "path": "x",
+        "measured": {},
+    }
+    return written(directory, *events, end, recipe=recipe)
+
+
+def test_runs_are_listed_with_what_they_did(tmp_path: Path) -> None:
+    finished(tmp_path / "a")
+    finished(tmp_path / "sweep" / "b", 1.0)
+    fault = {"event": "fault", "time": 102.5, "kind": "non-finite", "rank": 0, "detail": "NaN", "action": "stop"}
+    written(tmp_path / "c", start(100.0), step(1, 101.0), step(2, 102.0), fault)
+    written(tmp_path / "d", start(200.0), step(1, 201.0))
+    (tmp_path / "empty").mkdir()
+    found = {each.run.name: each for each in tw.runs(tmp_path)}
+    assert {name: each.status for name, each in found.items()} == {
+        **{"a": "finished", "b": "finished"},
+        **{"c": "failed", "d": "ended"},
+    }
+    assert (found["a"].best, found["a"].step, found["a"].steps, found["a"].goodput) == (1.6, 4, 4, 0.4)
+    assert next(iter(found)) == "d", "the newest first"
+    assert [each.run.name for each in tw.runs(tmp_path, status="failed")] == ["c"]
+    assert [each.run.name for each in tw.runs(tmp_path, name="sweep")] == ["b"]
+    assert tw.runs(tmp_path, task="dpo") == []
+    with pytest.raises(RequestError, match="no such directory"):
+        tw.runs(tmp_path / "nowhere")
+
+
+def test_damage_is_told_and_what_is_left_is_shown(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", start(100.0), step(1, 101.0), '{"event": "st', step(2, 102.0))
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"event": "step", "ti')  # being written
+    found = RunFigures.read(run)
+    assert found.damage == ["events.jsonl line 3 is damaged"]
+    assert [event["step"] for event in found.steps] == [1, 2]
+    assert "events.jsonl line 3 is damaged" in tw.report(run).read_text()
+
+
+def test_seconds_of_a_resumed_run_belong_to_what_they_were_used_for(tmp_path: Path) -> None:
+    run = written(
+        tmp_path / "run",
+        *(start(100.0), step(1, 101.0), step(2, 102.0), step(3, 103.0)),
+        *(start(110.0, resumed=1), step(2, 111.0), step(3, 112.0), evaluate(3, 112.5, 1.0)),
+        {"event": "checkpoint", "time": 113.0, "step": 3, "path": "x", "seconds": 2.0, "blocked_seconds": 0.25},
+    )
+    assert seconds_by_kind(RunFigures.read(run)) == pytest.approx(
+        {"steps": 3.0, "repeated": 2.0, "evaluation": 0.5, "checkpoints": 0.25, "paused": 7.0, "other": 0.25}
+    )
+
+
+def test_a_long_curve_keeps_its_extremes() -> None:
+    points = [(n, float(n % 7)) for n in range(100_000)]
+    points[54_321] = (54_321, 99.0)
+    shown = thinned(points, 1000)
+    assert len(shown) <= 1002 and (54_321, 99.0) in shown and shown[0] == (0, 0.0) and shown[-1] == points[-1]
+
+
+def test_positions_on_every_axis(tmp_path: Path) -> None:
+    run = RunFigures.read(finished(tmp_path / "run"))
+    assert run.positions("seconds") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+    assert run.positions("flops")[4] == 6 * 100 * 40
+    assert curves_of(run)["validation/loss"].points == [(2, 1.8), (3, 1.7), (4, 1.6)]
+
+
+class Scripts(HTMLParser):
+    """Collects the scripts and the sources of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.loaded = 0, []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count += tag == "script"
+        self.loaded += [f"{tag} {value}" for name, value in attrs if name in ("src", "onerror") or name == "href"]
+
+
+def test_hostile_text_is_shown_and_not_run_and_nothing_is_loaded(tmp_path: Path) -> None:
+    sample = {"event": "generate", "time": 105.0, "step": 1, "prompt": HOSTILE, "text": HOSTILE}
+    fault = {"event": "fault", "time": 106.0, "kind": HOSTILE, "rank": 0, "detail": HOSTILE, "action": HOSTILE}
+    metrics = step(1, 101.0, metrics={HOSTILE: 1.0})
+    recipe = f"task: sft\nmodel: {{name: {json.dumps(HOSTILE)}}}\n"
+    run = written(tmp_path / "<b>run", start(100.0), metrics, sample, fault, recipe=recipe)
+    for page in (tw.report(run), tw.compare(run, run, out=tmp_path / "both.html").page):
+        assert page is not None
+        text = page.read_text()
+        parser = Scripts()
+        parser.feed(text)
+        assert parser.count == 4, "two with data, the library, and ours"
+        assert parser.loaded == []
+        assert "\x1b" not in text and "\u202e" not in text
+        charts = re.search(r'id="charts">(.*?)</script>', text, re.DOTALL)
+        assert charts is not None and json.loads(charts.group(1))
+
+
+def test_a_run_is_compared_with_others(tmp_path: Path) -> None:
+    one = finished(tmp_path / "one", recipe="task: sft\ntrain: {max_steps: 4, seed: 1}\n")
+    two = finished(tmp_path / "two", 0.5, recipe="task: sft\ntrain: {max_steps: 4, seed: 2}\nmodel: {name: x}\n")
+    found = tw.compare(one, two, out=tmp_path / "page.html")
+    assert found.recipes == {"model.name": ["-", "x"], "train.seed": ["1", "2"]}
+    (difference,) = found.evaluations
+    assert (difference.metric, difference.pairs) == ("loss", 3) and difference.mean == pytest.approx(0.5)
+    assert difference.interval == pytest.approx((0.5, 0.5), abs=1e-6)
+    assert "train.seed" in str(found) and "+0.5" in str(found)
+    assert found.page is not None and "Evaluations, paired by step" in found.page.read_text()
+    with pytest.raises(RequestError, match="at least two runs"):
+        tw.compare(one)
+    same = [RunFigures.read(one), RunFigures.read(one)]
+    assert recipe_differences(same) == {} and paired_differences(same)[0].mean == 0.0
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"is not a run directory: it has no recipe\.yaml"):
+        tw.report(tmp_path)
+    run = finished(tmp_path / "run")
+    with pytest.raises(RequestError, match="No such file or directory"):
+        tw.report(run, tmp_path / "missing" / "page.html")
+
+
+def test_a_real_run_writes_its_report(runs: Runs) -> None:
+    run = runs.new_directory("run")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=3", "logging.tensorboard=false")
+    samples = (
+        "evaluate.prompts=['What is a list?']",
+        "evaluate.every=2",
+        "evaluate.max_new_tokens=4",
+        "data.validation=8",
+    )
+    ended = runs.command(
+        "train", str(TINY), *fixed, *samples, f"logging.run_directory={run}", "logging.report=true"
+    ).wait()
+    assert ended.code == 0, ended.stderr
+    page = (run / "report.html").read_text()
+    for shown in ("What is a list?", "Predicted and measured", "Where the time went", "max_steps: 3", "<td>torch</td>"):
+        assert shown in page
