@@ -44,7 +44,8 @@ def bar_chart(title: str, parts: Mapping[str, float], unit: str) -> Specificatio
     rows = [{"part": part, "value": value} for part, value in parts.items()]
     return {
         "title": title,
-        "height": {"step": 24},
+        "description": title,
+        "height": 60 + 24 * len(rows),
         "data": {"values": rows},
         "mark": {"type": "bar", "tooltip": True},
         "encoding": {
@@ -58,7 +59,8 @@ def pair_chart(title: str, rows: Sequence[Mapping[str, Any]], unit: str) -> Spec
     """Return a chart with two bars for each part. ``rows``: ``part``, ``kind`` and ``value``."""
     return {
         "title": title,
-        "height": {"step": 14},
+        "description": title,
+        "height": 80 + 28 * len({row["part"] for row in rows}),
         "data": {"values": list(rows)},
         "mark": {"type": "bar", "tooltip": True},
         "encoding": {
@@ -103,6 +105,7 @@ def _lines(title: str, unit: str, rows: list[dict[str, Any]], *, several: bool) 
     tip = [{"field": "run", "type": "nominal", "title": "Run"}] if several else []
     return {
         "title": title,
+        "description": title,
         "height": _HEIGHT,
         "data": {"values": rows},
         "encoding": {
@@ -111,6 +114,7 @@ def _lines(title: str, unit: str, rows: list[dict[str, Any]], *, several: bool) 
                 "type": "quantitative",
                 "title": AXES["step"],
                 "scale": {"zero": False, "nice": False},
+                "axis": {"tickMinStep": 1},
             },
             "y": {"field": "value", "type": "quantitative", "title": unit or None, "scale": scale},
             **color,

@@ -28,7 +28,6 @@ function draw() {
     wanted.width = "container"; wanted.autosize = { type: "fit", contains: "padding" };
     const place = document.getElementById("chart-" + index);
     vegaEmbed(place, wanted, { actions: false, renderer: "svg", config: configuration(), ast: false });
-    place.setAttribute("role", "img"); place.setAttribute("aria-label", given.title);
   });
 }
 document.getElementById("axis")?.addEventListener("change", draw);

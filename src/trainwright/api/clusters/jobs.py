@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
 from trainwright.text import say
@@ -28,7 +28,7 @@ class RunState:
         run: the run directory; of an array whose elements wait, that of their runs.
         job: the scheduler's number; None if no job of the queue trains the run.
         state: ``pending``, ``running`` and so on as the scheduler says, with its reason to wait; without a job
-            ``training``, ``finished``, ``stopped`` or ``unfinished``.
+            that of ``trainwright runs``.
         step: the last step; None before the first.
         steps: the last step of the finished run.
         goodput: seconds of the steps that count, of all seconds since the run began.
@@ -101,31 +101,21 @@ def _runs_here() -> list[Path]:
 
 
 def _state(directory: Path, job: QueuedJob | None) -> RunState:
-    from trainwright.api.run import Run
-    from trainwright.machine.file_lock import is_locked
+    from trainwright.reports.figures import RunFigures
 
+    number = None if job is None else job.name
     try:
-        run = Run(directory)
+        run = RunFigures.read(directory)
     except RequestError:  # it has not begun
         assert job is not None, "the others are runs"
-        return RunState(directory, job.name, _words(job))
-    events = run.events()
-    is_training = is_locked(directory)
-    state = _words(job) if job is not None else "training" if is_training else run.status
-    start = next((event for event in reversed(events) if event["event"] == "start"), None)
-    steps = [event for event in events if event["event"] == "step"]
-    if start is None:
-        return RunState(directory, None if job is None else job.name, state)
-    runs_now = is_training or (job is not None and job.state == "RUNNING")
-    return RunState(
-        directory,
-        None if job is None else job.name,
-        state,
-        int(steps[-1]["step"]) if steps else None,
-        int(start["max_steps"]),
-        _goodput(events, steps),
-        _expected_end(start, steps) if runs_now and steps else None,
-    )
+        return RunState(directory, number, _words(job))
+    state = run.status if job is None else _words(job)
+    if not run.start:
+        return RunState(directory, number, state)
+    last = int(run.start["max_steps"])
+    runs_now = run.trains or (job is not None and job.state == "RUNNING")
+    end = _expected_end(last, run.steps) if runs_now and run.steps else None
+    return RunState(directory, number, state, run.step if run.steps else None, last, run.goodput, end)
 
 
 def _words(job: QueuedJob) -> str:
@@ -133,12 +123,6 @@ def _words(job: QueuedJob) -> str:
     return f"{words} ({job.reason})" if job.state == "PENDING" else words
 
 
-def _goodput(events: Sequence[EventRecord], steps: Sequence[EventRecord]) -> float | None:
-    if not steps:
-        return None
-    return float(sum(event["step_time"] for event in steps) / max(1e-9, events[-1]["time"] - events[0]["time"]))
-
-
-def _expected_end(start: dict[str, Any], steps: Sequence[EventRecord]) -> float:
-    left = max(0, int(start["max_steps"]) - int(steps[-1]["step"]))
+def _expected_end(last: int, steps: Sequence[EventRecord]) -> float:
+    left = max(0, last - int(steps[-1]["step"]))
     return float(steps[-1]["time"] + left * statistics.median(event["step_time"] for event in steps[-_LAST_STEPS:]))
