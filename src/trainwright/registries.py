@@ -112,7 +112,12 @@ STEP_POLICIES: Registry[Any] = Registry(
 # Each is called with a run directory and returns a function that gets every event of the run, as the console does.
 OBSERVERS: Registry[Any] = Registry(
     "trainwright.observers",
-    {"tensorboard": "trainwright.observe.tensorboard:TensorBoardObserver.of_run"},
+    {
+        "tensorboard": "trainwright.observe.tensorboard:TensorBoardObserver.of_run",
+        "wandb": "trainwright.observe.trackers.wandb:wandb",
+        "mlflow": "trainwright.observe.trackers.mlflow:mlflow",
+        "trackio": "trainwright.observe.trackers.trackio:trackio",
+    },
     kind="observer",
     required=("__call__",),
 )

@@ -144,6 +144,10 @@ def _observers(run: Path, recipe: Recipe) -> list[Observer]:
 
     section, stream = recipe.logging, console()
     observers = observers_named(section.observers, run, lambda line: say(line, file=stream or sys.stderr))
+    if section.prometheus is not None:
+        from trainwright.observe.trackers.prometheus import PrometheusObserver
+
+        observers.append(PrometheusObserver(run, section.prometheus))
     if section.tensorboard:
         observers.append(OBSERVERS.get("tensorboard")(run))
     if section.report is True or (section.report == "auto" and ReportObserver.is_available()):

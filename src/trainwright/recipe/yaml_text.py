@@ -7,6 +7,7 @@ no dates or base-60 numbers.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -264,3 +265,12 @@ def _represent_tuple(dumper: yaml.SafeDumper, values: tuple[Any, ...]) -> yaml.S
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(tuple, _represent_tuple)
+
+
+def values_by_key(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a tree by key, such as ``train.max_steps``."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from values_by_key(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

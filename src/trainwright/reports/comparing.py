@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainwright import text
+from trainwright.recipe.yaml_text import values_by_key
 from trainwright.reports.charts import curve_charts
 from trainwright.reports.figures import RunFigures
 from trainwright.reports.html import AXIS_MENU, Page, section, table
@@ -36,7 +37,7 @@ class Difference:
 
 def recipe_differences(runs: Sequence[RunFigures]) -> dict[str, list[str]]:
     """Return the keys whose values differ, with the value of every run."""
-    flat = [dict(_flat(run.recipe)) for run in runs]
+    flat = [dict(values_by_key(run.recipe)) for run in runs]
     keys = sorted({key for values in flat for key in values} - set(_OWN))
     rows = {key: [_shown(values.get(key, _MISSING)) for values in flat] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
@@ -116,14 +117,6 @@ def _interval(values: Sequence[float]) -> tuple[float, float] | None:
         return mean, mean
     low, high = stats.t.interval(0.95, len(values) - 1, loc=mean, scale=error)
     return float(low), float(high)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _shown(value: Any) -> str:
