@@ -22,6 +22,7 @@ NOT_RUN = {
     r"^python bench/": "a bench: minutes, other programs in environments of their own, or rewriting results",
     r"^(torchrun|accelerate|srun|mpirun) |^python -m trainwright\.worker": "other launchers: tests/launch runs them",
     r"^trainwright drill ": "minutes: tests/drilling runs them",
+    r"^trainwright watch": "serves until Ctrl-C: tests/watching has its page",
     r"^trainwright doctor(?! --explain docs)": "looks at this machine: tests/doctor runs its checks",
     r"--compute": "a process that has not imported torch: tests/simulation runs it",
     r"--rendezvous": "several nodes: tests/launch runs them",

@@ -89,11 +89,7 @@ def _history(events: Iterable[EventRecord]) -> list[EventRecord]:
     history: list[EventRecord] = []
     for event in events:
         if event["event"] in ("start", "rewind"):
-            # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
-            resumed = resumed_step(event)
-            kept = -1 if resumed is None else resumed
-            again = _PENDING.get(str(event.get("pending")), ())
-            history = [past for past in history if not _superseded(past, kept, again)]
+            history = [past for past in history if not superseded(past, event)]
         history.append(event)
     return history
 
@@ -113,10 +109,13 @@ def resumed_step(start: EventRecord) -> int | None:
     return int(number.group(1)) if number else None
 
 
-def _superseded(event: EventRecord, kept: int, again: tuple[str, ...]) -> bool:
-    """Return whether an event was repeated; ``again``: the kinds of events of step ``kept`` itself that are written
-    again.
-    """
+def superseded(event: EventRecord, start: EventRecord) -> bool:
+    """Return whether an event is repeated after a later ``start`` or ``rewind`` event."""
+    # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
+    resumed = resumed_step(start)
+    kept = -1 if resumed is None else resumed
+    # Some kinds of events of step `kept` itself are written again.
+    again = _PENDING.get(str(start.get("pending")), ())
     step = event.get("step")
     return isinstance(step, int) and (step > kept or (step == kept and event["event"] in again))
 
@@ -129,17 +128,17 @@ def _lines(path: Path, damage: list[str]) -> Iterator[EventRecord]:
             except ValueError:
                 event = None
             if isinstance(event, dict) and "event" in event:
-                yield _numbers(event) if event["event"] in ("step", "evaluate") else event
+                yield restored_numbers(event) if event["event"] in ("step", "evaluate") else event
             elif line.endswith("\n"):
                 damage.append(f"{path.name} line {number} is damaged")
 
 
-def _numbers(event: EventRecord) -> EventRecord:
+def restored_numbers(event: EventRecord) -> EventRecord:
     """Convert the names of NaN and infinity, which JSON does not have, back to numbers."""
     restored: EventRecord = {}
     for key, value in event.items():
         if isinstance(value, dict):
-            restored[key] = _numbers(value)
+            restored[key] = restored_numbers(value)
         else:
             restored[key] = _NOT_JSON.get(value, value) if isinstance(value, str) else value
     return restored

@@ -21,7 +21,7 @@ CURVES = {
     "tokens_per_second": ("Speed", "tokens/s"),
     "memory_bytes": ("Peak memory", "GiB"),
 }
-_FLOPS = 6  # per parameter and token, forward and backward (Kaplan et al., arXiv 2001.08361, section 2.1)
+FLOPS = 6  # per parameter and token, forward and backward (Kaplan et al., arXiv 2001.08361, section 2.1)
 _EVENTS = ("fault", "restart", "rewind", "notice", "checkpoint", "start", "finish")
 
 
@@ -163,7 +163,7 @@ class RunFigures:
         for event in self.steps:
             seconds += float(event["step_time"])
             values = {"step": event["step"], "tokens": event.get("tokens", 0), "seconds": seconds}
-            flops = _FLOPS * parameters * float(event.get("tokens", 0))
+            flops = FLOPS * parameters * float(event.get("tokens", 0))
             found[int(event["step"])] = flops if axis == "flops" else float(values[axis])
         return found
 

@@ -1,0 +1,221 @@
+"""Follow a run that another process trains: each look reads only what was added to its events since the last one.
+
+Curves are kept in a bounded number of buckets, so that hundreds of runs of any length fit in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainwright.observe.reader import EventRecord, restored_numbers, resumed_step, superseded
+
+EVENTS = "events.jsonl"
+_CHUNK_BYTES = 2**22
+_BUCKETS = 2048
+_CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time", "memory_bytes")
+
+
+class Curves:
+    """The steps of a run in at most ``2 * _BUCKETS`` buckets: the mean, lowest and highest value of each curve.
+
+    Attributes:
+        positions: by name the column of each bucket's last step: ``step``, ``tokens``, ``seconds`` (of training).
+        values: by curve the columns of mean, lowest and highest value.
+    """
+
+    def __init__(self) -> None:
+        self.positions = {name: array("d") for name in ("step", "tokens", "seconds")}
+        self.values: dict[str, tuple[array[float], array[float], array[float]]] = {}
+        self._counts = array("q")
+        self._width = 1  # steps in a bucket
+
+    def add(self, event: EventRecord, seconds: float) -> None:
+        """Add a ``step`` event; ``seconds``: of training up to it."""
+        row = {"step": float(event["step"]), "tokens": _number(event.get("tokens")), "seconds": seconds}
+        opens = not self._counts or self._counts[-1] >= self._width
+        if opens and len(self._counts) >= 2 * _BUCKETS:
+            self._halve()
+            opens = self._counts[-1] >= self._width
+        if opens:
+            self._counts.append(0)
+        for name, column in self.positions.items():
+            column.append(row[name]) if opens else column.__setitem__(-1, row[name])
+        self._counts[-1] += 1
+        for name in _CURVES:
+            self._add_value(name, _number(event.get(name)))
+
+    def cut(self, step: int) -> float:
+        """Drop what comes after ``step``; return the seconds of training up to there."""
+        at = self.positions["step"]
+        while at and at[-1] > step:
+            self._counts.pop()
+            for column in self.positions.values():
+                column.pop()
+        for columns in self.values.values():
+            for column in columns:
+                del column[len(at) :]
+        return self.positions["seconds"][-1] if at else 0.0
+
+    def points(self, name: str, by: str, most: int) -> list[list[float | None]]:
+        """Return at most ``most`` points of a curve as columns: place, mean, lowest, highest. None: not a number."""
+        mean, low, high = self.values.get(name, (array("d"),) * 3)
+        size = len(mean)
+        step = max(1, math.ceil(size / most))
+        at = self.positions[by]
+        groups = [range(first, min(first + step, size)) for first in range(0, size, step)]
+        counts = self._counts
+        return [
+            [_finite(at[group[-1]]) for group in groups],
+            [_finite(sum(mean[i] * counts[i] for i in group) / sum(counts[i] for i in group)) for group in groups],
+            [_finite(min(low[i] for i in group)) for group in groups],
+            [_finite(max(high[i] for i in group)) for group in groups],
+        ]
+
+    def _add_value(self, name: str, value: float) -> None:
+        if name not in self.values:
+            self.values[name] = (array("d"), array("d"), array("d"))
+        mean, low, high = self.values[name]
+        if len(mean) < len(self._counts):
+            for column in (mean, low, high):
+                column.append(value)
+            return
+        mean[-1] += (value - mean[-1]) / self._counts[-1]
+        low[-1], high[-1] = min(low[-1], value), max(high[-1], value)
+
+    def _halve(self) -> None:
+        """Join each two neighbouring buckets."""
+        counts, pairs = self._counts, range(0, len(self._counts) - 1, 2)
+        for columns in self.values.values():
+            mean, low, high = columns
+            joined = (
+                [(mean[i] * counts[i] + mean[i + 1] * counts[i + 1]) / (counts[i] + counts[i + 1]) for i in pairs],
+                [min(low[i], low[i + 1]) for i in pairs],
+                [max(high[i], high[i + 1]) for i in pairs],
+            )
+            for column, values in zip(columns, joined, strict=True):
+                column[:] = array("d", values)
+        for column in self.positions.values():
+            column[:] = array("d", [column[i + 1] for i in pairs])
+        self._counts = array("q", [counts[i] + counts[i + 1] for i in pairs])
+        self._width *= 2
+
+
+class RunFollower:
+    """What a run's ``events.jsonl`` says, up to the last look.
+
+    Attributes:
+        start: the newest ``start`` event; None before the first.
+        finish: the ``finish`` event of the newest launch; None while it trains, and where it was killed.
+        last_step: the newest ``step`` event that counts.
+        events: all others that count, without steps.
+        newest: the newest event of any kind.
+        curves: the steps.
+        began, changed: the times of the first and of the newest event.
+        damaged: lines that are not an event.
+        version: changes with everything that was read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._forget()
+        self.version = 0
+
+    def _forget(self) -> None:
+        self.start: EventRecord | None = None
+        self.finish: EventRecord | None = None
+        self.last_step: EventRecord | None = None
+        self.events: list[EventRecord] = []
+        self.newest: EventRecord | None = None
+        self.curves = Curves()
+        self.began: float | None = None
+        self.changed: float | None = None
+        self.damaged = 0
+        self._offset = 0
+        self._file: int | None = None
+        self._rest = b""
+        self._seconds = 0.0  # of the steps that count
+
+    def look(self) -> bool:
+        """Read what is new; return whether there was something. Raises OSError if the file cannot be read."""
+        return sum(self.looks()) > 0
+
+    def looks(self) -> Iterator[int]:
+        """Read what is new; yield the bytes of each part, so that the caller can do something else in between."""
+        with (self.directory / EVENTS).open("rb") as file:
+            status = os.fstat(file.fileno())
+            if self._file not in (None, status.st_ino) or status.st_size < self._offset:
+                self._forget()  # another run has taken the place of this one
+            self._file = status.st_ino
+            file.seek(self._offset)
+            while part := file.read(_CHUNK_BYTES):
+                self._offset += len(part)
+                lines = (self._rest + part).split(b"\n")
+                self._rest = lines.pop()  # half a line, until the rest of it is written
+                for line in lines:
+                    self._take(line)
+                self.version += 1
+                yield len(part)
+
+    @property
+    def step(self) -> int | None:
+        """The last step that counts; None before the first."""
+        return None if self.last_step is None else int(self.last_step["step"])
+
+    @property
+    def goodput(self) -> float | None:
+        """The seconds of the steps that count, of all seconds since the run began."""
+        if self.last_step is None or self.began is None or self.changed is None:
+            return None
+        return self._seconds / max(1e-9, self.changed - self.began)
+
+    def _take(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        try:
+            event = json.loads(line)
+            kind = event["event"]
+            if kind == "step":
+                self._take_step(restored_numbers(event))
+            else:
+                self._take_other(event, str(kind))
+            moment = float(event["time"])
+        except (ValueError, KeyError, TypeError):
+            self.damaged += 1
+            return
+        self.began = moment if self.began is None else self.began
+        self.changed, self.newest = moment, event
+
+    def _take_step(self, event: EventRecord) -> None:
+        step, seconds = int(event["step"]), float(event["step_time"])
+        self._seconds += seconds
+        self.curves.add({**event, "step": step}, self._seconds)
+        self.last_step = event
+
+    def _take_other(self, event: EventRecord, kind: str) -> None:
+        if kind in ("start", "rewind"):
+            resumed = resumed_step(event)
+            kept = -1 if resumed is None else resumed
+            self.events = [past for past in self.events if not superseded(past, event)]
+            if self.step is not None and self.step > kept:
+                self._seconds = self.curves.cut(kept)
+                at = self.curves.positions["step"]
+                self.last_step = {**self.last_step, "step": int(at[-1])} if self.last_step and at else None
+        if kind == "start":
+            self.start, self.finish = event, None
+        elif kind == "finish":
+            self.finish = event
+        self.events.append(restored_numbers(event) if kind == "evaluate" else event)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,130 @@
+"""The page of runs, and what it asks for. Nothing is answered without the token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from trainwright.api.stopping import stop
+from trainwright.errors import TrainwrightError
+from trainwright.watching.board import AXES, Board
+
+_PAGE = files("trainwright.watching")
+_SEND_SECONDS = 1.0
+_MOST_POINTS = 2000
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def application(board: Board, token: str) -> Starlette:
+    """Return the application; while it runs, ``board`` follows its runs."""
+
+    @asynccontextmanager
+    async def following(_: Starlette) -> AsyncIterator[None]:
+        board.start()
+        yield
+        board.close()
+
+    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        given = request.query_params.get("token", "")
+        if secrets.compare_digest(given.encode(), token.encode()):
+            response = await answer(request)
+        else:
+            response = PlainTextResponse("use the address with the token that trainwright watch has printed\n", 403)
+        response.headers.update(_HEADERS)
+        return response
+
+    def page(request: Request) -> Response:
+        text = (_PAGE / "page.html").read_text(encoding="utf-8").replace("TOKEN", token)
+        return Response(text, media_type="text/html")
+
+    def script(request: Request) -> Response:
+        return Response((_PAGE / "page.js").read_bytes(), media_type="text/javascript")
+
+    def styles(request: Request) -> Response:
+        return Response((_PAGE / "page.css").read_bytes(), media_type="text/css")
+
+    async def events(request: Request) -> Response:
+        return StreamingResponse(_changes(board), media_type="text/event-stream")
+
+    routes = [
+        Route("/", page),
+        Route("/page.js", script),
+        Route("/page.css", styles),
+        Route("/events", events),
+        Route("/runs", lambda request: _json(board.rows())),
+        Route("/curves", lambda request: _json(_curves(board, request))),
+        Route("/differences", lambda request: _json(board.differences(request.query_params.getlist("run")))),
+        Route("/details", lambda request: _json(board.details(_run(request)))),
+        Route("/log", lambda request: _json(board.log(_run(request), request.query_params.get("file", "")))),
+        Route("/stop", lambda request: _json(stop(board.directory(_run(request)), timeout=0)), methods=["POST"]),
+    ]
+    failures: dict[Any, Any] = {KeyError: _missing, OSError: _missing, ValueError: _wrong, TrainwrightError: _wrong}
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
+        exception_handlers=failures,
+        lifespan=following,
+    )
+
+
+async def _changes(board: Board) -> AsyncIterator[str]:
+    """Yield server-sent events with the rows that have changed and the runs that are gone."""
+    sent: dict[str, Any] = {}
+    while True:
+        rows = board.rows()
+        changed = [row for name, row in rows.items() if sent.get(name) != row]
+        gone = [name for name in sent if name not in rows]
+        yield f"data: {json.dumps({'rows': changed, 'gone': gone})}\n\n" if changed or gone else ": nothing new\n\n"
+        sent = rows
+        await asyncio.sleep(_SEND_SECONDS)
+
+
+def _curves(board: Board, request: Request) -> dict[str, Any]:
+    asked = request.query_params
+    axis, most = asked.get("axis", "step"), int(asked.get("points", "600"))
+    if axis not in AXES or not 1 <= most <= _MOST_POINTS:
+        raise ValueError(f"axis: one of {', '.join(AXES)}; points: 1 to {_MOST_POINTS}")
+    return board.curves(asked.getlist("run"), asked.get("curve", "loss"), axis, most)
+
+
+def _run(request: Request) -> str:
+    return request.query_params.get("run", "")
+
+
+def _json(value: Any) -> Response:
+    # Numbers that JSON does not have may be in events.
+    return Response(json.dumps(_plain(value), default=str), media_type="application/json")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+def _missing(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": "there is no such run or file"}, 404)
+
+
+def _wrong(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, 400)

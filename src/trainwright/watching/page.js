@@ -1,0 +1,216 @@
+"use strict";
+// Everything from runs is set as text, never as HTML.
+const token = new URLSearchParams(location.search).get("token");
+const at = id => document.getElementById(id);
+const address = (path, asked = {}) => {
+  const query = new URLSearchParams({ token });
+  for (const [key, value] of Object.entries(asked)) for (const each of [value].flat()) query.append(key, each);
+  return `${path}?${query}`;
+};
+const ask = async (path, asked, method = "GET") => {
+  const answer = await fetch(address(path, asked), { method });
+  const value = await answer.json();
+  if (!answer.ok) throw new Error(value.error);
+  return value;
+};
+const element = (tag, text = "", properties = {}) => Object.assign(document.createElement(tag), { textContent: text }, properties);
+const short = value => value == null ? "" : Number(value).toLocaleString("en", { maximumSignificantDigits: 4 });
+const COLUMNS = [
+  ["name", "Run"], ["status", "Status"], ["step", "Step"], ["best", "Best loss"], ["speed", "Tokens/s"],
+  ["goodput", "Goodput"], ["changed", "Last event"], ["task", "Task"], ["model", "Model"], ["note", "Note"],
+];
+const CURVES = ["loss", "validation/loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time", "memory_bytes"];
+const COLORS = ["#1f77d0", "#d9541e", "#2a9d50", "#9457c9", "#c4426f", "#8a7a12", "#1595a3", "#7a6a5a"];
+const rows = new Map(), selected = new Map();  // id to row; id to color
+let order = "changed", descending = true, opened = null, drawn = "";
+
+function shown(row, key) {
+  if (key === "step") return row.step == null ? "" : row.steps ? `${row.step}/${row.steps}` : `${row.step}`;
+  if (key === "goodput") return row.goodput == null ? "" : `${Math.round(100 * row.goodput)}%`;
+  if (key === "changed") return row.changed == null ? "" : new Date(1000 * row.changed).toLocaleString();
+  return typeof row[key] === "number" ? short(row[key]) : row[key] ?? "";
+}
+
+function table() {
+  const text = at("filter").value.toLowerCase(), status = at("status").value;
+  const kept = [...rows.values()].filter(row => (!status || row.status === status)
+    && `${row.name} ${row.task} ${row.model}`.toLowerCase().includes(text));
+  kept.sort((a, b) => {
+    const [x, y] = [a[order], b[order]];
+    if (x == null || y == null) return (x == null) - (y == null);
+    const sign = typeof x === "number" ? x - y : String(x).localeCompare(String(y));
+    return descending ? -sign : sign;
+  });
+  const focused = document.activeElement?.dataset?.key;
+  at("runs").replaceChildren(...kept.map(line));
+  if (focused) [...at("runs").querySelectorAll("[data-key]")].find(each => each.dataset.key === focused)?.focus();
+  for (const head of at("head").children) if (head.dataset.by)
+    head.ariaSort = head.dataset.by === order ? descending ? "descending" : "ascending" : "none";
+  at("state").textContent = `${kept.length} of ${rows.size} runs`;
+}
+
+function line(row) {
+  const choice = element("input", "", { type: "checkbox", checked: selected.has(row.id), ariaLabel: `Show the curves of ${row.name}` });
+  choice.dataset.key = `choice ${row.id}`;
+  choice.onchange = () => choose(row.id, choice.checked);
+  const cells = COLUMNS.map(([key]) => {
+    const cell = element("td", key === "name" ? "" : shown(row, key), { className: key });
+    if (key === "status") cell.className = row.status;
+    if (key === "name") {
+      const open = element("button", row.name, { type: "button", dir: "auto", onclick: () => show(row.id) });
+      open.dataset.key = `open ${row.id}`;
+      cell.append(open);
+    }
+    return cell;
+  });
+  const first = element("td");
+  first.append(choice);
+  const found = element("tr");
+  found.append(first, ...cells);
+  return found;
+}
+
+function choose(id, wanted) {
+  if (wanted) selected.set(id, COLORS.find(color => ![...selected.values()].includes(color)) ?? COLORS[selected.size % COLORS.length]);
+  else selected.delete(id);
+  refresh();
+}
+
+async function refresh() {
+  const names = [...selected.keys()].filter(id => rows.has(id));
+  const wanted = { run: names, curve: at("curve").value, axis: at("axis").value, points: 600 };
+  const state = JSON.stringify([wanted, at("log").checked, names.map(id => rows.get(id).version)]);
+  if (state === drawn) return;
+  drawn = state;
+  try {
+    const curves = names.length ? await ask("curves", wanted) : {};
+    if (state === drawn) draw(curves);
+    at("differences").hidden = names.length < 2;
+    if (names.length > 1) differences(names, await ask("differences", { run: names }));
+  } catch (error) { drawn = ""; }  // a run that is gone; the table says so
+}
+
+function differences(names, found) {
+  at("keys").replaceChildren(element("th", "Key"), ...names.map(id => element("th", rows.get(id)?.name ?? id)));
+  const lines = Object.entries(found).map(([key, values]) => {
+    const row = element("tr");
+    row.append(...[key, ...values].map(value => element("td", value)));
+    return row;
+  });
+  const same = element("tr");
+  same.append(element("td", "The recipes are the same.", { colSpan: names.length + 1 }));
+  at("values").replaceChildren(...(lines.length ? lines : [same]));
+}
+
+function svg(tag, attributes, text) {
+  const found = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
+  if (text != null) found.textContent = text;
+  return found;
+}
+
+function draw(curves) {
+  const log = at("log").checked, width = Math.max(280, at("chart").clientWidth), height = 320;
+  const [left, right, top, bottom] = [64, 12, 12, 34];
+  const usable = (x, y) => x != null && y != null && (!log || y > 0);
+  const scaled = y => log ? Math.log10(y) : y;
+  let xs = [], ys = [];
+  for (const [places, means, lows, highs] of Object.values(curves)) places.forEach((x, i) => {
+    if (usable(x, means[i])) { xs.push(x); ys.push(...[means[i], lows[i], highs[i]].filter(y => usable(x, y)).map(scaled)); }
+  });
+  at("legend").replaceChildren(...Object.keys(curves).map(id => {
+    const entry = element("li"), mark = element("i");
+    mark.style.background = selected.get(id);
+    entry.append(mark, element("bdi", rows.get(id)?.name ?? id));
+    return entry;
+  }));
+  if (!xs.length) {
+    at("chart").replaceChildren(element("p", selected.size ? "No values yet." : "Tick runs in the table to draw their curves over each other.", { className: "soft empty" }));
+    return;
+  }
+  const least = list => list.reduce((a, b) => Math.min(a, b)), most = list => list.reduce((a, b) => Math.max(a, b));
+  const [x0, x1, y0, y1] = [least(xs), most(xs), least(ys), most(ys)];
+  const across = x => left + (x - x0) / (x1 - x0 || 1) * (width - left - right);
+  const up = y => height - bottom - (scaled(y) - y0) / (y1 - y0 || 1) * (height - top - bottom);
+  const name = at("curve").selectedOptions[0].textContent, axis = at("axis").selectedOptions[0].textContent;
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} by ${axis}` });
+  for (let part = 0; part <= 4; part++) {
+    const y = height - bottom - part / 4 * (height - top - bottom), value = y0 + part / 4 * (y1 - y0);
+    picture.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y }),
+      svg("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, short(log ? 10 ** value : value)));
+    if (part % 2 === 0) picture.append(svg("text", { x: left + part / 4 * (width - left - right), y: height - 14,
+      "text-anchor": ["start", "", "middle", "", "end"][part] }, Intl.NumberFormat("en", { notation: "compact" }).format(x0 + part / 4 * (x1 - x0))));
+  }
+  for (const [id, [places, means, lows, highs]] of Object.entries(curves)) {
+    const color = selected.get(id), use = places.map((x, i) => i).filter(i => usable(places[i], means[i]));
+    if (!use.length) continue;
+    const edge = (values, indices) => indices.filter(i => usable(places[i], values[i])).map(i => `${across(places[i])},${up(values[i])}`);
+    picture.append(svg("polygon", { class: "band", fill: color, points: [...edge(highs, use), ...edge(lows, [...use].reverse())].join(" ") }),
+      svg("polyline", { class: "line", stroke: color, "data-points": use.length, points: edge(means, use).join(" ") }));
+    if (use.length === 1) picture.append(svg("circle", { cx: across(places[use[0]]), cy: up(means[use[0]]), r: 3, fill: color }));
+  }
+  at("chart").replaceChildren(picture);
+}
+
+async function show(id) {
+  if (opened !== id) { at("answer").textContent = ""; at("text").textContent = ""; }
+  opened = id;
+  let found;
+  try { found = await ask("details", { run: id }); } catch (error) { return; }
+  if (opened !== id) return;
+  at("details").hidden = false;
+  at("title").textContent = found.row?.name ?? id;
+  at("stop").disabled = found.row?.status !== "training";
+  at("samples").replaceChildren(...(found.samples.length ? found.samples.slice().reverse().map(each => {
+    const sample = element("details");
+    sample.append(element("summary", `Step ${each.step}: ${each.prompt}`), element("pre", each.text));
+    return sample;
+  }) : [element("p", "None yet.", { className: "soft" })]));
+  at("events").replaceChildren(...found.events.map(each => {
+    const told = [each.event, each.step != null ? `step ${each.step}` : "", each.kind, each.rank != null ? `rank ${each.rank}` : "",
+      each.detail, each.action, each.message, each.status];
+    return element("li", told.filter(Boolean).join(" · "), { className: each.event === "fault" ? "failed" : "" });
+  }));
+  const file = at("file").value;
+  at("file").replaceChildren(...found.logs.map(name => element("option", name)));
+  const first = found.logs.includes(file) ? file : found.logs.find(name => name.startsWith("rank-"));
+  if (first) at("file").value = first;
+  await log();
+}
+
+async function log() {
+  const file = at("file").value;
+  if (file) at("text").textContent = await ask("log", { run: opened, file }).catch(error => error.message);
+}
+
+at("head").append(element("th", "", { ariaLabel: "Curves" }), ...COLUMNS.map(([key, title]) => {
+  const head = element("th");
+  head.dataset.by = key;
+  head.append(element("button", title, { type: "button", onclick: () => {
+    [order, descending] = [key, order === key ? !descending : typeof [...rows.values()][0]?.[key] === "number"];
+    table();
+  } }));
+  return head;
+}));
+at("curve").append(...CURVES.map(name => element("option", name.replace("/", " ").replaceAll("_", " "), { value: name })));
+at("status").append(...["training", "finished", "stopped", "failed", "ended"].map(name => element("option", name)));
+for (const id of ["filter", "status"]) at(id).oninput = table;
+for (const id of ["curve", "axis", "log"]) at(id).oninput = refresh;
+at("file").onchange = log;
+at("stop").onclick = async () => {
+  at("stop").disabled = true;
+  at("answer").textContent = await ask("stop", { run: opened }, "POST").catch(error => error.message);
+};
+addEventListener("resize", () => { drawn = ""; refresh(); });
+draw({});
+const stream = new EventSource(address("events"));
+stream.onmessage = message => {
+  const { rows: changed, gone } = JSON.parse(message.data);
+  for (const row of changed) rows.set(row.id, row);
+  for (const id of gone) { rows.delete(id); selected.delete(id); }
+  if (gone.includes(opened)) { opened = null; at("details").hidden = true; }
+  table();
+  refresh();
+  if (changed.some(row => row.id === opened)) show(opened);
+};
+stream.onerror = () => { at("state").textContent = "no connection; is trainwright watch running?"; };

@@ -1,0 +1,86 @@
+"""Following a run's events as they are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.observe.following import Curves, RunFollower
+
+
+def start(**more: Any) -> dict[str, Any]:
+    return {"event": "start", "time": 0.0, "max_steps": 10, "resumed_from": None, **more}
+
+
+def step(number: int, loss: float = 1.0) -> dict[str, Any]:
+    return {"event": "step", "time": 2.0 * number, "step": number, "loss": loss, "step_time": 1.0, "tokens": 7 * number}
+
+
+def add(run: Path, *events: dict[str, Any] | str) -> None:
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(event if isinstance(event, str) else json.dumps(event) + "\n" for event in events)
+
+
+def test_only_what_is_new_is_read(tmp_path: Path) -> None:
+    follower = RunFollower(tmp_path)
+    add(tmp_path, start(), step(1))
+    assert follower.look() and follower.step == 1
+    assert not follower.look()
+    line = json.dumps(step(2)) + "\n"
+    add(tmp_path, line[:20])
+    assert follower.look() and follower.step == 1  # half a line waits for its rest
+    add(tmp_path, line[20:])
+    assert follower.look() and follower.step == 2
+    assert (follower.damaged, follower.goodput) == (0, 0.5)
+    assert follower.curves.points("loss", "tokens", 100)[0] == [7.0, 14.0]
+
+
+def test_steps_that_are_done_again_count_once(tmp_path: Path) -> None:
+    add(tmp_path, start(), *(step(number, 5.0) for number in range(1, 6)))
+    add(tmp_path, start(resumed_from=3, time=20.0), step(4, 1.0))
+    follower = RunFollower(tmp_path)
+    follower.look()
+    places, losses, _, _ = follower.curves.points("loss", "step", 100)
+    assert (places, losses) == ([1, 2, 3, 4], [5, 5, 5, 1])
+    assert follower.curves.points("loss", "seconds", 100)[0] == [1, 2, 3, 4]
+    assert follower.finish is None
+
+
+def test_damage_is_counted_and_left_out(tmp_path: Path) -> None:
+    add(tmp_path, start(), "\0\0{half\n", '["a list"]\n', '{"event": "step", "time": 1}\n', step(1))
+    follower = RunFollower(tmp_path)
+    follower.look()
+    assert (follower.step, follower.damaged) == (1, 3)
+
+
+def test_a_run_that_takes_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
+    add(tmp_path, start(), step(1), step(2))
+    follower = RunFollower(tmp_path)
+    follower.look()
+    (tmp_path / "events.jsonl").unlink()
+    add(tmp_path, start(), step(1))
+    follower.look()
+    assert follower.step == 1
+
+
+@pytest.mark.parametrize("most", [5000, 300])
+def test_long_curves_keep_their_extremes(most: int) -> None:
+    curves = Curves()
+    for number in range(1, 20_001):
+        curves.add(step(number, 99.0 if number == 12_345 else 2.0), float(number))
+    places, means, lows, highs = curves.points("loss", "step", most)
+    assert len(places) <= min(most, 4096) and places[-1] == 20_000
+    assert max(value for value in highs if value is not None) == 99.0
+    assert min(value for value in lows if value is not None) == 2.0
+    assert max(value for value in means if value is not None) < 99.0
+    assert curves.cut(9_000) <= 9_000
+
+
+def test_nan_is_a_gap(tmp_path: Path) -> None:
+    add(tmp_path, start(), {**step(1), "loss": "nan"}, step(2))
+    follower = RunFollower(tmp_path)
+    follower.look()
+    assert follower.curves.points("loss", "step", 10)[1] == [None, 1.0]

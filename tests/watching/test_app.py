@@ -1,0 +1,132 @@
+"""What the live page asks for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.support.commands import trainwright
+from trainwright.machine.file_lock import lock_directory
+from trainwright.watching.app import application
+from trainwright.watching.board import Board
+
+NAME = "a\u202e<script>'\""
+STEP = {"event": "step", "loss": 2.0, "step_time": 1.0, "tokens": 10, "tokens_per_second": 9.0}
+EVALUATE = {"event": "evaluate", "time": 15.0, "step": 3, "metrics": {"loss": 1.5}, "seconds": 1.0}
+SAMPLE = {"event": "generate", "time": 15.0, "step": 3, "prompt": "<img>", "text": "x"}
+
+
+def write(run: Path, *events: dict[str, Any], rate: float = 0.1) -> Path:
+    (run / "logs").mkdir(parents=True)
+    (run / "logs" / "rank-0.log").write_text("line\n")
+    (run / "recipe.yaml").write_text(
+        f"task: sft\nkey_of_2030: 1\nmodel: {{name: m}}\noptimizer: {{learning_rate: {rate}}}\n"
+    )
+    start = {"event": "start", "time": 10.0, "max_steps": 5, "resumed_from": None, "parameters": 7}
+    steps = [{**STEP, "time": 10.0 + n, "step": n, "tokens": 10 * n} for n in range(1, 4)]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (start, *steps, *events)))
+    return run
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    write(tmp_path / "one", EVALUATE, SAMPLE, {"event": "finish", "time": 15.0, "status": "finished", "step": 3})
+    write(tmp_path / "group" / NAME, rate=0.2)
+    found = Board(tmp_path)
+    found.look()
+    return found
+
+
+@pytest.fixture
+def client(board: Board) -> Iterator[TestClient]:
+    found = TestClient(application(board, "secret"))
+    found.params = {"token": "secret"}
+    yield found
+
+
+@pytest.mark.parametrize("path", ["/", "/page.js", "/runs", "/events", "/log?run=one&file=rank-0.log"])
+@pytest.mark.parametrize("token", ["", "wrong"])
+def test_nothing_is_answered_without_the_token(board: Board, path: str, token: str) -> None:
+    answer = TestClient(application(board, "secret")).get(path, headers={"x": "y"}, params={"token": token})
+    assert answer.status_code == 403
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_the_page_has_only_its_own_scripts(client: TestClient) -> None:
+    page = client.get("/")
+    assert page.status_code == 200 and "http" not in page.text
+    assert "unsafe" not in page.headers["content-security-policy"]
+    assert client.get("/page.js").headers["content-type"].startswith("text/javascript")
+
+
+def test_runs_are_shown_as_they_are(client: TestClient) -> None:
+    rows = client.get("/runs").json()
+    assert rows["one"]["status"] == "finished" and rows["one"]["best"] == 1.5
+    assert (rows["one"]["step"], rows["one"]["steps"], rows["one"]["goodput"]) == (3, 5, 0.6)
+    assert rows[f"group/{NAME}"]["status"] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("axis", "places"),
+    [("step", [1, 2, 3]), ("tokens", [10, 20, 30]), ("seconds", [1, 2, 3]), ("flops", [420, 840, 1260])],
+)
+def test_curves_of_several_runs_over_an_axis(client: TestClient, axis: str, places: list[float]) -> None:
+    query = {"run": ["one", f"group/{NAME}"], "axis": axis, "curve": "loss"}
+    curves = client.get("/curves", params=query).json()
+    assert [curve[0] for curve in curves.values()] == [places, places]
+    validation = client.get("/curves", params={**query, "run": "one", "curve": "validation/loss"}).json()
+    assert validation["one"][:2] == [places[2:], [1.5]]
+
+
+def test_details_logs_and_differences(client: TestClient) -> None:
+    details = client.get("/details", params={"run": "one"}).json()
+    assert details["samples"][0]["prompt"] == "<img>" and details["logs"] == ["rank-0.log"]
+    assert client.get("/log", params={"run": "one", "file": "rank-0.log"}).json() == "line\n"
+    found = client.get("/differences", params={"run": ["one", f"group/{NAME}"]}).json()
+    assert list(found) == ["optimizer.learning_rate"]
+
+
+@pytest.mark.parametrize(
+    ("path", "query"),
+    [
+        ("/log", {"run": "one", "file": "../events.jsonl"}),
+        ("/details", {"run": "../.."}),
+        ("/curves", {"run": "gone"}),
+    ],
+)
+def test_only_runs_and_logs_are_read(client: TestClient, path: str, query: dict[str, str]) -> None:
+    assert client.get(path, params=query).status_code == 404
+
+
+def test_stop_asks_a_run_that_trains(client: TestClient, tmp_path: Path) -> None:
+    refused = client.post("/stop", params={"run": "one"})
+    assert refused.status_code == 400 and "not being trained" in refused.json()["error"]
+    with lock_directory(tmp_path / "one", "locked"):
+        assert client.post("/stop", params={"run": "one"}).json() == "stopping"
+    assert (tmp_path / "one" / "stop").exists()
+    assert client.get("/stop", params={"run": "one"}).status_code == 405
+
+
+def test_damage_and_deleted_runs(board: Board, client: TestClient, tmp_path: Path) -> None:
+    with (tmp_path / "one" / "events.jsonl").open("a") as file:
+        file.write("damaged\n")
+    board.look()
+    assert "1 damaged lines" in client.get("/runs").json()["one"]["note"]
+    shutil.rmtree(tmp_path / "one")
+    board.look()
+    assert list(client.get("/runs").json()) == [f"group/{NAME}"]
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        done = trainwright("watch", str(tmp_path), "--port", str(listener.getsockname()[1]), cwd=tmp_path)
+    assert done.returncode == 3 and "0 for any free one" in done.stderr
