@@ -7,12 +7,14 @@ import ctypes
 import functools
 import os
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of linux/sched.h
 _CGROUPS = Path("/sys/fs/cgroup")
+_BUSY_SECONDS = 5.0
 
 
 @functools.cache
@@ -48,7 +50,14 @@ def make_read_only(path: Path, read_only: bool = True) -> None:
     """Make the tree at `path` read-only, or writable again."""
     if read_only:
         _mount("--bind", str(path), str(path))
-        _mount("-o", "remount,bind,ro", str(path))
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                return _mount("-o", "remount,bind,ro", str(path))
+            except subprocess.CalledProcessError:  # a process that was started meanwhile writes a file
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
     else:
         subprocess.run(["umount", "--lazy", str(path)], check=True, capture_output=True)
 
