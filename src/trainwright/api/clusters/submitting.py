@@ -8,6 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainwright.errors import RequestError
+
 if TYPE_CHECKING:
     from trainwright.api.planning import Plan
 
@@ -61,7 +63,7 @@ def submit(
     force: bool = False,
     dry_run: bool = False,
 ) -> Submission:
-    """Submit a recipe as a job of Slurm; what ``trainwright submit`` does.
+    """Submit a recipe as a job of Slurm, or return a manifest for Kubernetes; what ``trainwright submit`` does.
 
     The job starts the run, or resumes it if it has begun: submit the same again to continue a run whose job has ended.
     What is not given is taken from the recipe's section ``launch``, then from the cluster in
@@ -70,7 +72,7 @@ def submit(
     Args:
         recipe: the path of a recipe file, which the nodes see too.
         overrides: ``section.key=value``; with an array, ``{element}`` is replaced by the element's index.
-        to: ``slurm``, or a cluster of clusters.yaml.
+        to: ``slurm``, ``kubernetes`` (only with ``dry_run``), or a cluster of clusters.yaml.
         name: of the run, in ``runs/``, and of its job. Default: that of the recipe or of ``logging.run_directory``.
         nodes: number of nodes.
         gpus_per_node: GPUs of each node.
@@ -93,7 +95,9 @@ def submit(
         >>> "#SBATCH --time=4:00:00" in made.script.splitlines()
         True
     """
+    from trainwright.launch.kubernetes import jobset
     from trainwright.launch.slurm import submission
+    from trainwright.launch.slurm.settings import KUBERNETES
     from trainwright.recipe.sections.launch import job_seconds
 
     options = {
@@ -107,6 +111,12 @@ def submit(
         "until_done": until_done,
     }
     job = submission.job_of(Path(recipe), overrides, options, to, name)
+    on_kubernetes = job.settings.scheduler == KUBERNETES
+    if on_kubernetes and not dry_run:
+        raise RequestError(
+            "--to: manifests of Kubernetes are only printed; pass --print, and kubectl create -f - reads it"
+        )
+    script = jobset.text(job) if on_kubernetes else None
     plan = None
     if (machine := job.settings.described()) is not None:
         from trainwright.api.planning import plan as plan_for
@@ -118,4 +128,4 @@ def submit(
     if not dry_run:
         number, job = submission.submit(job)
     limit = job.settings.time
-    return Submission(number, job.run, job.text(), plan, None if limit is None else job_seconds(limit))
+    return Submission(number, job.run, script or job.text(), plan, None if limit is None else job_seconds(limit))

@@ -16,7 +16,8 @@ def submit(
         typer.Argument(metavar="RECIPE [SECTION.KEY=VALUE]...", help="The recipe, and overrides.", show_default=False),
     ],
     to: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="slurm, or a cluster of ~/.config/trainwright/clusters.yaml.")
+        str | None,
+        typer.Option(metavar="CLUSTER", help="slurm, kubernetes, or a cluster of ~/.config/trainwright/clusters.yaml."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run in runs/, and of the job.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
@@ -42,7 +43,7 @@ def submit(
     force: Annotated[bool, typer.Option("--force", help="Submit even if the plan does not fit.")] = False,
     print_only: Annotated[bool, typer.Option("--print", help="Print the job's file, and submit nothing.")] = False,
 ) -> None:
-    """Train a recipe in a job of Slurm.
+    """Train a recipe in a job of Slurm, or print a manifest for Kubernetes.
 
     The run is planned for the described nodes first. The job resumes the run if it has begun, so the same command
     continues it. Defaults are in the recipe's section launch and in clusters.yaml.

@@ -17,7 +17,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Text
 from trainwright.recipe.sections.launch import JobSection
 
-SLURM = "slurm"
+SLURM, KUBERNETES = "slurm", "kubernetes"
 _FILE = "clusters.yaml"
 _MACHINE = re.compile(r"(\d+)([x×*].+)")
 
@@ -25,10 +25,13 @@ _MACHINE = re.compile(r"(\d+)([x×*].+)")
 class Cluster(JobSection):
     """The defaults of a cluster in clusters.yaml."""
 
-    scheduler: Literal["slurm"] = "slurm"
+    scheduler: Literal["slurm", "kubernetes"] = "slurm"
     machine: Text | None = Field(None, description="One node, as `trainwright plan --on` takes it, such as 8xH100.")
     options: list[Text] = Field([], description="Further options of sbatch, such as --exclusive or --mem=0.")
     setup: list[Text] = Field([], description="Lines of shell that the job runs first, such as module load cuda.")
+    image: Text | None = Field(None, description="With Kubernetes: the image, in which python has Trainwright.")
+    claim: Text | None = Field(None, description="With Kubernetes: the claim of the volume that all pods share.")
+    mount: Text | None = Field(None, description="With Kubernetes: where the volume is, here and in the pods.")
 
     def described(self) -> str | None:
         """Return the machine of a job as `trainwright plan --on` takes it; None if the node is not described."""
@@ -50,7 +53,7 @@ def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> C
 
     Args:
         options: of the command, by the keys of the section ``launch``; None is not given.
-        to: ``slurm``, or a cluster of clusters.yaml.
+        to: ``slurm``, ``kubernetes``, or a cluster of clusters.yaml.
 
     Raises:
         RequestError: naming the option, or the key and its file.
@@ -78,9 +81,9 @@ def _cluster(name: str) -> Cluster:
         raise RequestError(f"{file}: is not a mapping of names to clusters")
     clusters = found or {}
     if name not in clusters:
-        if name == SLURM:
-            return Cluster()
-        known = ", ".join([SLURM, *map(str, clusters)])
+        if name in (SLURM, KUBERNETES):
+            return Cluster.model_validate({"scheduler": name})
+        known = ", ".join([SLURM, KUBERNETES, *map(str, clusters)])
         raise RequestError(f"--to {name}: no such cluster in {file}; there are: {known}")
     try:
         return Cluster.model_validate(clusters[name] or {})

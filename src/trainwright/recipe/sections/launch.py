@@ -85,4 +85,6 @@ class JobSection(Section):
 class LaunchSection(JobSection):
     """The job in which `trainwright submit` runs the recipe; `trainwright train` ignores it."""
 
-    to: Name | None = Field(None, description="slurm, or the name of a cluster in ~/.config/trainwright/clusters.yaml.")
+    to: Name | None = Field(
+        None, description="slurm, kubernetes, or the name of a cluster in ~/.config/trainwright/clusters.yaml."
+    )
