@@ -177,3 +177,9 @@ def test_the_command_prints_the_file(here: Path) -> None:
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=100, cwd=here)
     assert done.stdout.startswith("#!/bin/bash\n"), done.stderr
     assert str(ROOT / "src") in done.stdout
+
+
+def test_what_only_kubernetes_uses_is_refused_for_slurm(here: Path) -> None:
+    clusters(here, "big: {image: x}\n")
+    with pytest.raises(RequestError, match=r"clusters\.yaml: big\.image is for `scheduler: kubernetes`"):
+        tw.submit(TINY, to="big", dry_run=True)

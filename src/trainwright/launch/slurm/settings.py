@@ -19,6 +19,7 @@ from trainwright.recipe.sections.launch import JobSection
 
 SLURM, KUBERNETES = "slurm", "kubernetes"
 _FILE = "clusters.yaml"
+_OF_KUBERNETES = {"image", "claim", "mount"}
 _MACHINE = re.compile(r"(\d+)([x×*].+)")
 
 
@@ -86,9 +87,13 @@ def _cluster(name: str) -> Cluster:
         known = ", ".join([SLURM, KUBERNETES, *map(str, clusters)])
         raise RequestError(f"--to {name}: no such cluster in {file}; there are: {known}")
     try:
-        return Cluster.model_validate(clusters[name] or {})
+        cluster = Cluster.model_validate(clusters[name] or {})
     except ValidationError as error:
         raise RequestError("\n".join(_problems(error, lambda key: f"{file}: {name}.{key}"))) from None
+    if cluster.scheduler == SLURM:
+        for key in sorted(cluster.model_fields_set & _OF_KUBERNETES):
+            raise RequestError(f"{file}: {name}.{key} is for `scheduler: kubernetes`; remove it, or set the scheduler")
+    return cluster
 
 
 def _problems(error: ValidationError, place: Any) -> list[str]:
