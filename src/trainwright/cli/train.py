@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,6 +61,16 @@ def train(
     rendezvous_timeout: Annotated[
         float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOSTS", help="Train on these machines together, started over ssh: node1,node2 or node[1-4]."
+        ),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The same with hosts from a file: a host a line, or `node1 slots=8`."),
+    ] = None,
     accelerate_config: Annotated[
         Path | None,
         typer.Option(
@@ -113,6 +124,8 @@ def train(
             "--nodes": nodes,
             "--node-rank": node_rank,
             "--rendezvous": rendezvous,
+            "--hosts": hosts,
+            "--hostfile": hostfile,
             "--until": until,
             "--time-limit": time_limit,
         }
@@ -136,6 +149,14 @@ def train(
         time_limit=time_limit,
         on_simulated=simulate,
     )
+    if hosts is not None or hostfile is not None:
+        from trainwright.api.clusters.hosts import train_on_hosts
+
+        if dry_run or simulate is not None:
+            raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")
+        if code := train_on_hosts(replace(asked, force=force), hosts, hostfile):
+            raise typer.Exit(code)
+        return
     with Activity(sys.stderr):
         prepared = prepare(asked)
     for line in prepared.notes:

@@ -71,7 +71,7 @@ class Job:
 
     def text(self, variables: Mapping[str, str] | None = None) -> str:
         """Return the job's file. ``variables``: of the environment; None: of this process."""
-        captured = _captured(os.environ if variables is None else variables)
+        exported = captured(os.environ if variables is None else variables)
         lines = [
             "#!/bin/bash",
             "# Written by trainwright submit, which plans the run first; sbatch of this file starts or resumes it too.",
@@ -80,7 +80,7 @@ class Job:
             "# The run receives the signal and stops after a checkpoint; this shell waits for it.",
             "trap : TERM USR1",
             f"cd {shlex.quote(os.getcwd())} || exit 3",
-            *(f"export {name}={shlex.quote(value)}" for name, value in captured.items()),
+            *(f"export {name}={shlex.quote(value)}" for name, value in exported.items()),
             *self.settings.setup,
             "",
             f"run={shlex.quote(str(self.run))}" + (f"/${ARRAY_ELEMENT}" if self.settings.array else ""),
@@ -150,6 +150,7 @@ def _slurm_time(seconds: int) -> str:
     return f"{days}-{hours:02}:{minutes:02}:{rest:02}" if days else f"{hours}:{minutes:02}:{rest:02}"
 
 
-def _captured(variables: Mapping[str, str]) -> dict[str, str]:
+def captured(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables whose values decide how a run computes and where it finds its files, without secrets."""
     names = sorted(name for name in variables if _CAPTURED.fullmatch(name) and not _SECRET.search(name))
     return {name: variables[name] for name in names}

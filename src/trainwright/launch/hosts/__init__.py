@@ -1,0 +1,1 @@
+"""Runs on several hosts, started over ssh by one command."""

@@ -1,0 +1,161 @@
+"""Run one command on several hosts over ssh: output gathered, signals passed on, ended together."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from trainwright.errors import EXIT_FAULT, EXIT_STOPPED
+from trainwright.launch.hosts.asking import SSH_FAILED, in_shell, ssh
+from trainwright.launch.hosts.names import Host
+from trainwright.launch.slurm.job import captured
+from trainwright.text import say
+
+# The nodes of a run notice by themselves that one has ended; what has not noticed after this time is ended from here.
+_ENDS_BY_ITSELF, _ENDS_AFTER_SIGNAL = 90.0, 60.0
+_SAME_REQUEST_SECONDS = 1.0
+
+# Runs on the host. The names of signals arrive on its input; the input ends with the connection, however that ends.
+_SUPERVISED = """exec 3<&0
+{command} </dev/null 3<&- &
+child=$!
+{{ while read -r name <&3; do kill -s "$name" $child; done; kill -s TERM $child; }} >/dev/null 2>&1 &
+reader=$!
+wait $child
+code=$?
+kill $reader 2>/dev/null
+exit $code"""
+
+
+def exports() -> str:
+    """Return shell commands that set the variables of this process that decide how a run computes."""
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in captured(os.environ).items())
+
+
+def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path) -> int:
+    """Run a command on each host to its end; return the exit code of all.
+
+    The first host's output is shown as it is, that of the others with their names; all of it is appended to
+    ``logs/host-NAME.log``. A stop signal is passed on; a second ctrl-C too, which kills.
+    """
+    group = _Group([_Remote(host, command, logs) for host, command in zip(hosts, commands, strict=True)])
+    before = {number: signal.signal(number, group.pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return group.wait()
+    finally:
+        group.end()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Remote:
+    """The command on one host."""
+
+    def __init__(self, host: Host, command: Sequence[str], logs: Path) -> None:
+        self.host = host
+        script = f"cd {shlex.quote(os.getcwd())} || exit 3\n{exports()}\n"
+        script += _SUPERVISED.format(command=shlex.join(command))
+        self.process = subprocess.Popen(
+            [*ssh(host), in_shell(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a ctrl-C of the terminal is passed on, instead of ending the connection
+        )
+        self._log = (logs / f"host-{host.name}.log").open("ab", buffering=0)
+        pipes = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self._threads = [threading.Thread(target=self._gather, args=pipe, daemon=True) for pipe in pipes]
+        self.prefix = ""
+
+    def begin(self, prefix: str) -> None:
+        """Begin to show the output, each line after ``prefix``."""
+        self.prefix = prefix
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, name: str) -> None:
+        """Send a signal to the command."""
+        assert self.process.stdin is not None
+        with suppress(OSError, ValueError):
+            self.process.stdin.write(f"{name}\n".encode())
+            self.process.stdin.flush()
+
+    def hang_up(self) -> None:
+        """End the connection; what is left of the command then gets SIGTERM."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for thread in self._threads:
+            thread.join(5)
+        self._log.close()
+
+    def _gather(self, pipe: IO[bytes], shown: IO[str]) -> None:
+        for line in pipe:
+            self._log.write(line)
+            shown.write(self.prefix + line.decode(errors="replace"))
+            shown.flush()
+
+
+class _Group:
+    def __init__(self, remotes: Sequence[_Remote]) -> None:
+        self._remotes = remotes
+        self._signalled = 0.0
+        for i, remote in enumerate(remotes):
+            remote.begin(f"{remote.host.name}: " if i else "")
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to all hosts; the same one within a second is the same request."""
+        now = time.monotonic()
+        if now - self._signalled > _SAME_REQUEST_SECONDS:
+            self._signalled = now
+            self._send("INT" if number == signal.SIGINT else "TERM")
+
+    def wait(self) -> int:
+        """Wait for all; what is left long after one has failed is ended."""
+        failed: float | None = None
+        sent = False
+        while None in (codes := [each.process.poll() for each in self._remotes]):
+            now = time.monotonic()
+            if failed is None and any(codes):
+                failed = now
+            if failed is not None and now - failed > _ENDS_BY_ITSELF and not sent:
+                self._send("TERM")
+                sent = True
+            if failed is not None and now - failed > _ENDS_BY_ITSELF + _ENDS_AFTER_SIGNAL:
+                break
+            time.sleep(0.05)
+        lost = [each for each in self._remotes if each.process.poll() in (None, SSH_FAILED)]
+        for each in lost:
+            how = "its connection was lost" if each.process.poll() == SSH_FAILED else "it did not end after the others"
+            say(f"{each.host.name}: {how}", file=sys.stderr)
+        return exit_code([EXIT_FAULT if each in lost else each.process.returncode for each in self._remotes])
+
+    def end(self) -> None:
+        """End all connections."""
+        for each in self._remotes:
+            each.hang_up()
+
+    def _send(self, name: str) -> None:
+        for each in self._remotes:
+            each.send(name)
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """Return the exit code of a run from those of its hosts: a cause comes before what follows from it.
+
+    A request or a failure that would occur again is the cause; a lost machine is what the other hosts see of one.
+    """
+    causes = [code for code in codes if code not in (0, EXIT_FAULT, EXIT_STOPPED)]
+    if causes:
+        return causes[0] if 0 < causes[0] < 128 else EXIT_FAULT  # ended by a signal
+    return next((code for code in (EXIT_FAULT, EXIT_STOPPED) if code in codes), 0)

@@ -1,0 +1,75 @@
+"""Hosts as pdsh and MPI write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, MachineError, RequestError
+from trainwright.launch.hosts.asking import check_clocks
+from trainwright.launch.hosts.names import Host, parse_hosts, processes_of, read_hostfile
+from trainwright.launch.hosts.starting import exit_code
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("node1,node2", ["node1", "node2"]),
+        ("node[1-3]", ["node1", "node2", "node3"]),
+        ("node[08-10,12].lan, me@other", ["node08.lan", "node09.lan", "node10.lan", "node12.lan", "me@other"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+    ],
+)
+def test_lists_of_hosts(text: str, names: list[str]) -> None:
+    assert sorted(host.name for host in parse_hosts(text)) == sorted(names)
+
+
+def test_slots_are_processes() -> None:
+    assert processes_of(parse_hosts("a:4,b:4")) == 8
+    assert processes_of(parse_hosts("a,b")) is None
+    with pytest.raises(RequestError, match=r"same number of slots \(a: 4, b: not written\)"):
+        processes_of(parse_hosts("a:4,b"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "-oProxyCommand=x", "a;b", "$(id)", "a b", "node[3-1]", "node[1-999999]", "a:0", "a:x", "a,a"]
+)
+def test_what_is_not_a_host_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="--hosts: "):
+        parse_hosts(text)
+
+
+def test_hostfiles(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# machines\nnode1 slots=2\n\nme@node[2-3] slots=2  # more\nnode4:2\n")
+    hosts = read_hostfile(file)
+    assert hosts == [Host("node1", 2), Host("me@node2", 2), Host("me@node3", 2), Host("node4", 2)]
+    assert hosts[1].address == "node2"
+    file.write_text("node1 slots=2\nnode2 slots = 2\n")
+    with pytest.raises(RequestError, match="hosts:2: 'node2 slots = 2' is not"):
+        read_hostfile(file)
+    with pytest.raises(RequestError, match="--hostfile"):
+        read_hostfile(tmp_path / "none")
+
+
+def test_clocks_that_differ_are_refused() -> None:
+    hosts = [Host("a"), Host("b")]
+    check_clocks(hosts, [-20.0, 5.0])
+    with pytest.raises(MachineError, match="the clock of b is 90 s ahead of that of a"):
+        check_clocks(hosts, [10.0, 100.0])
+
+
+@pytest.mark.parametrize(
+    ("codes", "together"),
+    [
+        ([0, 0], 0),
+        ([EXIT_STOPPED, EXIT_STOPPED], EXIT_STOPPED),
+        ([EXIT_STOPPED, EXIT_FAULT], EXIT_FAULT),
+        ([EXIT_FAULT, 4], 4),
+        ([EXIT_FAULT, 137], EXIT_FAULT),
+        ([2, 2], 2),
+    ],
+)
+def test_exit_code_of_all(codes: list[int], together: int) -> None:
+    assert exit_code(codes) == together
