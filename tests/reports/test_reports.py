@@ -13,6 +13,7 @@ import pytest
 import trainwright as tw
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.errors import RequestError
+from trainwright.reports.charts import curve_charts
 from trainwright.reports.comparing import paired_differences, recipe_differences
 from trainwright.reports.figures import RunFigures, curves_of, thinned
 from trainwright.reports.seconds import seconds_by_kind
@@ -114,6 +115,20 @@ def test_a_long_curve_keeps_its_extremes() -> None:
     points[54_321] = (54_321, 99.0)
     shown = thinned(points, 1000)
     assert len(shown) <= 1002 and (54_321, 99.0) in shown and shown[0] == (0, 0.0) and shown[-1] == points[-1]
+
+
+def test_an_evaluation_whose_step_is_lost_is_at_the_step_before_it(tmp_path: Path) -> None:
+    lost = [
+        start(100.0),
+        step(1, 101.0),
+        step(2, 102.0),
+        step(4, 104.0),
+        evaluate(0, 100.5, 2.0),
+        evaluate(3, 103.0, 1.0),
+    ]
+    charts = curve_charts([RunFigures.read(written(tmp_path / "run", *lost))])
+    values = next(chart["data"]["values"] for chart in charts if chart["title"] == "Validation loss")
+    assert [(value["step"], value["tokens"]) for value in values] == [(0, 0.0), (3, 20.0)]
 
 
 def test_positions_on_every_axis(tmp_path: Path) -> None:

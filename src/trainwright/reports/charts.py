@@ -33,7 +33,7 @@ def curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
         for name, curves, places_of in zip(names, every, places, strict=True):
             for step, value in curves[curve].points if curve in curves else ():
                 places_here = {axis: _near(places_of[axis], step) for axis in AXES}
-                rows.append({**places_here, "value": value, "run": name})
+                rows.append({**places_here, "step": step, "value": value, "run": name})
         shown = next(curves[curve] for curves in every if curve in curves)
         charts.append(_lines(shown.title, shown.unit, rows, several=len(runs) > 1))
     return charts
@@ -97,7 +97,7 @@ def script() -> str:
 def _lines(title: str, unit: str, rows: list[dict[str, Any]], *, several: bool) -> Specification:
     values = [row["value"] for row in rows]
     logarithmic = min(values) > 0 and max(values) > _LOGARITHMIC * min(values)
-    scale = {"type": "log"} if logarithmic else {"zero": False}
+    scale = {"type": "log" if logarithmic else "linear"}
     hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}}
     color = (
         {"color": {"field": "run", "type": "nominal", "title": None, "legend": {"orient": "top"}}} if several else {}
@@ -113,7 +113,7 @@ def _lines(title: str, unit: str, rows: list[dict[str, Any]], *, several: bool) 
                 "field": "step",
                 "type": "quantitative",
                 "title": AXES["step"],
-                "scale": {"zero": False, "nice": False},
+                "scale": {"nice": False},
                 "axis": {"tickMinStep": 1},
             },
             "y": {"field": "value", "type": "quantitative", "title": unit or None, "scale": scale},
@@ -141,8 +141,10 @@ def _lines(title: str, unit: str, rows: list[dict[str, Any]], *, several: bool) 
 
 
 def _near(places: Mapping[int, float], step: int) -> float:
-    """Return the place of a step; an evaluation before the first step is at 0."""
-    return places.get(step, 0.0 if step <= 0 else float(step))
+    """Return the place of a step: of the last one before it if its own is missing, 0 before the first."""
+    if step not in places:
+        step = max((known for known in places if known < step), default=0)
+    return places.get(step, 0.0)
 
 
 def _distinct(runs: Sequence[RunFigures]) -> list[str]:

@@ -6,6 +6,7 @@ function configuration() {
   const ink = getComputedStyle(document.body).color;
   const line = getComputedStyle(document.documentElement).getPropertyValue("--line");
   return { background: "transparent", font: "system-ui, sans-serif", view: { stroke: null },
+    scale: { zero: false }, // bars begin at 0 nevertheless
     title: { color: ink, anchor: "start", fontSize: 14 },
     axis: { labelColor: ink, titleColor: ink, gridColor: line, domainColor: line, tickColor: line,
       titleFontWeight: 400 },
