@@ -1,4 +1,6 @@
-"""Measure what a heartbeat costs: steps of one run with and without it, in pairs.
+"""Measure what a heartbeat costs, with the sums of the ledger and the comparison of ranks.
+
+Steps of one run have one or not, in pairs.
 
     python bench/heartbeat.py
     python bench/heartbeat.py --steps 2000

@@ -2,7 +2,7 @@
 
 A thread of the worker could not tell that its interpreter is blocked, so another process watches. The file is mapped
 into memory, normally under /dev/shm; writing costs a few microseconds and never waits. A reader that meets a write
-reads again.
+reads again. The worker also sums the seconds of its phases, which it writes to the ledger of its run.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import os
 import struct
 import tempfile
 import time
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 FINISHED = "finished"
 # The part of a phase that is spent waiting for other ranks has a history of its own.
@@ -88,25 +91,68 @@ class Beat:
     collectives: dict[int, Collective]
 
 
+class Use(NamedTuple):
+    """What seconds were used for: a phase, and whether this rank was inside a collective then."""
+
+    phase: str
+    waiting: bool
+
+
+class DeviceEvent(Protocol):
+    """A point in the work of a device, such as ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Return whether the device has reached it."""
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        """Return the milliseconds from this point to a later one."""
+
+
+class Spent:
+    """The seconds of this process by use, on the clock of the host or of the device that it drives.
+
+    A host runs ahead of its GPU, so that its own clock would count most of a step where it waits for the results.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self._since = time.monotonic()
+        self._seconds: dict[Use, float] = {}
+        self._record: Callable[[], DeviceEvent] | None = None
+        self._marks: deque[tuple[Use, DeviceEvent]] = deque()
+
+    def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
+        """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""
+        self._record = record
+        self._marks.append((Use("", waiting=False), record()))
+
+    def end(self, use: Use, now: float) -> None:
+        """Add the time since the last call to ``use``."""
+        if self._record is None:
+            self._seconds[use] = self._seconds.get(use, 0.0) + now - self._since
+            self._since = now
+            return
+        self._marks.append((use, self._record()))
+        while len(self._marks) > 1 and self._marks[1][1].query():
+            (_, before), (of, event) = self._marks.popleft(), self._marks[0]
+            self._seconds[of] = self._seconds.get(of, 0.0) + before.elapsed_time(event) / 1000
+
+    def read(self) -> dict[Use, float]:
+        """Return the seconds that are known by now; what a device has not done yet is left out."""
+        return self._seconds.copy()
+
+
 class Heartbeat:
     """Write what this process does to ``file``, which is made anew.
+
+    Args:
+        file: None: nobody watches; only seconds are summed.
 
     Raises:
         OSError: there is no space.
     """
 
-    def __init__(self, file: Path) -> None:
-        scratch = file.with_name(f".{file.name}.{os.getpid()}")
-        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            # Without space, writing to the mapping would kill the process.
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, _SIZE)
-            else:
-                os.write(descriptor, bytes(_SIZE))
-            self._memory = mmap.mmap(descriptor, _SIZE)
-        finally:
-            os.close(descriptor)
+    def __init__(self, file: Path | None) -> None:
+        self._memory = mmap.mmap(-1, _SIZE) if file is None else self._mapped(file)
         self._pid = os.getpid()
         self._marks = self._entered = 0
         self._waiting = False
@@ -115,20 +161,48 @@ class Heartbeat:
         self._phase_bytes = b"start"
         self._collective = (b"", b"", b"")
         self._times: dict[str, tuple[int, int, float]] = {}  # place in the file, count, longest
-        self._since = time.monotonic()
+        self.spent = Spent()
+        self._since = self.spent.begun
+        self.newest_step = -1
+        self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
         self._write()
-        scratch.replace(file)  # readers see it complete
+        if file is not None:
+            self._scratch(file).replace(file)  # readers see it complete
+
+    @staticmethod
+    def _scratch(file: Path) -> Path:
+        return file.with_name(f".{file.name}.{os.getpid()}")
+
+    def _mapped(self, file: Path) -> mmap.mmap:
+        scratch = self._scratch(file)
+        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            # Without space, writing to the mapping would kill the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, _SIZE)
+            else:
+                os.write(descriptor, bytes(_SIZE))
+            return mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def use(self) -> Use:
+        """What this process does now."""
+        return Use(self._phase, self._waiting)
 
     def phase(self, name: str, step: int = -1, micro_batch: int = -1) -> None:
         """Begin a phase; the one before ends."""
-        self._took(self._phase)
+        self._took()
         self._phase, self._phase_bytes = name, name.encode()
         self._step, self._micro_batch = step, micro_batch
+        if step >= 0:
+            self.newest_step = step
         self._write()
 
     def enter(self, name: str, tensor: str, line: str, *, counted: bool, same_shape: bool) -> None:
         """Enter a collective; ``counted``: all ranks take part."""
-        self._took(self._phase)
+        self._took()
         self._collective = (name.encode()[:24], tensor.encode()[:48], line.encode()[-160:])
         if counted:
             self._entered += 1
@@ -139,13 +213,26 @@ class Heartbeat:
 
     def leave(self) -> None:
         """Leave the collective."""
-        self._took(WAITING)
+        self._took()
         self._waiting = False
         self._write()
 
-    def _took(self, phase: str) -> None:
-        """Add the time since the last mark to the history of a phase."""
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Report that this rank waits for collectives that it has entered before."""
+        self._took()
+        self._waiting = True
+        self._write()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def _took(self) -> None:
+        """Add the time since the last mark to the history of the phase, or of waiting."""
         now = time.monotonic()
+        self.spent.end(self.use, now)
+        phase = WAITING if self._waiting else self._phase
         seconds, self._since = now - self._since, now
         known = self._times.get(phase)
         if known is None:
@@ -180,16 +267,16 @@ _own: Heartbeat | None = None
 
 
 def begin(directory: Path | None, rank: int) -> None:
-    """Write this worker's heartbeat to a file in ``directory``; without space there, the worker is not watched."""
+    """Begin this worker's heartbeat, in a file in ``directory``; without space there, the worker is not watched."""
     global _own
-    _own = None
-    if directory is not None:
-        with suppress(OSError):
-            _own = Heartbeat(heartbeat_file(directory, rank))
+    try:
+        _own = Heartbeat(None if directory is None else heartbeat_file(directory, rank))
+    except OSError:
+        _own = Heartbeat(None)
 
 
 def own() -> Heartbeat | None:
-    """Return the heartbeat of this process; None if it is not watched."""
+    """Return the heartbeat of this process; None if it is not a worker of a run."""
     return _own
 
 
@@ -197,6 +284,11 @@ def phase(name: str, step: int = -1, micro_batch: int = -1) -> None:
     """Report that a phase begins."""
     if _own is not None:
         _own.phase(name, step, micro_batch)
+
+
+def inside() -> AbstractContextManager[None]:
+    """Report that this rank waits for collectives that it has entered before, while the context is entered."""
+    return nullcontext() if _own is None else _own.inside()
 
 
 def finish() -> None:

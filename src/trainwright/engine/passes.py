@@ -19,6 +19,7 @@ from trainwright.engine.policies.base import RankReport, StepGradients, StepPoli
 from trainwright.engine.policies.builtin import handle_wrong_numbers
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
+from trainwright.engine.policies.stragglers import own_seconds
 from trainwright.engine.task import LossSum
 from trainwright.parallel.strategy import Independent
 from trainwright.transfer import on_device
@@ -55,6 +56,7 @@ class StepPasses:
     policies: Sequence[StepPolicy]
     requests: Callable[[int], tuple[bool, bool, float]]
     _sums: int = field(default=0, init=False)  # number of the task's statistics; 0 before the first step
+    _reported: list[float] = field(default_factory=own_seconds, init=False)
 
     def gradients(self, step: int, batch: GlobalBatch) -> StepGradients:
         """Return the gradients of a global batch, repeated while a policy asks for it.
@@ -86,7 +88,8 @@ class StepPasses:
             self.requests(step),
             functools.reduce(torch.add, done.losses.unbind()),
         )  # in their order
-        host = torch.tensor([stop, peak_memory(world.device), shortage is not None, save, written], dtype=torch.float64)
+        values = [stop, peak_memory(world.device), shortage is not None, save, written, *self._own_seconds()]
+        host = torch.tensor(values, dtype=torch.float64)
         row = torch.cat([torch.stack([loss]), on_device(host, world.device), done.statistics[: self._sums]])
         # Everything is read at once: the host waits for the device once a step.
         read = torch.cat([world.gather_rows(row).view(-1), done.norm.view(1), done.losses]).tolist()
@@ -101,6 +104,11 @@ class StepPasses:
             statistics = world.gather_rows(done.statistics).tolist()
             self._sums = len(done.statistics)
         return replace(found, statistics=[sum(column) for column in zip(*statistics, strict=True)])
+
+    def _own_seconds(self) -> list[float]:
+        """Return what ``own_seconds`` has counted since the last report."""
+        before, self._reported = self._reported, own_seconds()
+        return [now - then for now, then in zip(self._reported, before, strict=True)]
 
     def forward_backward(self, step: int, batch: GlobalBatch) -> ShareSums:
         """Add the gradients of this rank's share of a global batch to the model; the host waits for nothing."""

@@ -30,6 +30,7 @@ from trainwright.engine.policies.base import (
 from trainwright.engine.policies.builtin import MOST_IN_A_ROW, GradientNoise, LossScale, LossSpikes, NonFinite
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
+from trainwright.engine.policies.stragglers import Stragglers
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
 from trainwright.parallel.world import StopRequested
 
@@ -68,7 +69,7 @@ class Trainer:
         self.world = training.world
         self._memory_warned = False
         self._halving, self._replay = Halving(self.training), Replay(self.training)
-        ours = (LossScale, GradientNoise, LossSpikes, NonFinite)
+        ours = (LossScale, GradientNoise, LossSpikes, NonFinite, Stragglers)
         self._policies = [self._halving, self._replay, *(policy(self.training) for policy in (*ours, *self.policies))]
         self._checkpointing = Checkpointing(
             self.training, self.checkpoints, self._policies, lambda: self._replay.checked or None

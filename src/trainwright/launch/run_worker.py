@@ -47,14 +47,16 @@ from trainwright.launch.process import (
 from trainwright.launch.relaunch import is_replan_requested
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
-from trainwright.machine.machine import Machine
+from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.numa import bind
+from trainwright.machine.usage.sample import Sampler
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.attention.described import describe_attention
 from trainwright.models.attention.packs import platform_of
 from trainwright.models.causal_lm import CausalLM, compile_blocks
 from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
+from trainwright.observe.ledger import LedgerWriter
 from trainwright.observe.plan_watch import PlanWatch, Watched
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
@@ -111,26 +113,29 @@ def train(
     stopped. For the other arguments see ``run_worker``.
     """
     rank_info = rank_info or RankInfo.from_variables()
+    directory = heartbeat.heartbeat_directory(run) if watched else None
+    heartbeat.begin(directory, rank_info.rank)
+    report_collectives()
     if watched:
-        directory = heartbeat.heartbeat_directory(run)
-        heartbeat.begin(directory, rank_info.rank)
         keep_collectives(run / "logs", directory)
         write_stacks_on_signal(run / "logs", rank_info.rank)
-        report_collectives()
-    return run_worker(
-        run,
-        cache=cache_root(),
-        resume=resume,
-        reasons=run_directory.reasons(run),
-        predicted=run_directory.predicted(run),
-        reported=reported,
-        observers=functools.partial(_observers, run),
-        stop_requested=stop_requested,
-        rank_info=rank_info,
-        may_change=may_change,
-        launcher=launcher,
-        requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user),
-    )
+    own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
+    assert own is not None, "it has begun"
+    with LedgerWriter(run, rank_info.rank, own, Sampler(None if gpu is None else gpu.address)):
+        return run_worker(
+            run,
+            cache=cache_root(),
+            resume=resume,
+            reasons=run_directory.reasons(run),
+            predicted=run_directory.predicted(run),
+            reported=reported,
+            observers=functools.partial(_observers, run),
+            stop_requested=stop_requested,
+            rank_info=rank_info,
+            may_change=may_change,
+            launcher=launcher,
+            requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user),
+        )
 
 
 def _say_to_user(line: str) -> None:
@@ -224,6 +229,7 @@ def run_worker(
         world = replace(world, stop_requested=stop_requested)
     with Activity(console(), f"setting up {recipe.parallel.strategy}"):
         heartbeat.phase("setup")
+        _follow_device(world)
         agree(recipe, task, world, run_directory.planned_device(run))
         strategy, layout = _strategy(recipe, task, world)
         watch(task, strategy)
@@ -257,7 +263,7 @@ def run_worker(
     checkpoint = trainer.newest_checkpoint() if resume else None
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
-        heartbeat.phase("loading")
+        heartbeat.phase("resuming")
         trainer.resume(checkpoint)
     events.emit(_start(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout, launcher))
     if reported is not None:
@@ -284,9 +290,25 @@ def _use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def _gpu(machine: Machine, rank_info: RankInfo) -> Gpu | None:
+    """Return the GPU of this process, if it has one."""
+    return machine.gpus[rank_info.gpu] if machine.is_here and rank_info.gpu < len(machine.gpus) else None
+
+
+def _follow_device(world: World) -> None:
+    """Count the seconds of phases on the clock of the GPU, if there is one."""
+    own = heartbeat.own()
+    if own is not None and world.device.type == "cuda":
+        own.spent.follow_device(lambda: torch.cuda.current_stream(world.device).record_event(_timed_event()))
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
 def _bind(machine: Machine, rank_info: RankInfo) -> None:
     """Bind this process to the NUMA node of its GPU, if it has one; its log says so."""
-    gpu = machine.gpus[rank_info.gpu] if machine.is_here and rank_info.gpu < len(machine.gpus) else None
+    gpu = _gpu(machine, rank_info)
     if gpu is not None and (done := bind(gpu.address)) is not None:
         say(f"rank {rank_info.rank}: {done}", file=sys.stderr)
 

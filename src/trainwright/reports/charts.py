@@ -39,6 +39,31 @@ def curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
     return charts
 
 
+def time_chart(title: str, unit: str, rows: list[dict[str, Any]]) -> Specification:
+    """Return a chart over the seconds since a run began, with a line for each rank.
+
+    Args:
+        rows: ``after``, ``value`` and ``run``, the name of the line.
+    """
+    return _lines(title, unit, rows, several=len({row["run"] for row in rows}) > 1, axis=("after", "Seconds"))
+
+
+def heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
+    """Return a chart of shares by rank and category. ``rows``: ``rank``, ``part`` and ``share``."""
+    return {
+        "title": title,
+        "description": title,
+        "height": 60 + 24 * len({row["part"] for row in rows}),
+        "data": {"values": list(rows)},
+        "mark": {"type": "rect", "tooltip": True},
+        "encoding": {
+            "x": {"field": "rank", "type": "ordinal", "title": "Rank", "axis": {"labelAngle": 0}},
+            "y": {"field": "part", "type": "nominal", "sort": None, "title": None},
+            "color": {"field": "share", "type": "quantitative", "title": "Share", "legend": {"format": ".0%"}},
+        },
+    }
+
+
 def bar_chart(title: str, parts: Mapping[str, float], unit: str) -> Specification:
     """Return a chart with a bar for each part."""
     rows = [{"part": part, "value": value} for part, value in parts.items()]
@@ -94,7 +119,14 @@ def script() -> str:
         return made
 
 
-def _lines(title: str, unit: str, rows: list[dict[str, Any]], *, several: bool) -> Specification:
+def _lines(
+    title: str,
+    unit: str,
+    rows: list[dict[str, Any]],
+    *,
+    several: bool,
+    axis: tuple[str, str] = ("step", AXES["step"]),
+) -> Specification:
     values = [row["value"] for row in rows]
     logarithmic = min(values) > 0 and max(values) > _LOGARITHMIC * min(values)
     scale = {"type": "log" if logarithmic else "linear"}
@@ -110,9 +142,9 @@ def _lines(title: str, unit: str, rows: list[dict[str, Any]], *, several: bool) 
         "data": {"values": rows},
         "encoding": {
             "x": {
-                "field": "step",
+                "field": axis[0],
                 "type": "quantitative",
-                "title": AXES["step"],
+                "title": axis[1],
                 "scale": {"nice": False},
                 "axis": {"tickMinStep": 1},
             },
@@ -131,7 +163,7 @@ def _lines(title: str, unit: str, rows: list[dict[str, Any]], *, several: bool) 
                     "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
                     "tooltip": [
                         *tip,
-                        {"field": "step", "type": "quantitative", "title": "Step"},
+                        {"field": axis[0], "type": "quantitative", "title": axis[1]},
                         {"field": "value", "type": "quantitative", "title": title, "format": ".5~g"},
                     ],
                 },

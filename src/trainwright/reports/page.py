@@ -9,12 +9,13 @@ from typing import Any
 
 from trainwright import text
 from trainwright.launch.run_directory import PLAN, RECIPE
+from trainwright.observe.ledger import read_ledger
 from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.reader import EventRecord
-from trainwright.reports.charts import bar_chart, curve_charts, pair_chart
+from trainwright.reports.charts import curve_charts, pair_chart
 from trainwright.reports.figures import RunFigures
 from trainwright.reports.html import AXIS_MENU, Page, escaped, section, table, tiles
-from trainwright.reports.seconds import seconds_by_kind
+from trainwright.reports.seconds import machines, where_time_went
 
 _TONES = {"finished": "good", "training": "good", "stopped": "warn", "failed": "bad", "ended": "bad"}
 _SAMPLES = 8  # the newest ones of a prompt
@@ -25,11 +26,13 @@ _BYTES = 2**20
 def report_of(run: RunFigures) -> str:
     """Return the page of a run. Raises RequestError if the package with the script of charts is missing."""
     page = Page(f"{run.name} - Trainwright")
+    ledger = read_ledger(run.directory, run.everything)
     page.add(_head(run))
     page.add(section("Curves", AXIS_MENU, page.charts(curve_charts([run]))) if run.steps else "")
     page.add(section("Samples", *_samples(run)))
     page.add(section("Predicted and measured", *_predicted(run, page)))
-    page.add(section("Where the time went", *_seconds(run, page)))
+    page.add(section("Where the time went", *where_time_went(run, ledger, page)))
+    page.add(section("Machine", *machines(ledger, page)))
     page.add(section("Time line", _timeline(run)))
     page.add(section("Choices", _choices(run)))
     page.add(section("Environment", _environment(run)))
@@ -98,16 +101,6 @@ def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
             rows.append({"part": "whole step", "kind": "measured", "value": measured["step_time"]})
         charts.append(pair_chart("Step time by part", rows, "seconds"))
     yield page.charts(charts)
-
-
-def _seconds(run: RunFigures, page: Page) -> Iterator[str]:
-    found = seconds_by_kind(run)
-    if not found:
-        return
-    whole = sum(found.values())
-    rows = [(kind.capitalize(), text.span(value), f"{value / whole:.1%}") for kind, value in found.items()]
-    yield table(["", "Time", "Share"], rows)
-    yield page.charts([bar_chart("Seconds since the run began", found, "seconds")])
 
 
 def _timeline(run: RunFigures) -> str:

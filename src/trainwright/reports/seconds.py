@@ -1,15 +1,92 @@
-"""Where the time of a run went, from its events."""
+"""Where the time of a run went, and what its machines did, from its ledger; without one, from its events."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
+from trainwright import text
+from trainwright.observe.ledger import CATEGORIES, TRAINING, RankLedger
 from trainwright.observe.reader import EventRecord
-from trainwright.reports.figures import RunFigures
+from trainwright.reports.charts import bar_chart, heat_chart, time_chart
+from trainwright.reports.figures import RunFigures, thinned
+from trainwright.reports.html import Page, table
 
+_RANKS = 8  # of more, a summary is shown
+_POINTS = 400
+# Measures of the ledger's samples: title, unit, and what the values are multiplied by.
+_MEASURES = {
+    "cpu": ("Cores used by each process", "cores", 1.0),
+    "host_cpu": ("Use of all cores of the machine", "%", 100.0),
+    "memory": ("Memory of each process", "GiB", 2.0**-30),
+    "gpu.used": ("Use of each GPU", "%", 100.0),
+    "gpu.memory": ("Memory of each GPU", "GiB", 2.0**-30),
+    "gpu.power": ("Power of each GPU", "W", 1.0),
+    "gpu.clock": ("Clock of each GPU", "MHz", 1.0),
+    "gpu.temperature": ("Temperature of each GPU", "°C", 1.0),
+}
 # What an event's own seconds belong to.
 _TAKES = {"evaluate": ("evaluation", "seconds"), "checkpoint": ("checkpoints", "blocked_seconds")}
+
+
+def where_time_went(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
+    """Yield a table and a chart of the seconds of every rank by category."""
+    if not ledger:
+        yield from _from_events(run, page)
+        return
+    goodput = sum(rank.goodput * rank.wall for rank in ledger) / max(sum(rank.wall for rank in ledger), 1e-9)
+    yield f"<p>{goodput:.1%} of the time of all ranks was used for {', '.join(TRAINING[:-1])} and {TRAINING[-1]}.</p>"
+    categories = [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)]
+    heads = [f"Rank {rank.rank}" for rank in ledger] if len(ledger) <= _RANKS else ["Mean", "Least", "Most"]
+    yield table(["", *heads], [_of_category(name, ledger) for name in categories])
+    shares = [
+        {"rank": rank.rank, "part": name, "share": rank.seconds.get(name, 0.0) / max(rank.wall, 1e-9)}
+        for rank in ledger
+        for name in categories
+    ]
+    yield page.charts([heat_chart("Share of the time of each rank", shares)])
+
+
+def _of_category(name: str, ledger: Sequence[RankLedger]) -> tuple[str, ...]:
+    """Return a row of the table: the seconds of every rank, or a summary of many."""
+    values = [rank.seconds.get(name, 0.0) for rank in ledger]
+    shown = values if len(values) <= _RANKS else [statistics.fmean(values), min(values), max(values)]
+    return (name.capitalize(), *(text.span(value) if value else "" for value in shown))
+
+
+def machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
+    """Yield charts of what the machines of the first ranks did."""
+    begun = min((rank.lines[0].started for rank in ledger), default=0.0)
+    charts = []
+    for name, (title, unit, scale) in _MEASURES.items():
+        rows = []
+        for rank in ledger[:_RANKS]:
+            values = ((index, _measure(line.system, name)) for index, line in enumerate(rank.lines))
+            for index, value in thinned([(i, v * scale) for i, v in values if v is not None], _POINTS):
+                rows.append({"after": rank.lines[index].time - begun, "value": value, "run": f"rank {rank.rank}"})
+        if rows:
+            charts.append(time_chart(title, unit, rows))
+    if charts:
+        yield page.charts(charts)
+
+
+def _measure(system: Mapping[str, Any], name: str) -> float | None:
+    """Return a measure of a sample; ``name`` may have a group before a point."""
+    group, _, key = name.rpartition(".")
+    inside = system.get(group) if group else system
+    value = inside.get(key) if isinstance(inside, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _from_events(run: RunFigures, page: Page) -> Iterator[str]:
+    found = seconds_by_kind(run)
+    if found:
+        whole = sum(found.values())
+        rows = [(kind.capitalize(), text.span(value), f"{value / whole:.1%}") for kind, value in found.items()]
+        yield table(["", "Time", "Share"], rows)
+        yield page.charts([bar_chart("Seconds since the run began", found, "seconds")])
 
 
 def seconds_by_kind(run: RunFigures) -> dict[str, float]:

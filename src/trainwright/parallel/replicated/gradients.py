@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainwright import heartbeat
 from trainwright.parallel.constants import CACHED_ELEMENTS
 
 
@@ -139,8 +140,9 @@ class _Exchange:
     def finish(self) -> None:
         while len(self._started) < len(self._buckets):  # parameters that backward did not reach
             self._start()
-        for _, work in self._started:
-            work.wait()
+        with heartbeat.inside():
+            for _, work in self._started:
+                work.wait()
         self._started = []
         self._active = False
 

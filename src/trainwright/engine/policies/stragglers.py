@@ -1,0 +1,173 @@
+"""Stragglers: a rank that computes more slowly than the others, for which all of them wait in every step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright import heartbeat
+from trainwright.engine.events import Notice
+from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
+from trainwright.heartbeat import Use
+from trainwright.machine.usage.why_slow import Moment, why_slow
+
+# The phases in which ranks are compared, with those of the heartbeat that belong to them; fields of RankReport.
+_PHASES = {
+    "data": ("data",),
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "optimizer": ("gradient norm", "optimizer"),
+}
+# Steps are compared in blocks: a slow process may be slow in some steps only, and a single one proves nothing.
+_BLOCK, _BLOCKS = 4, 4
+WINDOW = _BLOCK * _BLOCKS
+# The first steps include compilation and the first use of memory.
+IGNORED = 3
+# A straggler takes longer than every other rank by this part, and by these multiples of the standard error: of blocks,
+# which are few but even out what recurs within a block, and of steps.
+_SLOWER, _ERRORS, _ERRORS_OF_STEPS = 0.1, 6.0, 3.5
+# A step's seconds count up to this number of standard deviations above the median of its rank; a standard deviation is
+# this multiple of the median absolute deviation, where the noise is normal.
+_OUTLIER, _NORMAL = 4.0, 1.4826
+# It is named again only after it was no slower than this.
+_RECOVERED = 0.05
+_NOISEWINDOWS = 20
+
+
+class Straggler(NamedTuple):
+    """A rank that is slower than all others.
+
+    Attributes:
+        phase: the one in which it loses most.
+        slower: by which part it takes longer than the slowest of the others.
+        gain: the part of a step's time that the run would save without it.
+    """
+
+    rank: int
+    phase: str
+    slower: float
+    gain: float
+
+
+class Comparison:
+    """Compare the seconds of ranks over the last steps."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._seconds: deque[list[list[float]]] = deque(maxlen=WINDOW)
+        self._walls: deque[float] = deque(maxlen=WINDOW)
+        self._noise: deque[float] = deque(maxlen=_NOISEWINDOWS)
+        self._named: int | None = None
+
+    def add(self, seconds: list[list[float]], wall: float) -> Straggler | None:
+        """Add a step; return a rank that has become a straggler.
+
+        Args:
+            seconds: of every rank by phase.
+            wall: seconds since the step before.
+        """
+        self.taken += 1
+        if self.taken <= IGNORED:
+            return None
+        self._seconds.append(seconds)
+        self._walls.append(wall)
+        return self._judge() if len(self._walls) == WINDOW and self.taken % _BLOCK == 0 else None
+
+    def _judge(self) -> Straggler | None:
+        seconds = np.array(self._seconds)
+        of_ranks = _without_outliers(seconds.sum(axis=2))
+        rank, steps = _slowest(of_ranks)
+        blocks = steps.reshape(_BLOCKS, _BLOCK).mean(axis=1)
+        spread, mean = float(blocks.std(ddof=1)), float(blocks.mean())
+        error = max(spread, float(np.median(self._noise)) if self._noise else 0.0) / _BLOCKS**0.5
+        if self.taken % WINDOW == 0:
+            self._noise.append(spread)
+        least = max(_SLOWER, _ERRORS * error, _ERRORS_OF_STEPS * float(steps.std(ddof=1)) / WINDOW**0.5)
+        if mean > least and blocks.min() > 0.0:
+            known, self._named = self._named == rank, rank
+            return None if known else self._straggler(seconds, of_ranks, rank, mean)
+        if self._named is not None and (rank != self._named or mean < _RECOVERED):
+            self._named = None
+        return None
+
+    def _straggler(
+        self, seconds: NDArray[np.float64], of_ranks: NDArray[np.float64], rank: int, slower: float
+    ) -> Straggler:
+        lost = np.median(seconds[:, rank] - np.delete(seconds, rank, axis=1).max(axis=1), axis=0)
+        gained = (of_ranks[:, rank] - np.delete(of_ranks, rank, axis=1).max(axis=1)).sum()
+        whole = _without_outliers(np.array(self._walls)[:, None]).sum()  # such as an evaluation in between
+        return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, float(gained / whole))
+
+
+def _without_outliers(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [steps, ranks] with values far above the median of their rank replaced by the highest usual one."""
+    median = np.median(seconds, axis=0)
+    deviation = _NORMAL * np.median(np.abs(seconds - median), axis=0)
+    return np.minimum(seconds, median + _OUTLIER * deviation)
+
+
+def _slowest(seconds: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
+    """Return the slowest rank, and by which part it took longer than any other rank in each step.
+
+    Args:
+        seconds: [steps, ranks].
+    """
+    rank = int(seconds.sum(axis=0).argmax())
+    others = np.delete(seconds, rank, axis=1).max(axis=1)
+    return rank, (seconds[:, rank] - others) / max(float(others.mean()), 1e-9)
+
+
+class Stragglers(StepPolicy):
+    """Name a rank that is slower than the others by more than noise, and count how long this rank waits for others."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._comparison, self._since = Comparison(), time.monotonic()
+        self._found: Straggler | None = None
+        self._before = Moment.now(), 0.0
+
+    def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
+        """Take the seconds that all ranks have reported for this step; they are no metrics."""
+        own, world = heartbeat.own(), self.training.world
+        now = time.monotonic()
+        wall, self._since = now - self._since, now
+        if own is not None and world.size > 1:
+            seconds = [[getattr(report, phase) for phase in _PHASES] for report in found.reports]
+            own.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
+            self._found = self._comparison.add(seconds, wall)
+            if self._comparison.taken % WINDOW == IGNORED:
+                self._before = Moment.now(), _in_collectives()
+        return {}
+
+    def after(self, step: int) -> None:
+        """Emit a notice about a straggler, with what it knows about itself. Every rank has found the same."""
+        if self._found is None:
+            return
+        straggler, world, why = self._found, self.training.world, ""
+        if straggler.rank == world.rank:
+            before, waited = self._before
+            why = why_slow(before, Moment.now(), _in_collectives() - waited)
+        why = world.gather(why)[straggler.rank]
+        message = (
+            f"rank {straggler.rank} has been {straggler.slower:.0%} slower than the other ranks over {WINDOW} steps, "
+            f"most of it in {straggler.phase}; without it a step would take {straggler.gain:.0%} less time; {why}"
+        )
+        details = {"step": step, **straggler._asdict(), "why": why}
+        self.training.events.emit(Notice(message=message, kind="straggler", details=details))
+        self._found = None
+
+
+def own_seconds() -> list[float]:
+    """Return the seconds of this process in each phase that ranks are compared in, without those in collectives."""
+    own = heartbeat.own()
+    spent: dict[Use, float] = {} if own is None else own.spent.read()
+    return [sum(spent.get(Use(name, False), 0.0) for name in names) for names in _PHASES.values()]
+
+
+def _in_collectives() -> float:
+    own = heartbeat.own()
+    return 0.0 if own is None else sum(seconds for use, seconds in own.spent.read().items() if use.waiting)

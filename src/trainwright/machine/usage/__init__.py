@@ -1,0 +1,1 @@
+"""What a process of a run and its machine do while it trains."""

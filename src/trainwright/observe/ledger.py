@@ -1,0 +1,287 @@
+"""The ledger of a run: every second of every rank, by what it was used for.
+
+Each rank appends a line to `ledger/rank-<r>.jsonl` every few seconds, from a thread beside the training: the seconds of
+this launch so far by category. A rank that is killed loses those since its last line, which then count as stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from trainwright.heartbeat import Heartbeat, Use
+from trainwright.observe.reader import EventRecord, superseded
+
+DIRECTORY = "ledger"
+FORMAT = 1
+EXCHANGE, WAITING, REPEATED, STOPPED, OTHER = "exchange", "waiting for ranks", "repeated", "stopped", "other"
+IMPORTS = "start: imports"
+# What makes the model better; all other seconds are the price of it.
+TRAINING = ("forward", "backward", EXCHANGE, "optimizer")
+
+_START = {
+    "start": IMPORTS,
+    "loading": "start: data and model",
+    "joining": "start: process group",
+    "setup": "start: strategy",
+    "resuming": "start: checkpoint",
+}
+_STEP = {"data": "data", "forward": "forward", "backward": "backward", "gradient norm": "optimizer"} | {
+    "optimizer": "optimizer",
+    "metrics": OTHER,
+    "replay": OTHER,
+    "step policies and observers": OTHER,
+}
+_OUTSIDE_STEPS = {name: name for name in ("evaluation", "generation", "checkpoint", "export")}
+# In the order in which they are shown.
+CATEGORIES = (
+    *TRAINING,
+    *("data", WAITING, "evaluation", "generation", "checkpoint", "export", REPEATED, STOPPED),
+    *(*_START.values(), OTHER),
+)
+# Seconds between two lines: a part of the time of the launch, within bounds.
+_PART, _LEAST, _MOST = 1 / 60, 1.0, 30.0
+_TAIL_BYTES = 2**16
+
+
+def by_category(spent: Mapping[Use, float], behind: float) -> dict[str, float]:
+    """Return seconds by category.
+
+    Args:
+        spent: by phase, and whether inside a collective.
+        behind: the part of the collectives of steps in which slower ranks kept this one waiting.
+    """
+    found: dict[str, float] = defaultdict(float)
+    for (phase, waiting), seconds in spent.items():
+        if phase in _STEP:
+            found[EXCHANGE if waiting else _STEP[phase]] += seconds
+        else:
+            found[_START.get(phase) or _OUTSIDE_STEPS.get(phase, OTHER)] += seconds
+    waited = min(behind, found[EXCHANGE])
+    found[EXCHANGE] -= waited
+    found[WAITING] += waited
+    return {name: found[name] for name in CATEGORIES if found[name] > 0.0}
+
+
+class LedgerWriter:
+    """Append what ``own`` has counted to the ledger of a run, from a thread; a disk error ends nothing.
+
+    Args:
+        sample: returns what the machine does now, for the same line.
+    """
+
+    def __init__(self, run: Path, rank: int, own: Heartbeat, sample: Callable[[], Mapping[str, Any]] = dict) -> None:
+        self._file, self._rank, self._own, self._sample = rank_file(run, rank), rank, own, sample
+        self._started = time.time() - _age()
+        # The heartbeat began after the interpreter and its imports.
+        self._before = time.time() - (time.monotonic() - own.spent.begun) - self._started
+        self._launch = 1 + max((line.launch for line in _lines(_tail(self._file))), default=0)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._write_now_and_then, name="ledger", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write the last line."""
+        self._closed.set()
+        self._thread.join()
+
+    def _write_now_and_then(self) -> None:
+        self._write()  # also of a launch that is killed at once
+        while not self._closed.wait(min(_MOST, max(_LEAST, (time.time() - self._started) * _PART))):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        now, spent, use = time.time(), self._own.spent.read(), self._own.use
+        start = Use("start", waiting=False)
+        spent[start] = spent.get(start, 0.0) + self._before
+        # What has not ended yet, on a device what it has not done yet, belongs to what this rank does now.
+        open_seconds = now - self._started - sum(spent.values())
+        spent[use] = spent.get(use, 0.0) + max(0.0, open_seconds)
+        seconds = {name: round(value, 4) for name, value in by_category(spent, self._own.behind).items()}
+        line = {
+            "format": FORMAT,
+            "launch": self._launch,
+            "rank": self._rank,
+            "time": round(now, 3),
+            "step": self._own.newest_step,
+            "started": round(self._started, 3),
+            "seconds": seconds,
+            "system": dict(self._sample()),
+        }
+        with suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                size = os.fstat(descriptor).st_size
+                # A line that a killed rank has begun stays the only damaged one.
+                cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+                os.write(descriptor, (b"\n" if cut else b"") + json.dumps(line).encode() + b"\n")
+            finally:
+                os.close(descriptor)
+
+
+def rank_file(run: Path, rank: int) -> Path:
+    """Return the file of a rank's ledger."""
+    return run / DIRECTORY / f"rank-{rank}.jsonl"
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    """A line of the ledger.
+
+    Attributes:
+        launch: counts the launches of this rank from 1.
+        time: when it was written, in seconds since the epoch.
+        step: the last step that had begun; -1 before the first.
+        started: when the process of this launch was created.
+        seconds: of this launch so far by category.
+        system: what the machine did then.
+    """
+
+    launch: int
+    time: float
+    step: int
+    started: float
+    seconds: Mapping[str, float]
+    system: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankLedger:
+    """The seconds of a rank over all launches.
+
+    Attributes:
+        seconds: by category, with those of ``repeated`` and ``stopped``.
+        wall: from the creation of its first process to its last line.
+    """
+
+    rank: int
+    lines: Sequence[LedgerLine]
+    seconds: Mapping[str, float]
+    wall: float
+
+    @property
+    def goodput(self) -> float:
+        """The share of the wall time in which the rank trained."""
+        return sum(self.seconds.get(name, 0.0) for name in TRAINING) / self.wall if self.wall > 0 else 0.0
+
+
+def read_ledger(run: Path, events: Sequence[EventRecord] = ()) -> list[RankLedger]:
+    """Return the ledger of every rank of a run, in rank order; empty without one. Damaged lines are left out.
+
+    Args:
+        events: the run's events as they were written, which tell what was repeated after a fault.
+    """
+    lost = list(_lost(events))
+    found = []
+    for file in sorted(run.glob(f"{DIRECTORY}/rank-*.jsonl"), key=_rank_of):
+        with suppress(OSError):
+            if lines := list(_lines(file.read_bytes())):
+                found.append(_rank_ledger(_rank_of(file), lines, lost))
+    return found
+
+
+def _age() -> float:
+    """Return the seconds since this process was created."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        created = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started (proc_pid_stat(5))
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - created)
+    except (OSError, AttributeError):  # not Linux; there, psutil rounds no time to whole seconds
+        return max(0.0, time.time() - psutil.Process().create_time())
+
+
+def _rank_of(file: Path) -> int:
+    number = file.stem.removeprefix("rank-")
+    return int(number) if number.isdecimal() else -1
+
+
+def _lines(data: bytes) -> Iterator[LedgerLine]:
+    for text in data.splitlines():
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            line = json.loads(text)
+            seconds = {str(name): float(value) for name, value in line["seconds"].items()}
+            times = float(line["time"]), int(line["step"]), float(line["started"])
+            yield LedgerLine(int(line["launch"]), *times, seconds, line.get("system") or {})
+
+
+def _tail(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            opened.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+            return opened.read()
+    except OSError:
+        return b""
+
+
+def _lost(events: Iterable[EventRecord]) -> Iterator[tuple[float, float]]:
+    """Yield the times between which a run did what it had to repeat, because it went back to an earlier step."""
+    history: list[EventRecord] = []
+    for event in events:
+        if event["event"] in ("start", "rewind"):
+            gone = [superseded(past, event) for past in history]
+            if True in gone:
+                kept = history[max(0, gone.index(True) - 1)]
+                yield float(kept.get("time", 0.0)), float(event.get("time", 0.0))
+            history = [past for past, is_gone in zip(history, gone, strict=True) if not is_gone]
+        history.append(event)
+
+
+def _rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[tuple[float, float]]) -> RankLedger:
+    launches = [list(group) for _, group in groupby(lines, lambda line: line.launch)]
+    seconds: dict[str, float] = defaultdict(float)
+    for launch in launches:
+        whole = dict(launch[-1].seconds)
+        for begun, ended in lost:
+            for name, value in _between(launch, begun, ended).items():
+                if not name.startswith("start"):
+                    whole[name] -= value
+                    whole[REPEATED] = whole.get(REPEATED, 0.0) + value
+        for name, value in whole.items():
+            seconds[name] += value
+    for before, after in pairwise(launches):
+        seconds[STOPPED] += max(0.0, after[0].started - before[-1].time)
+    shown = {name: seconds[name] for name in (*CATEGORIES, *seconds) if seconds[name] > 0.0}
+    return RankLedger(rank, lines, shown, lines[-1].time - lines[0].started)
+
+
+def _between(launch: Sequence[LedgerLine], begun: float, ended: float) -> dict[str, float]:
+    """Return the seconds of a launch between two times, by category; 0 if it had not started, or had ended."""
+    last = launch[-1]
+    if not launch[0].started <= begun < last.time:
+        return {}
+    at, until = _at(launch, begun), _at(launch, min(ended, last.time))
+    return {name: until.get(name, 0.0) - at.get(name, 0.0) for name in until}
+
+
+def _at(launch: Sequence[LedgerLine], when: float) -> dict[str, float]:
+    """Return the seconds of a launch up to a time, in proportion between two lines."""
+    after = bisect_left(launch, when, key=lambda line: line.time)
+    if after == len(launch):
+        return dict(launch[-1].seconds)
+    line = launch[after]
+    before = launch[after - 1] if after else LedgerLine(line.launch, line.started, -1, line.started, {})
+    part = (when - before.time) / max(line.time - before.time, 1e-9)
+    return {
+        name: before.seconds.get(name, 0.0) + part * (value - before.seconds.get(name, 0.0))
+        for name, value in line.seconds.items()
+    }
