@@ -19,9 +19,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
 from trainwright.heartbeat import Heartbeat, Use
+from trainwright.machine.usage.sample import process_age
 from trainwright.observe.reader import EventRecord, superseded
 
 DIRECTORY = "ledger"
@@ -84,7 +83,7 @@ class LedgerWriter:
 
     def __init__(self, run: Path, rank: int, own: Heartbeat, sample: Callable[[], Mapping[str, Any]] = dict) -> None:
         self._file, self._rank, self._own, self._sample = rank_file(run, rank), rank, own, sample
-        self._started = time.time() - _age()
+        self._started = time.time() - process_age()
         # The heartbeat began after the interpreter and its imports.
         self._before = time.time() - (time.monotonic() - own.spent.begun) - self._started
         self._launch = 1 + max((line.launch for line in _lines(_tail(self._file))), default=0)
@@ -198,16 +197,6 @@ def read_ledger(run: Path, events: Sequence[EventRecord] = ()) -> list[RankLedge
             if lines := list(_lines(file.read_bytes())):
                 found.append(_rank_ledger(_rank_of(file), lines, lost))
     return found
-
-
-def _age() -> float:
-    """Return the seconds since this process was created."""
-    try:
-        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        created = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started (proc_pid_stat(5))
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - created)
-    except (OSError, AttributeError):  # not Linux; there, psutil rounds no time to whole seconds
-        return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def _rank_of(file: Path) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,6 +41,16 @@ class Sampler:
         if self._gpu is not None and (gpu := gpu_of(self._gpu)):
             found["gpu"] = gpu
         return found
+
+
+def process_age() -> float:
+    """Return the seconds since this process was created."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        created = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started (proc_pid_stat(5))
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - created)
+    except (OSError, AttributeError):  # not Linux; there, psutil rounds no time to whole seconds
+        return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def processor_clock() -> tuple[float, float] | None:
