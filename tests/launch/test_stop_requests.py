@@ -14,7 +14,7 @@ from tests.support.runs import ON_ROWS, Runs, column, events
 from tests.support.workers import by_hand, start_workers
 from trainwright.errors import RequestError
 from trainwright.launch.ending.deadline import Deadline, deadline_of, earliest
-from trainwright.launch.ending.requests import StopRequests
+from trainwright.launch.ending.requests import StopRequests, forget_stops, was_asked_to_stop
 
 LONG = (ON_ROWS, "train.max_steps=400", "optimizer.schedule=constant", "evaluate.every=null", "checkpoint.every=null")
 
@@ -30,9 +30,11 @@ def test_a_file_is_a_request_once(tmp_path: Path) -> None:
     found, done = requests(tmp_path, None)
     assert not found.look() and not done
     (tmp_path / "stop").touch()
-    assert found.look() and not list(tmp_path.iterdir())
+    assert found.look() and was_asked_to_stop(tmp_path) and not (tmp_path / "stop").exists()
     assert done == [done[0], "stop"] and str(tmp_path / "stop") in done[0]
     assert not found.look()
+    forget_stops(tmp_path)
+    assert not was_asked_to_stop(tmp_path) and not list(tmp_path.iterdir())
 
 
 def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> None:

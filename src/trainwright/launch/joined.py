@@ -31,7 +31,7 @@ from trainwright.errors import (
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import deadline_of
 from trainwright.launch.ending.exit_code import record_exit_code
-from trainwright.launch.ending.requests import take_stop_file
+from trainwright.launch.ending.requests import forget_stops
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
 from trainwright.launch.group.report_once import should_report
@@ -236,7 +236,7 @@ class _Participant:
         if not self.options.force:
             resolved.plan.refuse_shortage()
         run = held.enter_context(request.opened(resolved))
-        take_stop_file(run)  # of an earlier launch
+        forget_stops(run)
         with request.undone_on_error(run):
             text = request.record(run, resolved)
             logs = run / "logs"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
-from trainwright.launch.ending.requests import take_stop_file
+from trainwright.launch.ending.requests import forget_stops
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
 from trainwright.launch.group.answering_gpus import show_answering_gpus
 from trainwright.launch.group.elastic import Elastic
@@ -135,7 +135,7 @@ class _Launch:
 
             def make() -> tuple[Path, str]:
                 run = held.enter_context(request.opened(self.resolved))
-                take_stop_file(run)  # of an earlier launch
+                forget_stops(run)
                 until_prepared.enter_context(request.undone_on_error(run))
                 (run / "logs").mkdir(exist_ok=True)
                 return run, request.record(run, self.resolved)

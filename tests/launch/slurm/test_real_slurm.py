@@ -82,6 +82,20 @@ def test_two_nodes_survive_a_preemption_and_a_requeue_by_hand(slurm: Slurm, runs
     same_losses(runs, run, 2, steps)
 
 
+def test_a_run_that_its_file_asks_to_stop_is_not_requeued(slurm: Slurm, runs: Runs, tmp_path: Path) -> None:
+    words = (SLOW, "train.max_steps=30", "parallel.num_processes=1", "--until-done", "--name", "asked")
+    job, run = submit(slurm, tmp_path, *words)
+    wait_for_step(run, 3)
+    (run / "stop").touch()
+    slurm.wait_for(job, "FAILED", "COMPLETED", "PENDING")
+    assert slurm.state(job) == "FAILED"
+    assert f"job {job} is not requeued: {run / 'stop'} asked the run to stop" in log(run)
+    job, again = submit(slurm, tmp_path, *words)
+    slurm.wait_for(job, "COMPLETED", "FAILED")
+    assert again == run
+    same_losses(runs, run, 1, 30)
+
+
 def test_what_a_user_cancels_stays_canceled_and_the_same_submission_resumes_it(
     slurm: Slurm, runs: Runs, tmp_path: Path
 ) -> None:

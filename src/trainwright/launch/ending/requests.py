@@ -14,6 +14,7 @@ from trainwright.engine.events import Record
 from trainwright.launch.ending.deadline import Deadline
 
 STOP_FILE = "stop"
+_TAKEN_FILE = "stop.taken"  # what the file becomes, so that the job of the run knows why it has ended
 _LOOK_SECONDS = 0.5
 # A step that has begun is finished, then the checkpoint is written, then the processes end.
 _STEPS = 20  # the longest of the last ones counts
@@ -84,7 +85,7 @@ class StopRequests:
 
 
 def take_stop_file(run: Path) -> bool:
-    """Remove the run's file ``stop``; return whether there was one."""
+    """Rename the run's file ``stop``; return whether there was one."""
     try:
         # The directory is listed because a file system of several machines may remember that a name does not exist.
         found = STOP_FILE in os.listdir(run)
@@ -92,5 +93,17 @@ def take_stop_file(run: Path) -> bool:
         return False
     if found:
         with suppress(OSError):
-            (run / STOP_FILE).unlink()
+            (run / STOP_FILE).replace(run / _TAKEN_FILE)
     return found
+
+
+def was_asked_to_stop(run: Path) -> bool:
+    """Return whether the file ``stop`` has ended the last launch of a run."""
+    return (run / _TAKEN_FILE).exists()
+
+
+def forget_stops(run: Path) -> None:
+    """Remove what asked an earlier launch to stop."""
+    for name in (STOP_FILE, _TAKEN_FILE):
+        with suppress(OSError):
+            (run / name).unlink()

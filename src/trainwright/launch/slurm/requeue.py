@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trainwright.engine.checkpoints.manifest import checkpoints_in
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, RequestError
+from trainwright.launch.ending.requests import STOP_FILE, was_asked_to_stop
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm import scheduler
 from trainwright.paths import write_file
@@ -36,7 +37,9 @@ def main() -> None:
     job = os.environ["SLURM_JOB_ID"]
     try:
         anyway = asked.until_done or asked.code != EXIT_STOPPED  # a fault of a machine
-        if may_continue(asked.code) and _is_wanted(scheduler.shown(job), anyway):
+        if asked.code == EXIT_STOPPED and was_asked_to_stop(asked.run):
+            say(f"job {job} is not requeued: {asked.run / STOP_FILE} asked the run to stop", file=sys.stderr)
+        elif may_continue(asked.code) and _is_wanted(scheduler.shown(job), anyway):
             say(_requeued(job, asked.run, asked.code), file=sys.stderr)
     except RequestError as error:
         say(f"job {job} is not requeued: {error}", file=sys.stderr)
