@@ -1,4 +1,4 @@
-"""`trainwright ablate`: one key at a time, and what came of it side by side."""
+"""`trainwright ablate`: one key at a time, all combinations or a sample of them, and what came of it side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from tests.support.runs import ON_ROWS, TINY, Runs, events
+from tests.support.commands import wait_for
+from tests.support.runs import ON_ROWS, TINY, Runs, column, events
+from trainwright.api.studies.variant_runs import Halving
+from trainwright.api.studies.variants import Variant, grid, sample
+from trainwright.errors import RequestError
 
 SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.tensorboard=false")
 
@@ -20,10 +24,10 @@ def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) ->
     ended = runs.command(*asked).wait()
     assert ended.code == 0, ended.stderr
     table = json.loads((out / "ablation.json").read_text())
-    assert [(row["key"], row["value"]) for row in table] == [
-        ("", ""),
-        ("optimizer.learning_rate", "1e-3"),
-        ("optimizer.learning_rate", "2e-2"),
+    assert [row["changes"] for row in table] == [
+        {},
+        {"optimizer.learning_rate": "1e-3"},
+        {"optimizer.learning_rate": "2e-2"},
     ]
     losses = [row["metrics"]["loss"] for row in table]
     assert losses[0] == losses[1] != losses[2]
@@ -49,8 +53,10 @@ def test_a_value_that_is_written_in_several_ways_is_trained_once(runs: Runs, tmp
     ended = runs.command("ablate", str(TINY), *few, *values, "--out", str(tmp_path / "out")).wait()
     assert ended.code == 0, ended.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "ablation.html",
         "ablation.json",
         "as-it-is",
+        "asked",
         "learning_rate=0.0020",
     ]
     for name, run in (("2e-3", "learning_rate=0.0020"), ("0.001", "as-it-is"), ("2.0e-03", "learning_rate=0.0020")):
@@ -70,3 +76,73 @@ def test_a_wrong_value_is_refused_before_anything_is_trained(runs: Runs, tmp_pat
         ended = runs.command("ablate", str(TINY), *SHORT, "--over", over, "--out", str(out)).wait()
         assert ended.code == 2 and word in ended.stderr
     assert not out.exists()
+
+
+OVER = {"optimizer.learning_rate": ["1e-3", "2e-3", "4e-3"], "train.seed": [0, 1]}
+
+
+def test_a_grid_has_every_combination_once() -> None:
+    names = [variant.name for variant in grid(OVER)]
+    assert len(set(names)) == 6 and names[0] == "learning_rate=1e-3,seed=0" and names[-1] == "learning_rate=4e-3,seed=1"
+
+
+def test_a_sample_is_drawn_by_its_seed_from_values_and_ranges() -> None:
+    assert sample(OVER, 4, seed=1) == sample(OVER, 4, seed=1) != sample(OVER, 4, seed=2)
+    assert len(set(sample(OVER, 4, seed=1))) == 4 and sample(OVER, 9, seed=1) == grid(OVER)
+    drawn = [dict(each.changes) for each in sample({"a.b": ["1e-5..1e-3"], "a.c": ["2..40"], "a.d": ["x", "y"]}, 50, 0)]
+    rates = [float(each["a.b"]) for each in drawn]
+    assert min(rates) >= 1e-5 and max(rates) <= 1e-3 and 10 < sum(rate < 1e-4 for rate in rates) < 40
+    assert all(2 <= int(each["a.c"]) <= 40 for each in drawn) and {each["a.d"] for each in drawn} == {"x", "y"}
+    for wrong in ("1..0", "1..e"):
+        with pytest.raises(RequestError, match=r"LOW\.\.HIGH"):
+            sample({"a.b": [wrong]}, 2, 0)
+    with pytest.raises(RequestError, match="--sample"):
+        grid({"a.b": ["1..2"]})
+
+
+def test_halving_continues_the_best_of_every_few() -> None:
+    halving = Halving((10, 30, 90), 3, "loss", highest=False)
+    values = {Variant((("a", str(n)),)): value for n, value in enumerate([3.0, 1.0, float("nan"), 2.0, 5.0, 4.0, 6.0])}
+    assert [variant.changes[0][1] for variant in halving.best(values)] == ["0", "1", "3"]
+    highest = Halving((10, 30, 90), 3, "accuracy", highest=True)
+    assert [variant.changes[0][1] for variant in highest.best(values)] == ["4", "5", "6"]
+
+
+@pytest.mark.slow
+def test_a_killed_grid_goes_on_where_it_was_and_trains_no_run_twice(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "grid"
+    over = ("--over", "optimizer.learning_rate=1e-3,2e-3,4e-3", "--over", "train.seed=0,1", "--grid", "--jobs", "2")
+    asked = ("ablate", str(TINY), *SHORT, "train.max_steps=6", *over, "--out", str(out))
+    started = runs.command(*asked)
+    wait_for(lambda: len(list(out.glob("*/final"))) >= 2)
+    started.kill()
+    finished = {run.parent.name: (run.parent / "events.jsonl").read_bytes() for run in out.glob("*/final")}
+    ended = runs.command(*asked).wait()
+    assert ended.code == 0, ended.stderr
+    table = json.loads((out / "ablation.json").read_text())
+    assert [row["run"] for row in table] == [variant.name for variant in grid(OVER)]
+    for row in table:
+        run = out / row["run"]
+        assert column(run, "step") == list(range(1, 7)) and len(events(run, "finish")) == 1
+        assert row["metrics"] == events(run, "evaluate")[-1]["metrics"] and row["step"] == 6
+    for name, log in finished.items():
+        assert (out / name / "events.jsonl").read_bytes() == log, "it was not trained again"
+    best = min(table, key=lambda row: row["metrics"]["loss"])["name"]
+    assert f"best: {best} (loss " in ended.stdout and best in (out / "ablation.html").read_text()
+    other = runs.command(*asked, "data.max_length=64").wait()
+    assert other.code == 2 and "is of another recipe" in other.stderr
+
+
+@pytest.mark.slow
+def test_halving_trains_only_the_best_to_the_end_with_the_losses_of_the_whole_run(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "halving"
+    over = ("--over", "optimizer.learning_rate=1e-5,1e-4,1e-3,4e-3", "--grid", "--halving", "2")
+    ended = runs.command("ablate", str(TINY), *SHORT, "train.max_steps=16", *over, "--out", str(out)).wait()
+    assert ended.code == 0, ended.stderr
+    table = {row["name"]: row for row in json.loads((out / "ablation.json").read_text())}
+    assert sorted(row["step"] for row in table.values()) == [4, 4, 8, 16]
+    (best,) = [name for name, row in table.items() if row["step"] == 16]
+    assert f"best: {best} " in ended.stdout
+    rate = f"optimizer.learning_rate={best.partition('=')[2]}"
+    whole = runs.trained(*SHORT, "train.max_steps=16", "evaluate.every=4", rate)
+    assert column(out / best, "loss") == column(whole, "loss")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from tests.support.runs import ON_ROWS, Runs, column, events
+from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from tests.support.workers import by_hand, start_workers
 from trainwright.errors import RequestError
 from trainwright.launch.ending.deadline import Deadline, deadline_of, earliest
@@ -46,6 +46,16 @@ def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> N
     assert found.look() and "six" in done[0]
     found({"event": "checkpoint", "seconds": 0.5})  # measured: less than assumed
     assert not found.look() and found.needed == pytest.approx(1.5 + 0.75 + 3)
+
+
+def test_a_last_step_stops_the_run_after_it(runs: Runs) -> None:
+    settings = (ON_ROWS, "train.max_steps=8", "evaluate.every=null", "parallel.num_processes=2")
+    run = runs.new_directory("until")
+    own = (f"logging.run_directory={run}", "logging.tensorboard=false")
+    assert runs.command("train", str(TINY), *settings, *own, "--until", "step 5").wait().code == 75
+    assert column(run, "step") == [1, 2, 3, 4, 5]
+    runs.resumed(run)
+    assert column(run, "loss") == column(runs.trained(*settings), "loss")
 
 
 NOW = datetime(2026, 2, 28, 22, 30).astimezone()

@@ -54,8 +54,8 @@ def train(
         accelerate_config: a file of ``accelerate config``, for the number of processes, the strategy and so on.
         force: start even if the plan says that the run does not fit.
         progress: show the plan, the steps and the results during training.
-        until: stop after a checkpoint before this time, such as ``"06:00"`` or ``"2026-03-01T06:00"``. In a Slurm job,
-            its time limit counts as well.
+        until: stop after a checkpoint before this time, such as ``"06:00"`` or ``"2026-03-01T06:00"``, or after a step,
+            ``"step 400"``. In a Slurm job, its time limit counts as well.
         time_limit: stop after a checkpoint within this time, such as ``"4h"``.
         on_simulated: train on simulated GPUs that compute in this machine's memory, such as ``"2xT4"``; what
             ``--simulate 2xT4 --compute`` does.
@@ -115,8 +115,8 @@ def resume(
         num_processes: worker processes; short for ``parallel.num_processes``.
         force: start even if the plan says that the run does not fit.
         progress: show the plan, the steps and the results during training.
-        until: stop after a checkpoint before this time, such as ``"06:00"`` or ``"2026-03-01T06:00"``. In a Slurm job,
-            its time limit counts as well.
+        until: stop after a checkpoint before this time, such as ``"06:00"`` or ``"2026-03-01T06:00"``, or after a step,
+            ``"step 400"``. In a Slurm job, its time limit counts as well.
         time_limit: stop after a checkpoint within this time, such as ``"4h"``.
 
     Raises:

@@ -80,7 +80,10 @@ def train(
     ] = None,
     until: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Stop after a checkpoint before this time: 06:00, or 2026-03-01T06:00."),
+        typer.Option(
+            metavar="TIME",
+            help="Stop after a checkpoint before this time: 06:00, or 2026-03-01T06:00; or after a step: 'step 400'.",
+        ),
     ] = None,
     time_limit: Annotated[
         str | None, typer.Option(metavar="TIME", help="Stop after a checkpoint within this time, such as 4h.")

@@ -53,6 +53,7 @@ class Trainer:
         change_requested: called on rank 0 after a checkpoint; true ends the run there, to continue with another
             plan. None: never.
         policies: the step policies of the recipe, called after the built-in ones.
+        stop_after: end the run after this step and its evaluation, with a checkpoint; None: at the end.
     """
 
     training: Training
@@ -62,6 +63,7 @@ class Trainer:
     updating: Callable[[], None] = lambda: None
     change_requested: Callable[[], bool] | None = None
     policies: Sequence[Callable[[Training], StepPolicy]] = ()
+    stop_after: int | None = None
 
     def __post_init__(self) -> None:
         training = self.training
@@ -144,6 +146,8 @@ class Trainer:
                 self._checkpointing.save(required=False, wait=last)
                 if not last and self._should_change_plan():
                     raise StopRequested
+            if self.progress.step == self.stop_after and not last:
+                raise StopRequested
 
     def _should_change_plan(self) -> bool:
         """Return whether the run, which has just been saved, continues with another plan; the same on every rank."""

@@ -135,6 +135,7 @@ def train(
             may_change=may_change,
             launcher=launcher,
             requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user),
+            stop_after=None if deadline is None else deadline.step,
         )
 
 
@@ -179,6 +180,7 @@ def run_worker(
     launcher: str = "trainwright",
     watch: Callable[[Task, Strategy], None] = lambda task, strategy: None,
     requests: Callable[[int], StopRequests] | None = None,
+    stop_after: int | None = None,
 ) -> int:
     """Train this process's share of the run in directory ``run``, whose recipe is resolved.
 
@@ -193,6 +195,7 @@ def run_worker(
         launcher: what started this process.
         watch: called with the task and its strategy before they are used.
         requests: called on rank 0 with the bytes of a checkpoint; looks for stop requests other than signals.
+        stop_after: the step after which the run stops; None: its last one.
 
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
@@ -258,6 +261,7 @@ def run_worker(
         updating=lambda: set_fresh(False),
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
         policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
+        stop_after=stop_after,
     )
     task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
     checkpoint = trainer.newest_checkpoint() if resume else None

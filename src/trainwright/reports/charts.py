@@ -64,6 +64,31 @@ def heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
     }
 
 
+def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
+    """Return a chart of a metric by the values of a key. ``rows``: ``place``, ``value``, ``run`` and ``steps``."""
+    places = [row["place"] for row in rows]
+    numbers = [place for place in places if isinstance(place, float)]
+    quantitative = len(numbers) == len(places)
+    logarithmic = quantitative and numbers and min(numbers) > 0 and max(numbers) > _LOGARITHMIC * min(numbers)
+    scale = {"scale": {"type": "log" if logarithmic else "linear", "zero": False}} if quantitative else {}
+    return {
+        "title": key,
+        "description": f"{metric} by {key}",
+        "height": _HEIGHT,
+        "data": {"values": list(rows)},
+        "mark": {"type": "point", "filled": True, "size": 80, "tooltip": True},
+        "encoding": {
+            "x": {"field": "place", "type": "quantitative" if quantitative else "nominal", "title": key, **scale},
+            "y": {"field": "value", "type": "quantitative", "title": metric, "scale": {"zero": False}},
+            "color": {"field": "steps", "type": "nominal", "title": None, "legend": {"orient": "top"}},
+            "tooltip": [
+                {"field": "run", "type": "nominal"},
+                {"field": "value", "type": "quantitative", "title": metric},
+            ],
+        },
+    }
+
+
 def bar_chart(title: str, parts: Mapping[str, float], unit: str) -> Specification:
     """Return a chart with a bar for each part."""
     rows = [{"part": part, "value": value} for part, value in parts.items()]

@@ -1,94 +1,109 @@
-"""Ablations: the effect of single keys of a recipe, each varied while the others are fixed."""
+"""Ablations and sweeps: the effect of keys of a recipe, one at a time, in all combinations, or in a random sample."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.api.recipe import Recipe, source_of
-from trainwright.api.run import Run
-from trainwright.api.training import resume, train
+from trainwright.api.studies.variant_runs import Halving, VariantRuns, metrics_at
+from trainwright.api.studies.variants import Variant, grid, one_at_a_time, runs_of, sample
 from trainwright.errors import RequestError, TrainingError
-from trainwright.paths import user_path
+from trainwright.paths import user_path, write_file
+from trainwright.text import metric as shown
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.recipe import schema
     from trainwright.recipe.yaml_text import Tree
 
-TABLE = "ablation.json"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One run: ``value`` replaces the recipe's value of ``key``; both are empty for the unchanged recipe."""
-
-    key: str = ""
-    value: str = ""
-
-    @property
-    def name(self) -> str:
-        """Return the name of its directory."""
-        if not self.key:
-            return "as-it-is"
-        kept = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in self.value)
-        return f"{self.key.rpartition('.')[2]}={kept}"
-
-    @property
-    def overrides(self) -> list[str]:
-        """Return the override that makes this variant; none for the unchanged recipe."""
-        return [f"{self.key}={self.value}"] if self.key else []
+TABLE, PAGE = "ablation.json", "ablation.html"
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """The final metrics of all variants; ``str()`` gives the table that ``trainwright ablate`` prints.
+    """The last metrics of all variants; ``str()`` gives the table that ``trainwright ablate`` prints.
 
     Attributes:
-        directory: contains the runs, and the rows as ``ablation.json``.
-        rows: of the unchanged recipe (with an empty key), then of each value: ``key``, ``value``, the name of its
-            ``run``, and ``metrics``.
+        directory: contains the runs, the rows as ``ablation.json``, and with the extra ``report`` a page,
+            ``ablation.html``.
+        rows: a row of each variant: ``name``, ``changes`` (values by key), the name of its ``run``, the ``step`` of its
+            last evaluation, and the ``metrics`` of it.
+        metric: what the variants are compared by.
+        highest: whether the highest value is the best.
     """
 
     directory: Path
     rows: tuple[dict[str, Any], ...]
+    metric: str = "loss"
+    highest: bool = False
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """Return the row with the best value of the metric, among those that were trained longest."""
+        last = max(row["step"] for row in self.rows)
+        rows = [row for row in self.rows if row["step"] == last and self.metric in row["metrics"]]
+        if not rows:
+            raise RequestError(f"no run has the metric {self.metric}; choose another one with --metric")
+        return (max if self.highest else min)(rows, key=lambda row: row["metrics"][self.metric])
 
     def __str__(self) -> str:
-        labels = [Variant(row["key"], row["value"]).name for row in self.rows]
         names = list(dict.fromkeys(name for row in self.rows for name in row["metrics"]))
-        label = max(map(len, labels)) + 2
-        widths = [max(len(name), 10) + 2 for name in names]
-        heads = (f"{name.replace('_', ' '):>{width}}" for name, width in zip(names, widths, strict=True))
-        lines = [f"{'':<{label}}" + "".join(heads)]
-        for own, row in zip(labels, self.rows, strict=True):
-            cells = (f"{row['metrics'][name]:.4f}" if name in row["metrics"] else "-" for name in names)
-            same = "" if row["run"] == own else f"  the run {row['run']}"
-            columns = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-            lines.append(f"{own:<{label}}{columns}{same}")
-        return "\n".join(lines)
+        steps = len({row["step"] for row in self.rows}) > 1
+        lines = [["", *(["step"] if steps else []), *(name.replace("_", " ") for name in names)]]
+        notes = [""]
+        for row in self.rows:
+            cells = [f"{row['metrics'][name]:.4f}" if name in row["metrics"] else "-" for name in names]
+            lines.append([row["name"], *([str(row["step"])] if steps else []), *cells])
+            notes.append("" if row["run"] == row["name"] else f"  the run {row['run']}")
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        texts = []
+        for line, note in zip(lines, notes, strict=True):
+            cells = [cell.rjust(max(width, 10)) for cell, width in zip(line[1:], widths[1:], strict=True)]
+            texts.append(line[0].ljust(widths[0]) + "".join(f"  {cell}" for cell in cells) + note)
+        best = self.best
+        value = shown(best["metrics"][self.metric])
+        return "\n".join([*texts, "", f"best: {best['name']} ({self.metric.replace('_', ' ')} {value})"])
 
 
 def ablate(
     recipe: Recipe | str | PathLike[str],
     *overrides: str,
     over: Mapping[str, Sequence[Any]],
+    combine: Literal["one at a time", "grid", "sample"] = "one at a time",
+    number: int = 10,
+    seed: int = 0,
+    halving: int | None = None,
+    metric: str = "loss",
+    highest: bool = False,
+    jobs: int | None = None,
     out: str | PathLike[str] | None = None,
     progress: bool = False,
 ) -> Ablation:
-    """Train the unchanged recipe, and once for every distinct value of every key; what ``trainwright ablate`` does.
+    """Train a recipe with other values of its keys and compare the results; what ``trainwright ablate`` does.
 
-    If it is stopped, the same call continues: finished runs are kept, and an unfinished one is resumed.
+    Variants with the same values are trained once. If it is stopped, the same call continues: finished runs are kept,
+    and an unfinished one is resumed.
 
     Args:
         recipe: a `Recipe`, or the path of a recipe file; with ``data.validation``, for metrics to compare.
         overrides: ``section.key=value``, the value in YAML, for all runs.
         over: the keys to vary, each with its values.
+        combine: ``"one at a time"``: the unchanged recipe, and once every value of every key. ``"grid"``: all
+            combinations. ``"sample"``: ``number`` random combinations, where a value ``"1e-5..1e-3"`` is a range.
+        number: of random combinations.
+        seed: of the random combinations.
+        halving: train all variants for a part of ``train.max_steps``, and continue only the best of every ``halving``,
+            for as many times as many steps, until ``train.max_steps`` (successive halving, Jamieson and Talwalkar,
+            arXiv 1502.07943).
+        metric: of the validation data, to compare variants by.
+        highest: whether the highest value of ``metric`` is the best, not the lowest.
+        jobs: how many runs at once. Default: as many as there are GPUs for, on a CPU one.
         out: the directory of the runs. Default: ``ablations/<recipe>``.
         progress: show the runs.
 
@@ -108,30 +123,24 @@ def ablate(
 
     refuse_worker("ablate")
     source = source_of(recipe)
-    variants = [Variant(), *(Variant(key, _text(value)) for key, values in over.items() for value in values)]
+    choose = {"one at a time": one_at_a_time, "grid": grid, "sample": lambda keys: sample(keys, number, seed)}
     # Read every recipe before the first of them is trained.
-    runs = _runs({variant: load_recipe(source, [*overrides, *variant.overrides]) for variant in variants})
-    stream = sys.stderr if progress else None
-    for variant, run in runs.items():
-        if stream and variant != run:
-            say(f"{variant.name} is trained once, as {run.name}", file=stream)
+    recipes = {each: load_recipe(source, [*overrides, *each.overrides]) for each in choose[combine](over)}
+    runs = runs_of(recipes)
     directory = user_path(out or Path("ablations") / _stem(source))
-    distinct = list(dict.fromkeys(runs.values()))
-    for index, variant in enumerate(distinct):
-        if stream:
-            say(f"[{index + 1}/{len(distinct)}] {' '.join(variant.overrides) or 'unchanged'}", file=stream)
-        _train(recipe, [*overrides, *variant.overrides], directory / variant.name, progress)
-    rows = tuple(
-        {"key": variant.key, "value": variant.value, "run": run.name, "metrics": _metrics(directory / run.name)}
-        for variant, run in runs.items()
-    )
-    (directory / TABLE).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    return Ablation(directory, rows)
-
-
-def _text(value: Any) -> str:
-    """Return a value in YAML; texts are YAML already."""
-    return value if isinstance(value, str) else json.dumps(value)
+    distinct = {variant: recipes[variant] for variant in dict.fromkeys(runs.values())}
+    rungs = None if halving is None else Halving.of(halving, distinct, metric, highest)
+    if progress:
+        for variant, run in runs.items():
+            if variant != run:
+                say(f"{variant.name} is trained once, as {run.name}", file=sys.stderr)
+    asked = [*overrides, *([] if rungs is None else rungs.overrides)]
+    VariantRuns(recipe, asked, directory, distinct, jobs, progress).train(rungs)
+    rows = tuple(_row(variant, run, directory) for variant, run in runs.items())
+    found = Ablation(directory, rows, metric, highest)
+    write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")
+    _write_page(found)
+    return found
 
 
 def _stem(source: Path | Tree) -> str:
@@ -139,39 +148,17 @@ def _stem(source: Path | Tree) -> str:
     return "recipe" if file is None else Path(file).stem
 
 
-def _runs(recipes: Mapping[Variant, schema.Recipe]) -> dict[Variant, Variant]:
-    """Return for each variant the one whose run it shares: the first with the same values, however they are written.
-
-    Raises:
-        RequestError: two different ones would be trained in one directory.
-    """
-    runs: dict[Variant, Variant] = {}
-    for variant, recipe in recipes.items():
-        known = dict.fromkeys(runs.values())
-        same = next((run for run in known if recipes[run] == recipe), None)
-        clash = next((run for run in known if run.name == variant.name), None)
-        if same is None and clash is not None:
-            names = f"{clash.overrides[0]} and {variant.overrides[0]}"
-            raise RequestError(f"--over: {names} would both be {variant.name}/; vary them in two ablations")
-        runs[variant] = same or variant
-    return runs
+def _row(variant: Variant, run: Variant, directory: Path) -> dict[str, Any]:
+    step, metrics = metrics_at(directory / run.name)
+    if not metrics:
+        raise TrainingError(f"{directory / run.name}: no metrics to compare; set data.validation")
+    changes = dict(variant.changes)
+    return {"name": variant.name, "changes": changes, "run": run.name, "step": step, "metrics": metrics}
 
 
-def _train(recipe: Recipe | str | PathLike[str], overrides: Sequence[str], run: Path, progress: bool) -> None:
-    """Train one variant to its end, unless it is finished. Raises TrainwrightError if it ends early."""
-    if (run / "final").is_dir():
-        if progress:
-            say(f"{run} is already finished", file=sys.stderr)
-        return
-    run.parent.mkdir(parents=True, exist_ok=True)
-    with redirect_stdout(sys.stderr):
-        if (run / "recipe.yaml").is_file():
-            resume(run, progress=progress)
-        else:
-            train(recipe, *overrides, f"logging.run_directory={run}", progress=progress)
+def _write_page(found: Ablation) -> None:
+    """Write the page of an ablation, where the package with the script of charts is installed."""
+    from trainwright.reports.ablation import ablation_page
 
-
-def _metrics(run: Path) -> dict[str, float]:
-    if metrics := Run(run).metrics:
-        return metrics
-    raise TrainingError(f"{run}: no metrics to compare; set data.validation")
+    with suppress(RequestError):
+        write_file(found.directory / PAGE, ablation_page(found.rows, found.metric, found.best["name"]))

@@ -1,4 +1,4 @@
-"""``trainwright ablate``: the effect of single keys of a recipe, each varied while the others are fixed."""
+"""``trainwright ablate``: the effect of keys of a recipe, one at a time, in all combinations, or in a sample."""
 
 from __future__ import annotations
 
@@ -20,18 +20,50 @@ def ablate(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE,VALUE…", help="A key to vary and its values; repeatable."),
     ] = None,
+    combinations: Annotated[bool, typer.Option("--grid", help="Train all combinations of the values.")] = False,
+    number: Annotated[
+        int | None,
+        typer.Option("--sample", min=1, metavar="N", help="Train N random combinations; 1e-5..1e-3 is a range."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of --sample.")] = 0,
+    halving: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Continue only the best of every N, for N times as many steps."),
+    ] = None,
+    metric: Annotated[str, typer.Option(help="Validation metric to compare by.")] = "loss",
+    highest: Annotated[bool, typer.Option("--highest", help="The highest value is the best, not the lowest.")] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Runs at once. Default: as many as there are GPUs for, on a CPU one."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIRECTORY", help="Directory of the runs. Default: ablations/<recipe>.")
     ] = None,
 ) -> None:
-    """Train the unchanged recipe, and once for every distinct value of every key; compare the final metrics.
+    """Train a recipe with other values of its keys; compare the final metrics.
 
-    If stopped, the same command continues: finished runs are kept, and an unfinished one is resumed. Ends like the
-    first run that does not finish.
+    Without --grid or --sample: the unchanged recipe, and once every value of every key. Variants with the same values
+    are trained once. If stopped, the same command continues: finished runs are kept, and an unfinished one is resumed.
+    Ends like the first run that does not finish.
     """
     import trainwright as tw
 
-    found = tw.ablate(recipe, *(overrides or []), over=_values(over or []), out=out, progress=True)
+    if combinations and number is not None:
+        raise RequestError("--grid and --sample choose the combinations in different ways; pass one of them")
+    found = tw.ablate(
+        recipe,
+        *(overrides or []),
+        over=_values(over or []),
+        combine="grid" if combinations else "one at a time" if number is None else "sample",
+        number=number or 1,
+        seed=seed,
+        halving=halving,
+        metric=metric,
+        highest=highest,
+        jobs=jobs,
+        out=out,
+        progress=True,
+    )
     say(f"{found}\n\n{found.directory}/")
 
 

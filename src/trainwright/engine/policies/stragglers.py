@@ -35,7 +35,8 @@ _SLOWER, _ERRORS, _ERRORS_OF_STEPS = 0.1, 6.0, 3.5
 _OUTLIER, _NORMAL = 4.0, 1.4826
 # It is named again only after it was no slower than this.
 _RECOVERED = 0.05
-_NOISEWINDOWS = 20
+_NOISE_WINDOWS = 20
+_MOMENT_SECONDS = 2.0  # reading the counters of all threads takes a millisecond
 
 
 class Straggler(NamedTuple):
@@ -60,7 +61,7 @@ class Comparison:
         self.taken = 0
         self._seconds: deque[list[list[float]]] = deque(maxlen=WINDOW)
         self._walls: deque[float] = deque(maxlen=WINDOW)
-        self._noise: deque[float] = deque(maxlen=_NOISEWINDOWS)
+        self._noise: deque[float] = deque(maxlen=_NOISE_WINDOWS)
         self._named: int | None = None
 
     def add(self, seconds: list[list[float]], wall: float) -> Straggler | None:
@@ -139,7 +140,7 @@ class Stragglers(StepPolicy):
             seconds = [[getattr(report, phase) for phase in _PHASES] for report in found.reports]
             own.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
             self._found = self._comparison.add(seconds, wall)
-            if self._comparison.taken % WINDOW == IGNORED:
+            if self._comparison.taken % WINDOW == IGNORED and now - self._before[0].wall > _MOMENT_SECONDS:
                 self._before = Moment.now(), _in_collectives()
         return {}
 

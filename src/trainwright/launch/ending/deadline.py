@@ -1,8 +1,10 @@
-"""When a run has to have stopped: at a time, after a time, or when its Slurm job ends."""
+"""When a run has to have stopped: at a time, after a time, when its Slurm job ends, or after a step."""
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
 import time
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from trainwright.errors import RequestError
 from trainwright.recipe.sections.fields import seconds_of
 
 _END, _JOB = "SLURM_JOB_END_TIME", "SLURM_JOB_ID"
+_STEP = re.compile(r"step ([1-9]\d*)")
 _SLURM_SECONDS = 10  # for the scheduler's answer
 
 
@@ -22,27 +25,33 @@ class Deadline:
     Attributes:
         seconds: of ``time.monotonic``.
         shown: the time of day, and what it is from.
+        step: the last step; None: any.
     """
 
     seconds: float
     shown: str
+    step: int | None = None
 
 
 def deadline_of(until: str | None, time_limit: str | None) -> Deadline | None:
     """Return the earliest of ``until``, ``time_limit`` from now, and the end of this Slurm job; None without any.
 
     Args:
-        until: a date and time in ISO 8601 (``2026-03-01T06:00``), or a time of day (``06:00``): its next occurrence.
+        until: a date and time in ISO 8601 (``2026-03-01T06:00``), a time of day (``06:00``): its next occurrence, or a
+            step (``step 400``).
         time_limit: such as ``4 h`` or ``90 min``.
 
     Raises:
         RequestError: one of them is malformed or in the past.
     """
     now, monotonic = datetime.now().astimezone(), time.monotonic()
-    if (found := earliest(until, time_limit, now)) is None:
-        return None
+    last = _STEP.fullmatch(until or "")
+    step = None if last is None else int(last[1])
+    found = earliest(None if last is not None else until, time_limit, now)
+    if found is None:
+        return None if step is None else Deadline(math.inf, f"the end of step {step} (--until)", step)
     end, source = found
-    return Deadline(monotonic + (end - now).total_seconds(), f"{end:%Y-%m-%d %H:%M:%S} ({source})")
+    return Deadline(monotonic + (end - now).total_seconds(), f"{end:%Y-%m-%d %H:%M:%S} ({source})", step)
 
 
 def earliest(until: str | None, time_limit: str | None, now: datetime) -> tuple[datetime, str] | None:
@@ -68,8 +77,8 @@ def _time_of(until: str, now: datetime) -> datetime:
             of_day = datetime.strptime(until, "%H:%M").time()
         except ValueError:
             raise RequestError(
-                f"--until: expected a date and time such as 2026-03-01T06:00, or a time of day such as 06:00, "
-                f"not {until!r}"
+                "--until: expected a date and time such as 2026-03-01T06:00, a time of day such as 06:00, or a step "
+                f"such as 'step 400', not {until!r}"
             ) from None
         found = datetime.combine(now.date(), of_day).astimezone()
         if found <= now:

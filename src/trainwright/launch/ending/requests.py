@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -64,7 +65,8 @@ class StopRequests:
     def watch(self) -> None:
         """Look for requests in a thread until one is found; tell of the deadline, if there is one."""
         if self._deadline is not None:
-            self._tell(f"the run stops after a checkpoint before {self._deadline.shown}")
+            when = "at" if math.isinf(self._deadline.seconds) else "before"
+            self._tell(f"the run stops after a checkpoint {when} {self._deadline.shown}")
         threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
 
     def look(self) -> bool:

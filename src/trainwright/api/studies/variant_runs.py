@@ -1,0 +1,247 @@
+"""The runs of an ablation: one after another or side by side, each trained once, to its end or to a rung of halving."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from trainwright.api.recipe import Recipe
+from trainwright.api.studies.variants import Variant
+from trainwright.api.training import resume, train
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError, Stopped, error_of
+from trainwright.paths import write_file
+from trainwright.text import say
+
+if TYPE_CHECKING:
+    from trainwright.recipe import schema
+
+_ASKED = "asked"  # directory of the recipes as they were asked for
+_OWN_KEYS = ("logging.run_directory",)
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Successive halving.
+
+    Attributes:
+        rungs: the steps at which variants are compared, the last of them ``train.max_steps``.
+        factor: of how many variants one continues.
+    """
+
+    rungs: tuple[int, ...]
+    factor: int
+    metric: str
+    highest: bool
+
+    @classmethod
+    def of(cls, factor: int, recipes: Mapping[Variant, schema.Recipe], metric: str, highest: bool) -> Halving:
+        """Return the rungs for these variants. Raises RequestError if they cannot be compared at the same steps."""
+        steps = {recipe.train.max_steps for recipe in recipes.values()}
+        (last,) = steps if len(steps) == 1 else (None,)
+        if not isinstance(last, int):
+            raise RequestError("--halving: needs the same train.max_steps in all variants")
+        if any(recipe.data.validation is None for recipe in recipes.values()):
+            raise RequestError("--halving: needs data.validation, to compare the variants by")
+        first, left = last, len(recipes)
+        while left > 1 and first >= 2 * factor:
+            first, left = first // factor, -(-left // factor)
+        rungs = [first]
+        while rungs[-1] < last:
+            rungs.append(last if rungs[-1] * factor * factor > last else rungs[-1] * factor)
+        return cls(tuple(rungs), factor, metric, highest)
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the overrides with which every run is evaluated at the rungs."""
+        return [f"evaluate.every={self.rungs[0]}"]
+
+    def best(self, values: Mapping[Variant, float]) -> list[Variant]:
+        """Return the variants that continue, in their order. Values that are not finite are the worst."""
+        count = -(-len(values) // self.factor)
+        ordered = sorted(values, key=lambda v: _order(values[v], self.highest))
+        return [variant for variant in values if variant in ordered[:count]]
+
+
+def _order(value: float, highest: bool) -> float:
+    if value - value != 0:
+        return float("inf")
+    return -value if highest else value
+
+
+def metrics_at(run: Path, step: int | None = None) -> tuple[int, dict[str, float]]:
+    """Return the last evaluation of a run, or that at a step, with its step; no metrics without one."""
+    from trainwright.observe.reader import read_events
+
+    try:
+        events = [event for event in read_events(run / "events.jsonl") if event["event"] == "evaluate"]
+    except OSError:
+        return 0, {}
+    found = [event for event in events if step is None or event["step"] == step]
+    return (int(found[-1]["step"]), dict(found[-1]["metrics"])) if found else (0, {})
+
+
+@dataclass
+class VariantRuns:
+    """Train variants of a recipe, each in a directory of its name.
+
+    Args:
+        overrides: of all variants.
+        jobs: how many at once; None: as many as there are GPUs for, on a CPU one.
+    """
+
+    recipe: Recipe | str | PathLike[str]
+    overrides: Sequence[str]
+    directory: Path
+    recipes: Mapping[Variant, schema.Recipe]
+    jobs: int | None
+    progress: bool
+
+    def train(self, halving: Halving | None) -> None:
+        """Train all variants to their end; with ``halving`` only the best ones.
+
+        Raises:
+            RequestError: the directory has runs of another recipe.
+            TrainwrightError: of the first run that does not finish.
+        """
+        self._check()
+        slots = self._slots()
+        variants = list(self.recipes)
+        for rung in (None,) if halving is None else halving.rungs:
+            last = halving is None or rung == halving.rungs[-1]
+            self._all(variants, None if last else rung, slots)
+            if halving is not None and rung is not None and not last:
+                values = {variant: self._value(variant, rung, halving.metric) for variant in variants}
+                variants = halving.best(values)
+                self._say(f"step {rung}: continued with {', '.join(variant.name for variant in variants)}")
+
+    def _check(self) -> None:
+        """Remember every recipe as it was asked for; a run of the same name has to be of the same one."""
+        from trainwright.recipe.loading import dump_recipe
+
+        for variant, recipe in self.recipes.items():
+            file, text = self.directory / _ASKED / f"{variant.name}.yaml", dump_recipe(recipe)
+            if file.is_file() and file.read_text(encoding="utf-8") != text:
+                run = self.directory / variant.name
+                raise RequestError(f"--out: {run} is of another recipe, {file}; pass another directory, or remove it")
+        for variant, recipe in self.recipes.items():
+            file = self.directory / _ASKED / f"{variant.name}.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(file, dump_recipe(recipe))
+
+    def _slots(self) -> list[dict[str, str]]:
+        """Return for each run at a time the environment variables with its share of the devices."""
+        from trainwright.machine.detect import detect
+
+        machine = detect()
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(machine.gpus))))).split(",")
+        needs = [recipe.parallel.num_processes for recipe in self.recipes.values()]
+        if not machine.gpus or any(recipe.parallel.device == "cpu" for recipe in self.recipes.values()):
+            count = self.jobs or 1
+            threads = {"OMP_NUM_THREADS": str(max(1, machine.cpu_cores // count))} if count > 1 else {}
+            return [threads] * count
+        each = max((need for need in needs if isinstance(need, int)), default=0)
+        if not all(isinstance(need, int) for need in needs):
+            each = len(gpus) // (self.jobs or 1)
+        count = min(self.jobs or len(gpus), len(gpus) // max(1, each))
+        if not count:
+            raise RequestError(f"--jobs: {self.jobs} runs at once need {each} GPUs each; there are {len(gpus)}")
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
+
+    def _all(self, variants: Sequence[Variant], rung: int | None, slots: Sequence[dict[str, str]]) -> None:
+        """Train variants up to a rung, or to their end."""
+        left = [variant for variant in variants if not self._is_done(variant, rung)]
+        if len(slots) == 1 or len(left) < 2:
+            for variant in left:
+                self._say(self._heading(variant, rung))
+                self._train_here(variant, rung)
+            return
+        from trainwright.launch.program import passing_on
+
+        free: SimpleQueue[dict[str, str]] = SimpleQueue()
+        for slot in slots:
+            free.put(slot)
+        with passing_on() as (programs, requested), ThreadPoolExecutor(len(slots)) as pool:
+
+            def train_beside(variant: Variant) -> None:
+                slot = free.get()
+                try:
+                    if not requested:
+                        self._train_beside(variant, rung, slot, programs)
+                finally:
+                    free.put(slot)
+
+            for done in [pool.submit(train_beside, variant) for variant in left]:
+                done.result()
+            if requested:
+                raise Stopped("stopped; the same command continues")
+
+    def _is_done(self, variant: Variant, rung: int | None) -> bool:
+        run = self.directory / variant.name
+        if (run / "final").is_dir():
+            self._say(f"{run} is already finished")
+            return True
+        return rung is not None and bool(metrics_at(run, rung)[1])
+
+    def _train_here(self, variant: Variant, rung: int | None) -> None:
+        run, until = self.directory / variant.name, _until(rung)
+        try:
+            with redirect_stdout(sys.stderr):
+                if (run / "recipe.yaml").is_file():
+                    resume(run, progress=self.progress, until=until)
+                else:
+                    words = [*self.overrides, *variant.overrides, f"logging.run_directory={run}"]
+                    train(self.recipe, *words, progress=self.progress, until=until)
+        except Stopped:
+            if rung is None or not metrics_at(run, rung)[1]:  # a user has stopped it
+                raise
+
+    def _train_beside(
+        self, variant: Variant, rung: int | None, slot: Mapping[str, str], programs: list[subprocess.Popen[Any]]
+    ) -> None:
+        """Train a variant in a process of its own, whose output goes to a file."""
+        from trainwright.launch.program import started
+
+        run, until = self.directory / variant.name, _until(rung)
+        log = self.directory / _ASKED / f"{variant.name}.log"
+        file = self.directory / _ASKED / f"{variant.name}.yaml"
+        words = [str(file), *self.overrides, f"logging.run_directory={run}"]
+        words = ["--resume", str(run)] if (run / "recipe.yaml").is_file() else words
+        command = [sys.executable, "-m", "trainwright", "train", *words, *([] if until is None else ["--until", until])]
+        self._say(f"{self._heading(variant, rung)}: {log}")
+        with log.open("ab") as output:
+            process = started(command, stdout=output, stderr=output, env={**os.environ, **slot})
+            programs.append(process)
+            code = process.wait()
+            programs.remove(process)
+        if code == EXIT_FINISHED or (code == EXIT_STOPPED and rung is not None and metrics_at(run, rung)[1]):
+            return
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+        raise error_of(code if code > 0 else 128 - code, f"{variant.name} has failed: {lines[-1]}; see {log}")
+
+    def _value(self, variant: Variant, rung: int, metric: str) -> float:
+        _, metrics = metrics_at(self.directory / variant.name, rung)
+        if metric not in metrics:
+            raise RequestError(f"--metric: {metric} is not measured; choose from {', '.join(metrics)}")
+        return metrics[metric]
+
+    def _heading(self, variant: Variant, rung: int | None) -> str:
+        place = list(self.recipes).index(variant) + 1
+        to = "" if rung is None else f" to step {rung}"
+        return f"[{place}/{len(self.recipes)}] {' '.join(variant.overrides) or 'unchanged'}{to}"
+
+    def _say(self, line: str) -> None:
+        if self.progress:
+            say(line, file=sys.stderr)
+
+
+def _until(rung: int | None) -> str | None:
+    return None if rung is None else f"step {rung}"

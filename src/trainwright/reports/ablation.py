@@ -1,0 +1,51 @@
+"""``ablation.html``: the runs of an ablation as a table, and a chart of the metric for each key that was varied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainwright import text
+from trainwright.reports.charts import point_chart
+from trainwright.reports.html import Page, escaped, section, table
+
+
+def ablation_page(rows: Sequence[Mapping[str, Any]], metric: str, best: str) -> str:
+    """Return the page. Raises RequestError if the script of charts is missing.
+
+    Args:
+        rows: of `tw.Ablation`.
+        metric: what the runs are compared by.
+        best: the name of the best row.
+    """
+    page = Page("Ablation - Trainwright")
+    page.add(f"<header><h1>Ablation</h1><p>Best by {escaped(metric)}: <b>{escaped(best)}</b></p></header>")
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    cells = [
+        [row["name"], row["run"], row["step"], *(text.metric(row["metrics"].get(name, "")) for name in names)]
+        for row in rows
+    ]
+    page.add(section("Runs", table(["", "Run", "Step", *(name.replace("_", " ") for name in names)], cells)))
+    keys = dict.fromkeys(key for row in rows for key in row["changes"])
+    page.add(
+        section(f"{metric} by key", page.charts([point_chart(key, metric, _points(rows, key, metric)) for key in keys]))
+    )
+    return page.render()
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str, metric: str) -> list[dict[str, Any]]:
+    """Return a point for each row that changes the key, as a number where all values are numbers."""
+    found = [row for row in rows if key in row["changes"] and metric in row["metrics"]]
+    numbers = [_number(row["changes"][key]) for row in found]
+    values = numbers if None not in numbers else [row["changes"][key] for row in found]
+    return [
+        {"place": value, "value": row["metrics"][metric], "run": row["name"], "steps": f"step {row['step']}"}
+        for value, row in zip(values, found, strict=True)
+    ]
+
+
+def _number(value: str) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None
