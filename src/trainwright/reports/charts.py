@@ -66,11 +66,9 @@ def heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
 
 def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
     """Return a chart of a metric by the values of a key. ``rows``: ``place``, ``value``, ``run`` and ``steps``."""
-    places = [row["place"] for row in rows]
-    numbers = [place for place in places if isinstance(place, float)]
-    quantitative = len(numbers) == len(places)
-    logarithmic = quantitative and numbers and min(numbers) > 0 and max(numbers) > _LOGARITHMIC * min(numbers)
-    scale = {"scale": {"type": "log" if logarithmic else "linear", "zero": False}} if quantitative else {}
+    numbers = [row["place"] for row in rows if isinstance(row["place"], float)]
+    place = {"type": "quantitative", "scale": _around(numbers)} if len(numbers) == len(rows) else {"type": "nominal"}
+    values = {"scale": _around([row["value"] for row in rows])}
     return {
         "title": key,
         "description": f"{metric} by {key}",
@@ -78,8 +76,8 @@ def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Spe
         "data": {"values": list(rows)},
         "mark": {"type": "point", "filled": True, "size": 80, "tooltip": True},
         "encoding": {
-            "x": {"field": "place", "type": "quantitative" if quantitative else "nominal", "title": key, **scale},
-            "y": {"field": "value", "type": "quantitative", "title": metric, "scale": {"zero": False}},
+            "x": {"field": "place", "title": key, **place},
+            "y": {"field": "value", "type": "quantitative", "title": metric, **values},
             "color": {"field": "steps", "type": "nominal", "title": None, "legend": {"orient": "top"}},
             "tooltip": [
                 {"field": "run", "type": "nominal"},
@@ -120,6 +118,13 @@ def pair_chart(title: str, rows: Sequence[Mapping[str, Any]], unit: str) -> Spec
             "color": {"field": "kind", "type": "nominal", "sort": None, "title": None, "legend": {"orient": "top"}},
         },
     }
+
+
+def _around(values: Sequence[float]) -> dict[str, Any]:
+    """Return a scale from the lowest to the highest value, logarithmic if they are far apart."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    ends = {"domain": [low, high], "padding": 12} if low < high else {}
+    return {"type": "log" if low > 0 and high > _LOGARITHMIC * low else "linear", **ends}
 
 
 @cache
