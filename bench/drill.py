@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -43,8 +42,8 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     work, verdicts = options.work, RESULTS / "drill.jsonl"
-    if verdicts.exists() and work.exists():
-        shutil.copy(verdicts, work / "trials.jsonl")
+    if work.exists():
+        join(verdicts, work / "trials.jsonl")
     found = tw.drill(
         RECIPE,
         *OVERRIDES,
@@ -64,6 +63,12 @@ def main() -> int:
     machine = describe(sorted(os.sched_getaffinity(0)))
     write_results(RESULTS / "drill.json", {"machine": machine, "seed": options.seed, **found.values()})
     return 0 if not found.rows[-1]["broken"] else 1
+
+
+def join(kept: Path, own: Path) -> None:
+    """Add the verdicts of earlier pieces to those of a piece that may have been interrupted."""
+    files = [file.read_text().splitlines() for file in (kept, own) if file.exists()]
+    own.write_text("".join(f"{line}\n" for line in dict.fromkeys(line for lines in files for line in lines)))
 
 
 if __name__ == "__main__":

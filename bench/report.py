@@ -381,6 +381,29 @@ def drills() -> str:
     return _table(rows, results)
 
 
+def checkpoints() -> str:
+    results = _read("checkpoints")
+    rows: list[Row] = []
+    for strategy in dict.fromkeys(run["strategy"] for run in results["runs"]):
+        runs = [run for run in results["runs"] if run["strategy"] == strategy]
+        waited, blocked = (
+            statistics.median(
+                seconds for run in runs if run["background"] == background for seconds in run["blocked_seconds"]
+            )
+            for background in (False, True)
+        )
+        copies = max(run["copied_bytes"] / run["state_bytes"] for run in runs if run["background"])
+        rows.append(
+            (
+                f"What training of SmolLM2-135M waits for a checkpoint in the background, {strategy} on 2 processes",
+                "at most 2% of the seconds without the background, one copy of the state in memory",
+                f"{blocked / waited:.1%} ({blocked:.3f} s of {waited:.1f} s), {copies:.2f} copies",
+                "python bench/checkpoints.py",
+            )
+        )
+    return _table(rows, results)
+
+
 def corruption() -> str:
     results = _read("replay")
     trials, cost = results["trials"], results["cost"]
@@ -415,7 +438,7 @@ def recorded(section: str) -> str:
 SECTIONS = {
     "Speed and memory compared with other tools": (sft, preferences, pretraining, unlearning, overhead),
     "Quickstart, recipes and start-up": (lambda: recorded("recipes"),),
-    "Correctness": (planted_bugs, faults, drills, corruption, lambda: recorded("correctness")),
+    "Correctness": (planted_bugs, faults, drills, checkpoints, corruption, lambda: recorded("correctness")),
     "Memory predictions": (plan_memory,),
     "Step-time predictions": (plan_time, plan_regret, lambda: recorded("plans")),
     "Predictions of published runs": (published,),

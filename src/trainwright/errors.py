@@ -55,6 +55,14 @@ class Stopped(TrainwrightError):
         super().__init__(message)
 
 
+def unwritable(path: Path, error: OSError) -> TrainwrightError:
+    """Return why a run cannot be written: something else in the place of a file is not the machine's fault."""
+    why = f"{path}: a run cannot be written there: {error.strerror or error}"
+    if isinstance(error, (IsADirectoryError, NotADirectoryError)):
+        return RequestError(f"{why}; move what is in the place of the file away")
+    return MachineError(why)
+
+
 def error_of(exit_code: int, message: str) -> TrainwrightError:
     """Return an error of the class that ``exit_code`` stands for."""
     kinds = {kind.exit_code: kind for kind in (RequestError, MachineError, TrainingError, FaultError, Stopped)}

@@ -16,7 +16,7 @@ from tests.support.commands import wait_for
 from tests.support.runs import Runs
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Evaluate, Finish, Generate
-from trainwright.errors import MachineError
+from trainwright.errors import RequestError
 from trainwright.observe.reader import read_events
 
 FIELDS = {
@@ -121,7 +121,7 @@ def test_a_run_stopped_before_its_first_step_leaves_nothing(runs: Runs) -> None:
     assert not started.run.exists()
 
 
-def test_a_log_that_cannot_be_opened_is_the_machines_fault_and_named(tmp_path: Path) -> None:
+def test_a_log_with_a_directory_in_its_place_is_refused_and_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").mkdir()
-    with pytest.raises(MachineError, match=r"events\.jsonl: a run cannot be written there: Is a directory"):
+    with pytest.raises(RequestError, match=r"events\.jsonl: a run cannot be written there: Is a directory"):
         EventLog(tmp_path / "events.jsonl")

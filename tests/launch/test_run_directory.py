@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import RequestError
 from trainwright.launch import run_directory
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
@@ -102,14 +102,14 @@ def test_failed_preparation_leaves_a_resumed_run_as_it_was() -> None:
     assert (run / "recipe.yaml").read_text() == "task: sft\n"
 
 
-def test_a_run_that_cannot_be_written_is_the_machines_fault_and_stays_as_it_was(
+def test_a_run_with_a_directory_in_the_place_of_a_file_is_refused_and_stays_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = a_run("tiny-20260101-000000")
     monkeypatch.setattr("secrets.token_hex", lambda bytes: "0")
     (run / ".recipe.yaml.0").mkdir()  # where the file is written that takes the place of the one there
     with (
-        pytest.raises(MachineError, match=f"{run}: a run cannot be written there: Is a directory"),
+        pytest.raises(RequestError, match=f"{run}: a run cannot be written there: Is a directory"),
         run_directory.undone_on_error(run, created=False),
     ):
         run_directory.record(run, "task: dpo\n", "tiny", [])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.engine.events import Event, Observer, Record
-from trainwright.errors import MachineError, TrainingError
+from trainwright.errors import TrainingError, unwritable
 
 
 class EventLog:
@@ -21,6 +21,7 @@ class EventLog:
     resume. Floats are written with full precision; numbers that JSON cannot represent are written by name.
 
     Raises:
+        RequestError: something else is in the place of the file or its directory.
         MachineError: the file cannot be opened.
     """
 
@@ -34,7 +35,7 @@ class EventLog:
                 _drop_cut_line(path)
                 self._file = path.open("a", encoding="utf-8")
             except OSError as error:
-                raise MachineError(f"{path}: a run cannot be written there: {error.strerror or error}") from error
+                raise unwritable(path, error) from error
 
     def follow(self, observer: Observer) -> None:
         """Add an observer, which may emit events itself."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import RequestError, unwritable
 from trainwright.machine.detect import detect
 from trainwright.machine.file_lock import lock_directory
 from trainwright.paths import user_path, write_file
@@ -132,7 +132,8 @@ def record(
         plan: further predictions, serializable as JSON.
         chosen: the keys of the recipe whose values the user did not write.
 
-    Each file is written completely or not at all. Raises MachineError if the disk is full or not writable.
+    Each file is written completely or not at all. Raises MachineError if the disk is full or not writable,
+    RequestError if a directory is in the place of a file.
     """
     known = {**(plan or {}), "recipe": stem, "device": detect().device, "reasons": list(reasons)}
     known["chosen_keys"] = list(chosen)
@@ -140,7 +141,7 @@ def record(
         write_file(directory / RECIPE, recipe)
         _write_plan(directory, known)
     except OSError as error:
-        raise MachineError(f"{directory}: a run cannot be written there: {error.strerror or error}") from error
+        raise unwritable(directory, error) from error
 
 
 def reasons(directory: Path) -> list[str]:
