@@ -27,12 +27,11 @@ _BLOCK, _BLOCKS = 4, 4
 WINDOW = _BLOCK * _BLOCKS
 # The first steps include compilation and the first use of memory.
 IGNORED = 3
-# A straggler takes longer than every other rank by this part, and by these multiples of the standard error: of blocks,
-# which are few but even out what recurs within a block, and of steps.
-_SLOWER, _ERRORS, _ERRORS_OF_STEPS = 0.1, 6.0, 3.5
-# A step's seconds count up to this number of standard deviations above the median of its rank; a standard deviation is
-# this multiple of the median absolute deviation, where the noise is normal.
-_OUTLIER, _NORMAL = 4.0, 1.4826
+# A straggler takes longer than every other rank by this part in all blocks but the slowest, and by these multiples of
+# the standard error: as far as the blocks differ now, and as they have usually differed.
+_SLOWER, _ERRORS, _USUAL_ERRORS = 0.1, 4.0, 6.0
+# A step's seconds count up to this multiple of the median of all.
+_OUTLIER = 4.0
 # It is named again only after it was no slower than this.
 _RECOVERED = 0.05
 _NOISE_WINDOWS = 20
@@ -84,11 +83,12 @@ class Comparison:
         rank, steps = _slowest(of_ranks)
         blocks = steps.reshape(_BLOCKS, _BLOCK).mean(axis=1)
         spread, mean = float(blocks.std(ddof=1)), float(blocks.mean())
-        error = max(spread, float(np.median(self._noise)) if self._noise else 0.0) / _BLOCKS**0.5
+        usual = float(np.median(self._noise)) if self._noise else 0.0
         if self.taken % WINDOW == 0:
             self._noise.append(spread)
-        least = max(_SLOWER, _ERRORS * error, _ERRORS_OF_STEPS * float(steps.std(ddof=1)) / WINDOW**0.5)
-        if mean > least and blocks.min() > 0.0:
+        errors = _ERRORS * spread / _BLOCKS**0.5, _USUAL_ERRORS * usual / _BLOCKS**0.5
+        without_largest = float(np.sort(blocks)[:-1].mean())
+        if mean > errors[0] and without_largest > max(_SLOWER, errors[1]) and blocks.min() > _RECOVERED:
             known, self._named = self._named == rank, rank
             return None if known else self._straggler(seconds, of_ranks, rank, mean)
         if self._named is not None and (rank != self._named or mean < _RECOVERED):
@@ -98,17 +98,16 @@ class Comparison:
     def _straggler(
         self, seconds: NDArray[np.float64], of_ranks: NDArray[np.float64], rank: int, slower: float
     ) -> Straggler:
-        lost = np.median(seconds[:, rank] - np.delete(seconds, rank, axis=1).max(axis=1), axis=0)
-        gained = (of_ranks[:, rank] - np.delete(of_ranks, rank, axis=1).max(axis=1)).sum()
-        whole = _without_outliers(np.array(self._walls)[:, None]).sum()  # such as an evaluation in between
+        late = slice(WINDOW // 2, None)  # it may have become slow within the window
+        lost = (seconds[late, rank] - np.delete(seconds[late], rank, axis=1).max(axis=1)).sum(axis=0)
+        gained = (of_ranks[late, rank] - np.delete(of_ranks[late], rank, axis=1).max(axis=1)).sum()
+        whole = _without_outliers(np.array(self._walls)[late]).sum()  # such as an evaluation in between
         return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, float(gained / whole))
 
 
 def _without_outliers(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [steps, ranks] with values far above the median of their rank replaced by the highest usual one."""
-    median = np.median(seconds, axis=0)
-    deviation = _NORMAL * np.median(np.abs(seconds - median), axis=0)
-    return np.minimum(seconds, median + _OUTLIER * deviation)
+    """Return seconds with those far above the median replaced by the highest that count."""
+    return np.minimum(seconds, _OUTLIER * np.median(seconds))
 
 
 def _slowest(seconds: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
