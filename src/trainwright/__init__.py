@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainwright.api.seeing.reporting import report
     from trainwright.api.seeing.runs import RunSummary, runs
     from trainwright.api.simulation import simulate
-    from trainwright.api.stopping import stop
+    from trainwright.api.stopping import checkpoint, stop
     from trainwright.api.studies.ablation import Ablation, ablate
     from trainwright.api.studies.unlearning import unlearn_study
     from trainwright.api.training import resume, train
@@ -63,6 +63,7 @@ __all__ = [
     "Upload",
     "ablate",
     "check_machine",
+    "checkpoint",
     "collect",
     "compare",
     "drill",
@@ -125,6 +126,7 @@ _MODULES = {
     "resume": "api.training",
     "runs": "api.seeing.runs",
     "simulate": "api.simulation",
+    "checkpoint": "api.stopping",
     "stop": "api.stopping",
     "submit": "api.clusters.submitting",
     "train": "api.training",

@@ -37,6 +37,14 @@ def test_a_file_is_a_request_once(tmp_path: Path) -> None:
     assert not was_asked_to_stop(tmp_path) and not list(tmp_path.iterdir())
 
 
+def test_a_checkpoint_is_requested_once_by_its_file(tmp_path: Path) -> None:
+    found, done = requests(tmp_path, None)
+    assert not found.look() and not found.take_save()
+    (tmp_path / "checkpoint").touch()
+    assert not found.look() and not list(tmp_path.iterdir())
+    assert found.take_save() and not found.take_save() and not done
+
+
 def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> None:
     # Before anything is measured: 3 s for the end, and 400 MB at 200 MB/s with a half more.
     assert requests(tmp_path, 1006.0, 400_000_000)[0].look()
@@ -46,6 +54,20 @@ def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> N
     assert found.look() and "six" in done[0]
     found({"event": "checkpoint", "seconds": 0.5})  # measured: less than assumed
     assert not found.look() and found.needed == pytest.approx(1.5 + 0.75 + 3)
+
+
+def test_a_run_writes_a_checkpoint_when_asked_and_goes_on(runs: Runs) -> None:
+    settings = (*LONG, "parallel.num_processes=2")
+    started = runs.train(*settings)
+    started.wait_for_step(3)
+    assert started.run is not None
+    step = tw.checkpoint(started.run)
+    assert step is not None and (started.run / "checkpoints" / f"step-{step:08d}").is_dir()
+    started.wait_for_step(step + 3)
+    assert tw.stop(started.run) == "stopped" and started.wait().code == 75
+    assert step in [event["step"] for event in events(started.run, "checkpoint")]
+    with pytest.raises(RequestError, match="not being trained here"):
+        tw.checkpoint(started.run)
 
 
 def test_a_last_step_stops_the_run_after_it(runs: Runs) -> None:

@@ -114,6 +114,13 @@ def test_stop_asks_a_run_that_trains(client: TestClient, tmp_path: Path) -> None
     assert client.get("/stop", params={"run": "one"}).status_code == 405
 
 
+def test_a_checkpoint_is_asked_of_a_run_that_trains(client: TestClient, tmp_path: Path) -> None:
+    assert client.post("/checkpoint", params={"run": "one"}).status_code == 400
+    with lock_directory(tmp_path / "one", "locked"):
+        assert client.post("/checkpoint", params={"run": "one"}).json() == "asked for a checkpoint"
+    assert (tmp_path / "one" / "checkpoint").exists()
+
+
 def test_damage_and_deleted_runs(board: Board, client: TestClient, tmp_path: Path) -> None:
     with (tmp_path / "one" / "events.jsonl").open("a") as file:
         file.write("damaged\n")

@@ -1,4 +1,4 @@
-"""``trainwright stop``: ask a run that is training to stop."""
+"""``trainwright stop`` and ``checkpoint``: ask a run that is training to stop, or to write a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,3 +24,19 @@ def stop(
     import trainwright as tw
 
     say(f"{run}: {tw.stop(run, timeout=timeout)}")
+
+
+def checkpoint(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
+    timeout: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for the checkpoint; 0: do not wait.")
+    ] = 600.0,
+) -> None:
+    """Have a run write a checkpoint after its current step, and go on.
+
+    The same as creating the file RUN/checkpoint, which works from another machine too.
+    """
+    import trainwright as tw
+
+    step = tw.checkpoint(run, timeout=timeout)
+    say(f"{run}: {'asked for a checkpoint' if step is None else f'checkpoint of step {step}'}")

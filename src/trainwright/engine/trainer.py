@@ -53,6 +53,7 @@ class Trainer:
         change_requested: called on rank 0 after a checkpoint; true ends the run there, to continue with another
             plan. None: never.
         policies: the step policies of the recipe, called after the built-in ones.
+        save_requested: called on every rank after every step; true on rank 0 saves a checkpoint.
         stop_after: end the run after this step and its evaluation, with a checkpoint; None: at the end.
     """
 
@@ -63,6 +64,7 @@ class Trainer:
     updating: Callable[[], None] = lambda: None
     change_requested: Callable[[], bool] | None = None
     policies: Sequence[Callable[[Training], StepPolicy]] = ()
+    save_requested: Callable[[], bool] = lambda: False
     stop_after: int | None = None
 
     def __post_init__(self) -> None:
@@ -242,7 +244,8 @@ class Trainer:
         self.progress.left_out = left_out
 
     def _requests(self, step: int) -> tuple[bool, bool, float]:
-        return self.stop_requested(), self._checkpointing.is_due(step), self._checkpointing.report
+        save = self.save_requested() or self._checkpointing.is_due(step)
+        return self.stop_requested(), save, self._checkpointing.report
 
     def _metrics(self, step: int, found: StepGradients) -> dict[str, float]:
         metrics = self.task.metrics(found.statistics) if found.statistics else {}

@@ -243,10 +243,10 @@ def run_worker(
         watched = Watched.of(run, run_directory.plan_of(run), may_change)
         if watched is not None and watched.chosen.get("num_processes", world.size) == world.size:
             events.follow(PlanWatch(watched, events.emit))
-    if requests is not None and world.is_main:
-        found = requests(sizes[1] * _STATE_BYTES)
-        events.follow(found)
-        found.watch()
+    asked = requests(sizes[1] * _STATE_BYTES) if requests is not None and world.is_main else None
+    if asked is not None:
+        events.follow(asked)
+        asked.watch()
     checkpoints = Checkpoints(
         run / "checkpoints",
         keep_last=recipe.checkpoint.keep_last,
@@ -261,6 +261,7 @@ def run_worker(
         updating=lambda: set_fresh(False),
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
         policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
+        save_requested=(lambda: False) if asked is None else asked.take_save,
         stop_after=stop_after,
     )
     task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from trainwright.api.stopping import stop
+from trainwright.api.stopping import checkpoint, stop
 from trainwright.errors import TrainwrightError
 from trainwright.watching.board import AXES, Board
 
@@ -74,6 +74,7 @@ def application(board: Board, token: str) -> Starlette:
         Route("/differences", lambda request: _json(board.differences(request.query_params.getlist("run")))),
         Route("/details", lambda request: _json(board.details(_run(request)))),
         Route("/log", lambda request: _json(board.log(_run(request), request.query_params.get("file", "")))),
+        Route("/checkpoint", lambda request: _json(_save(board, request)), methods=["POST"]),
         Route("/stop", lambda request: _json(stop(board.directory(_run(request)), timeout=0)), methods=["POST"]),
     ]
     failures: dict[Any, Any] = {KeyError: _missing, OSError: _missing, ValueError: _wrong, TrainwrightError: _wrong}
@@ -83,6 +84,11 @@ def application(board: Board, token: str) -> Starlette:
         exception_handlers=failures,
         lifespan=following,
     )
+
+
+def _save(board: Board, request: Request) -> str:
+    checkpoint(board.directory(_run(request)), timeout=0)
+    return "asked for a checkpoint"
 
 
 async def _changes(board: Board) -> AsyncIterator[str]:

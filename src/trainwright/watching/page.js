@@ -160,7 +160,7 @@ async function show(id) {
   if (opened !== id) return;
   at("details").hidden = false;
   at("title").textContent = found.row?.name ?? id;
-  at("stop").disabled = found.row?.status !== "training";
+  at("stop").disabled = at("checkpoint").disabled = found.row?.status !== "training";
   at("samples").replaceChildren(...(found.samples.length ? found.samples.slice().reverse().map(each => {
     const sample = element("details");
     sample.append(element("summary", `Step ${each.step}: ${each.prompt}`), element("pre", each.text));
@@ -200,6 +200,9 @@ at("file").onchange = log;
 at("stop").onclick = async () => {
   at("stop").disabled = true;
   at("answer").textContent = await ask("stop", { run: opened }, "POST").catch(error => error.message);
+};
+at("checkpoint").onclick = async () => {
+  at("answer").textContent = await ask("checkpoint", { run: opened }, "POST").catch(error => error.message);
 };
 addEventListener("resize", () => { drawn = ""; refresh(); });
 draw({});

@@ -26,7 +26,7 @@ _PHASES = {
 _BLOCK, _BLOCKS = 4, 4
 WINDOW = _BLOCK * _BLOCKS
 # The first steps include compilation and the first use of memory.
-IGNORED = 3
+IGNORED = 10
 # A straggler takes longer than every other rank by this part in all blocks but the slowest, and by these multiples of
 # the standard error: as far as the blocks differ now, and as they have usually differed.
 _SLOWER, _ERRORS, _USUAL_ERRORS = 0.1, 4.0, 6.0
@@ -54,13 +54,20 @@ class Straggler(NamedTuple):
 
 
 class Comparison:
-    """Compare the seconds of ranks over the last steps."""
+    """Compare the seconds of ranks over the last steps.
 
-    def __init__(self) -> None:
+    Args:
+        processors_exchange: whether collectives are the work of processors, as on a CPU.
+    """
+
+    def __init__(self, *, processors_exchange: bool = True) -> None:
         self.taken = 0
+        self._processors_exchange = processors_exchange
         self._seconds: deque[list[list[float]]] = deque(maxlen=WINDOW)
         self._walls: deque[float] = deque(maxlen=WINDOW)
+        # Of windows without a slow rank: how much blocks differ, and the seconds of a step.
         self._noise: deque[float] = deque(maxlen=_NOISE_WINDOWS)
+        self._usual: deque[float] = deque(maxlen=_NOISE_WINDOWS)
         self._named: int | None = None
 
     def add(self, seconds: list[list[float]], wall: float) -> Straggler | None:
@@ -84,8 +91,9 @@ class Comparison:
         blocks = steps.reshape(_BLOCKS, _BLOCK).mean(axis=1)
         spread, mean = float(blocks.std(ddof=1)), float(blocks.mean())
         usual = float(np.median(self._noise)) if self._noise else 0.0
-        if self.taken % WINDOW == 0:
+        if self.taken % WINDOW == 0 and abs(mean) < _SLOWER:
             self._noise.append(spread)
+            self._usual.append(float(_without_outliers(np.array(self._walls)).mean()))
         errors = _ERRORS * spread / _BLOCKS**0.5, _USUAL_ERRORS * usual / _BLOCKS**0.5
         without_largest = float(np.sort(blocks)[:-1].mean())
         if mean > errors[0] and without_largest > max(_SLOWER, errors[1]) and blocks.min() > _RECOVERED:
@@ -100,9 +108,16 @@ class Comparison:
     ) -> Straggler:
         late = slice(WINDOW // 2, None)  # it may have become slow within the window
         lost = (seconds[late, rank] - np.delete(seconds[late], rank, axis=1).max(axis=1)).sum(axis=0)
-        gained = (of_ranks[late, rank] - np.delete(of_ranks[late], rank, axis=1).max(axis=1)).sum()
-        whole = _without_outliers(np.array(self._walls)[late]).sum()  # such as an evaluation in between
-        return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, float(gained / whole))
+        whole = float(_without_outliers(np.array(self._walls)[late]).mean())  # such as an evaluation in between
+        without = float(np.median(self._usual)) if self._usual else whole - self._delay(of_ranks[late], rank, whole)
+        return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, max(0.0, 1 - without / whole))
+
+    def _delay(self, of_ranks: NDArray[np.float64], rank: int, whole: float) -> float:
+        """Return the seconds of a step by which a rank delays the others, which have never been seen without it."""
+        own, others = of_ranks[:, rank].mean(), np.delete(of_ranks, rank, axis=1).max(axis=1).mean()
+        # A processor that computes slowly exchanges slowly, too.
+        exchange = (whole - own) * (1 - others / own) if self._processors_exchange else 0.0
+        return float(own - others + exchange)
 
 
 def _without_outliers(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -126,7 +141,8 @@ class Stragglers(StepPolicy):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._comparison, self._since = Comparison(), time.monotonic()
+        on_cpu = training.world.device.type == "cpu"
+        self._comparison, self._since = Comparison(processors_exchange=on_cpu), time.monotonic()
         self._found: Straggler | None = None
         self._before = Moment.now(), 0.0
 

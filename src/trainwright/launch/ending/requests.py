@@ -14,7 +14,7 @@ from pathlib import Path
 from trainwright.engine.events import Record
 from trainwright.launch.ending.deadline import Deadline
 
-STOP_FILE = "stop"
+STOP_FILE, CHECKPOINT_FILE = "stop", "checkpoint"
 _TAKEN_FILE = "stop.taken"  # what the file becomes, so that the job of the run knows why it has ended
 _LOOK_SECONDS = 0.5
 # A step that has begun is finished, then the checkpoint is written, then the processes end.
@@ -24,7 +24,8 @@ _BYTES_PER_SECOND = 200e6  # of a checkpoint, until one has been written
 
 
 class StopRequests:
-    """Request a stop when the file ``stop`` appears in the run directory, or early enough before a deadline.
+    """Request a stop when the file ``stop`` appears in the run directory, or early enough before a deadline, and a
+    checkpoint when the file ``checkpoint`` appears.
 
     An observer of the run's events, as a deadline has to leave the time that a step and a checkpoint take. One process
     of the run looks; what it requests, all agree on.
@@ -46,6 +47,7 @@ class StopRequests:
     ) -> None:
         self._run, self._deadline, self._clock = run, deadline, clock
         self._stop, self._tell = stop, tell
+        self._save = False
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._write = state_bytes / _BYTES_PER_SECOND
 
@@ -69,9 +71,18 @@ class StopRequests:
             self._tell(f"the run stops after a checkpoint {when} {self._deadline.shown}")
         threading.Thread(target=self._watch, name="stop-requests", daemon=True).start()
 
+    def take_save(self) -> bool:
+        """Return whether the file ``checkpoint`` has appeared since the last call: a checkpoint without a stop."""
+        asked, self._save = self._save, False
+        return asked
+
     def look(self) -> bool:
         """Look once; return whether a stop is requested."""
         reason = None
+        if CHECKPOINT_FILE in _listed(self._run):
+            with suppress(OSError):
+                (self._run / CHECKPOINT_FILE).unlink()
+            self._save = True
         if take_stop_file(self._run):
             reason = f"asked by {self._run / STOP_FILE}"
         elif self._deadline is not None and self._deadline.seconds - self._clock() <= self.needed:
@@ -88,15 +99,21 @@ class StopRequests:
 
 def take_stop_file(run: Path) -> bool:
     """Rename the run's file ``stop``; return whether there was one."""
-    try:
-        # The directory is listed because a file system of several machines may remember that a name does not exist.
-        found = STOP_FILE in os.listdir(run)
-    except OSError:
-        return False
+    found = STOP_FILE in _listed(run)
     if found:
         with suppress(OSError):
             (run / STOP_FILE).replace(run / _TAKEN_FILE)
     return found
+
+
+def _listed(run: Path) -> list[str]:
+    """Return the names in a directory; asked for by name, a file system of several machines may remember that there is
+    no such file.
+    """
+    try:
+        return os.listdir(run)
+    except OSError:
+        return []
 
 
 def was_asked_to_stop(run: Path) -> bool:
@@ -106,6 +123,6 @@ def was_asked_to_stop(run: Path) -> bool:
 
 def forget_stops(run: Path) -> None:
     """Remove what asked an earlier launch to stop."""
-    for name in (STOP_FILE, _TAKEN_FILE):
+    for name in (STOP_FILE, _TAKEN_FILE, CHECKPOINT_FILE):
         with suppress(OSError):
             (run / name).unlink()

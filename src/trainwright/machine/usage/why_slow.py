@@ -9,7 +9,6 @@ import psutil
 
 from trainwright.machine.measured.contention import CpuContention
 from trainwright.machine.usage.sample import gpu_of, processor_clock
-from trainwright.text import span
 
 # A share of the time below this is no reason for being slow.
 _NOTABLE = 0.1
@@ -54,12 +53,10 @@ def why_slow(before: Moment, now: Moment, waited: float, gpu: str | None = None)
         (shares.get("stolen", 0.0), "the hypervisor gave {share:.0%} of its processors' time to others"),
         (disk, "its machine waited for disks for {share:.0%} of the time"),
     ]
-    found = [words.format(share=share) for share, words in parts if share > _NOTABLE]
-    still = wall - waited - (now.ran - before.ran)
-    if not found and gpu is None and still > _NOTABLE * wall:
-        found.append(
-            f"it did not run for {span(still)} of {span(wall)}: it was stopped, or waited for a disk or device"
-        )
+    if gpu is None:
+        still = (wall - waited - (now.ran - before.ran)) / wall - sum(share for share, _ in parts)
+        parts.append((still, "it did not run for {share:.0%} of the time: it was stopped, or waited for a device"))
+    found = [words.format(share=share) for share, words in sorted(parts, reverse=True) if share > _NOTABLE]
     clock = processor_clock()
     if clock is not None and clock[0] < _LOW_CLOCK * clock[1]:
         found.append(f"its processors run at {clock[0]:.0f} of {clock[1]:.0f} MHz")
