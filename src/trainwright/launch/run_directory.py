@@ -141,7 +141,7 @@ def record(
         write_file(directory / RECIPE, recipe)
         _write_plan(directory, known)
     except OSError as error:
-        raise unwritable(directory, error) from error
+        raise unwritable(Path(error.filename2 or directory), error) from error
 
 
 def reasons(directory: Path) -> list[str]:
