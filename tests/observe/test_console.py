@@ -157,6 +157,7 @@ def test_what_happens_between_steps_is_told() -> None:
 
 
 def test_summary_says_how_it_went_and_where_everything_is(tmp_path: Path) -> None:
+    (tmp_path / "report.html").touch()
     (tmp_path / "tensorboard").mkdir()
     output = shown(
         start(run_directory=str(tmp_path)),
@@ -169,6 +170,7 @@ def test_summary_says_how_it_went_and_where_everything_is(tmp_path: Path) -> Non
     assert "2.0000 -> 1.5000  (-25.0%)" in output
     assert "4.0 GiB" in output
     assert 'from_pretrained("runs/tiny-1/final")' in output
+    assert str(tmp_path / "report.html") in output
     assert f"tensorboard --logdir {tmp_path / 'tensorboard'}" in output
 
 

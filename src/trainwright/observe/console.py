@@ -166,6 +166,8 @@ class ConsoleObserver:
                 rows.append(("use it", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
             rows.append(("curves", f"tensorboard --logdir {self._run / 'tensorboard'}"))
+        if (self._run / "report.html").is_file():
+            rows.append(("report", str(self._run / "report.html")))
         return rows
 
     def _row(self, label: str, value: str) -> None:
