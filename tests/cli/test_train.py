@@ -134,6 +134,7 @@ def test_a_run_leaves_what_it_says_and_the_recipe_reproduces_it(runs: Runs, here
         "plan.json",
         "events.jsonl",
         "logs",
+        "ledger",
         "tensorboard",
         "checkpoints",
         "final",

@@ -127,7 +127,7 @@ class LedgerWriter:
             "system": dict(self._sample()),
         }
         with suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.parent.mkdir(exist_ok=True)  # not its parents: a deleted run directory stays deleted
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 size = os.fstat(descriptor).st_size

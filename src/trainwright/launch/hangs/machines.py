@@ -141,7 +141,8 @@ class Machines:
 
     def _write(self, file: Path, content: bytes) -> None:
         with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
+            for directory in (self._directory.parent, self._directory):  # not the run's: a deleted one stays deleted
+                directory.mkdir(exist_ok=True)
             write_file(file, content)
 
     def _remove(self, files: Iterable[Path]) -> None:
