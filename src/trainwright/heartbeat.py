@@ -165,6 +165,7 @@ class Heartbeat:
         self._since = self.spent.begun
         self.newest_step = -1
         self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
+        self.changed: Callable[[Use, int, int], None] | None = None  # told each use with its step and micro-batch
         self._write()
         if file is not None:
             self._scratch(file).replace(file)  # readers see it complete
@@ -261,6 +262,8 @@ class Heartbeat:
             *self._collective,
         )
         _LOCK.pack_into(self._memory, 0, self._marks * 2)
+        if self.changed is not None:
+            self.changed(self.use, self._step, self._micro_batch)
 
 
 _own: Heartbeat | None = None

@@ -221,6 +221,27 @@ class Notice(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Profile(Event):
+    """Steps that were recorded with torch.profiler (train.profile).
+
+    Attributes:
+        first, step: the first and the last of them.
+        path: the trace of all ranks.
+        operators: the operators, on a GPU the kernels, that took most time, in order: ``name``, ``calls``, ``seconds``
+            without those of the operators that they call, and their ``share``; sums over ranks and steps.
+        memory: snapshots of the memory of GPUs.
+    """
+
+    kind_of_event = "profile"
+
+    first: int
+    step: int
+    path: Path
+    operators: Sequence[Mapping[str, Any]]
+    memory: Sequence[Path] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finish(Event):
     """A launch ends. ``status``: `finished` or `stopped`; ``measured``: see ``engine.measured``."""
 

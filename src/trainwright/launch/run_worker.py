@@ -25,6 +25,7 @@ from trainwright.engine.events import Event, Notice, Observer, Start
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
+from trainwright.engine.policies.profiling import Profiling
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
@@ -253,6 +254,8 @@ def run_worker(
         keep_best=recipe.checkpoint.keep_best is True,
     )
     keep_recipe = functools.partial(_keep_recipe, run, world, elastic)
+    profiled = recipe.train.profile is not None and trial_steps is None
+    profiling = [functools.partial(Profiling, run)] if profiled else []
     trainer = Trainer(
         Training(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
         schedule=Schedule(recipe.optimizer, len(task.stream)),
@@ -260,7 +263,7 @@ def run_worker(
         stop_requested=stop_requested,
         updating=lambda: set_fresh(False),
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
-        policies=[STEP_POLICIES.get(name) for name in recipe.train.step_policies],
+        policies=[*profiling, *(STEP_POLICIES.get(name) for name in recipe.train.step_policies)],
         save_requested=(lambda: False) if asked is None else asked.take_save,
         stop_after=stop_after,
     )

@@ -40,6 +40,7 @@ class ConsoleObserver:
             "evaluate": self._evaluate,
             "generate": self._generate,
             "checkpoint": self._checkpoint,
+            "profile": self._profile,
             "fault": self._fault,
             "notice": lambda event: self._write(f"note: {event['message']}"),
             "finish": self._finish,
@@ -120,6 +121,9 @@ class ConsoleObserver:
             f"step {event['step']}: checkpoint {event['path']} in {event['seconds']:.1f} s"
             + (f", training waited {blocked:.1f} s" if blocked < event["seconds"] else "")
         )
+
+    def _profile(self, event: EventRecord) -> None:
+        self._write(f"steps {event['first']} to {event['step']}: profile {event['path']}, for https://ui.perfetto.dev")
 
     def _fault(self, event: EventRecord) -> None:
         rank = "" if event.get("rank") is None else f" on rank {event['rank']}"

@@ -41,6 +41,7 @@ _STEP = {"data": "data", "forward": "forward", "backward": "backward", "gradient
     "optimizer": "optimizer",
     "metrics": OTHER,
     "replay": OTHER,
+    "profile": OTHER,
     "step policies and observers": OTHER,
 }
 _OUTSIDE_STEPS = {name: name for name in ("evaluation", "generation", "checkpoint", "export")}

@@ -189,6 +189,9 @@ def _length(recipe: Recipe) -> Iterator[Contradiction]:
     if train.initial_batch_size is not None and train.initial_batch_size >= train.global_batch_size:
         why = f"is not less than train.global_batch_size {train.global_batch_size}, to which batches grow; lower it"
         yield Contradiction(("train.initial_batch_size", "train.global_batch_size"), why)
+    if train.profile is not None and train.max_steps is not None and train.profile.steps[1] > train.max_steps:
+        why = f"ends at step {train.profile.steps[1]}, and train.max_steps is {train.max_steps}; lower it"
+        yield Contradiction(("train.profile.steps", "train.max_steps"), why)
 
 
 def _schedule(recipe: Recipe) -> Iterator[Contradiction]:

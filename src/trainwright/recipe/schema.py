@@ -15,9 +15,11 @@ from pydantic import (
     ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
     create_model,
+    field_validator,
     model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from trainwright.errors import RequestError
 from trainwright.recipe.contradiction import Contradiction, Contradictions
@@ -76,6 +78,31 @@ class OptimizerSection(Section):
         0.0, description="Final learning rate as a fraction of learning_rate."
     )
     max_grad_norm: Positive | None = Field(1.0, description="Clip gradients to this global norm. null: no clipping.")
+
+
+# A trace of a step has some megabytes for each rank.
+_MOST_PROFILED = 20
+
+
+class ProfileSection(Section):
+    """Steps that torch.profiler records."""
+
+    steps: tuple[Count, Count] = Field(
+        description="First and last step, such as [10, 12]; the first ones include compilation and the first use of "
+        f"memory. At most {_MOST_PROFILED} steps."
+    )
+
+    @property
+    def count(self) -> int:
+        """Return how many steps are recorded."""
+        return self.steps[1] - self.steps[0] + 1
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[int, int]) -> tuple[int, int]:
+        if not 0 <= steps[1] - steps[0] < _MOST_PROFILED:
+            raise PydanticCustomError("steps", f"first and last step, in order, at most {_MOST_PROFILED} steps in all")
+        return steps
 
 
 class TrainSection(Section):
@@ -149,6 +176,12 @@ class TrainSection(Section):
         None,
         description="A loss more than this many standard deviations above the mean of previous steps is a spike: the "
         "update of its step is skipped, or what faults.on_loss_spike says. null: no loss is a spike.",
+    )
+    profile: ProfileSection | None = Field(
+        None,
+        description="Record these steps with torch.profiler, on every rank: a trace for ui.perfetto.dev in the "
+        "directory profile of the run, with the phases of each rank, a table of the slowest operators in the report, "
+        "and on GPUs a snapshot of the memory.",
     )
     step_policies: list[Text] = Field(
         [],

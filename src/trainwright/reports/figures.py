@@ -115,6 +115,11 @@ class RunFigures:
             found.setdefault(str(event.get("prompt")), []).append(event)
         return found
 
+    @property
+    def profiles(self) -> list[EventRecord]:
+        """Return the ``profile`` events."""
+        return self._of("profile")
+
     @cached_property
     def finish(self) -> EventRecord:
         """Return the newest ``finish`` event; empty if there is none."""

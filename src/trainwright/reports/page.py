@@ -32,6 +32,7 @@ def report_of(run: RunFigures) -> str:
     page.add(section("Samples", *_samples(run)))
     page.add(section("Predicted and measured", *_predicted(run, page)))
     page.add(section("Where the time went", *where_time_went(run, ledger, page)))
+    page.add(section("Profile", *_profiles(run)))
     page.add(section("Machine", *machines(ledger, page)))
     page.add(section("Time line", _timeline(run)))
     page.add(section("Choices", _choices(run)))
@@ -101,6 +102,19 @@ def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
             rows.append({"part": "whole step", "kind": "measured", "value": measured["step_time"]})
         charts.append(pair_chart("Step time by part", rows, "seconds"))
     yield page.charts(charts)
+
+
+def _profiles(run: RunFigures) -> Iterator[str]:
+    for event in run.profiles:
+        steps = f"Steps {event.get('first')} to {event.get('step')}"
+        yield f"<p>{escaped(steps)}: <code>{escaped(event.get('path'))}</code>, which ui.perfetto.dev opens.</p>"
+        for snapshot in event.get("memory") or ():
+            yield f"<p>Memory: <code>{escaped(snapshot)}</code>, which pytorch.org/memory_viz opens.</p>"
+        rows = [
+            (each["name"], f"{each['calls']:,}", text.span(each["seconds"]), f"{each['share']:.1%}")
+            for each in event.get("operators") or ()
+        ]
+        yield table(["Operator", "Calls", "Time, all ranks", "Share"], rows)
 
 
 def _timeline(run: RunFigures) -> str:
