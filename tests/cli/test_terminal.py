@@ -20,6 +20,7 @@ import pytest
 from tests.support.commands import PATIENCE, environment
 from tests.support.runs import ON_ROWS, TINY
 from tests.support.terminal import lines, record
+from trainwright.doctor.comparison import Comparison
 from trainwright.observe.console import ConsoleObserver
 from trainwright.text import say
 
@@ -175,6 +176,18 @@ def test_tables_become_lists_where_they_do_not_fit(tmp_path: Path) -> None:
         narrow = record(*arguments, cwd=tmp_path, columns=40, PATH="")
         assert narrow.code == 0 and any(line.endswith(run.name) for line in narrow.lines)
         narrow.check_unbroken()
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+def test_the_table_of_verify_has_whole_numbers_at_any_width(columns: int) -> None:
+    one = {"step": 1, "loss": 5.558542, "grad_norm": 1.25}
+    terminal = Terminal(columns)
+    with stream(terminal) as opened:
+        Comparison(("single", "ddp x 2"), ((one, {**one, "grad_norm": 1.250001}),), 1e-5).show(opened)
+    shown = lines(terminal.close())
+    assert sum(line.count("5.558542") for line in shown) == 2 and any("1.250001" in line for line in shown)
+    whole(shown, columns)
+    assert "…" not in "".join(shown) and ("  gradient norm ddp x 2" in "\n".join(shown)) == (columns == 40)
 
 
 def test_the_start_of_a_command_is_announced(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ class Bar:
             text.draw(what, self._stream, ending)
             self._drawn_before = True
         else:
+            what = what.removeprefix(f"step {self._done}: ")  # it is shown before the bar
             room = text.columns(self._stream, 80) - len(f"step {self._done}/{self._remaining.total}") - 2
             self._show([what[: max(0, room - len(ending))] + ending])
 
