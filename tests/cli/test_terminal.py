@@ -180,7 +180,8 @@ def test_tables_become_lists_where_they_do_not_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", [40, 120])
 def test_the_table_of_verify_has_whole_numbers_at_any_width(columns: int) -> None:
-    one = {"step": 1, "loss": 5.558542, "grad_norm": 1.25}
+    exact = {"step": 1, "tokens": 8, "target_tokens": 4, "learning_rate": 1e-3}
+    one = {**exact, "loss": 5.558542, "grad_norm": 1.25}
     terminal = Terminal(columns)
     with stream(terminal) as opened:
         Comparison(("single", "ddp x 2"), ((one, {**one, "grad_norm": 1.250001}),), 1e-5).show(opened)
