@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import time
+import types
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import TINY
-from trainwright.activity import Activity, doing
+from trainwright.activity import Activity, Ticker, doing, in_log, progress
 from trainwright.models.load import load_model
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.registry import task_module
+from trainwright.text import say
 
 pytestmark = pytest.mark.usefixtures("told_of")
 RESOLVED = ("parallel.strategy=single", "parallel.num_processes=1")
@@ -41,8 +44,59 @@ def test_a_terminal_shows_the_seconds_and_is_clean_afterwards(monkeypatch: pytes
     stream = _Terminal()
     with Activity(stream, "loading the weights of a model", quiet_seconds=0.1):
         wait_for(lambda: "loading" in stream.getvalue())
-    assert "\r\x1b[Kloading the weights" in stream.getvalue()  # cut to the width
+    assert "\r\x1b[Kloading the  … 0:0" in stream.getvalue()  # cut to the width, but for the seconds
     assert stream.getvalue().endswith("\r\x1b[K") and "\n" not in stream.getvalue()
+
+
+def test_an_inner_activity_replaces_the_outer_one_for_a_while() -> None:
+    stream = io.StringIO()
+    with Activity(stream, "outer", quiet_seconds=0.0):
+        wait_for(lambda: "outer" in stream.getvalue())
+        with Activity(stream, "inner", quiet_seconds=0.0):
+            wait_for(lambda: "inner" in stream.getvalue())
+        wait_for(lambda: stream.getvalue().count("outer") == 2)
+    assert stream.getvalue() == "outer …\ninner …\nouter …\n"
+
+
+def test_the_start_is_over_with_the_first_output_or_activity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = _Terminal()
+    with Activity(stream, "starting", quiet_seconds=0.0, until_output=True):
+        wait_for(lambda: "starting" in stream.getvalue())
+        say("the plan", file=stream)
+        written = stream.getvalue()
+        assert written.endswith("\r\x1b[Kthe plan\n")
+        time.sleep(1.2)  # it is drawn every second
+        assert stream.getvalue() == written
+    stream = _Terminal()
+    with Activity(stream, "starting", quiet_seconds=0.0, until_output=True) as start:
+        with Activity(stream, "importing", quiet_seconds=600):
+            pass
+        assert start._ticker is None  # and no thread is left, so that processes can be forked
+
+
+def test_a_log_hears_of_a_long_activity_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, bool]] = []
+    clock = iter([0.0, *(float(second) for second in range(2, 200))])
+    monkeypatch.setattr("trainwright.activity.time", types.SimpleNamespace(monotonic=lambda: next(clock, 1e9)))
+    ticker = Ticker(lambda seconds, for_log: seen.append((seconds, for_log)))
+    ticker.begin(2.0)
+    wait_for(lambda: len(seen) >= 150)
+    ticker.close()
+    assert [seconds for seconds, for_log in seen if for_log and seconds < 200] == [2.0, 30.0, 60.0, 120.0]
+    assert in_log("compiling", 2.0) == "compiling …"
+    assert in_log("compiling", 90.0, ", 40%") == "compiling … 1:30, 40%"
+
+
+def test_a_fraction_is_shown_beside_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = _Terminal()
+    with Activity(stream, "tokenizing", quiet_seconds=0.0):
+        progress(3, 4)
+        wait_for(lambda: ", 75%" in stream.getvalue())
+        doing("writing")
+        wait_for(lambda: "writing" in stream.getvalue(), 60)
+    assert "writing … 0:00, " not in stream.getvalue()
 
 
 def test_what_is_quick_or_has_no_stream_is_not_mentioned() -> None:
@@ -58,8 +112,7 @@ def test_nothing_is_said_where_that_is_not_wanted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TRAINWRIGHT_QUIET", "1")
     stream = io.StringIO()
     with Activity(stream, "importing", quiet_seconds=0.0) as activity:
-        assert activity._ticker is not None
-        activity._ticker._thread.join(60)
+        assert activity._ticker is not None and activity._ticker._thread is None
     assert not stream.getvalue()
 
 

@@ -49,7 +49,7 @@ def test_what_is_said_is_printable_in_the_encoding_of_the_stream() -> None:
 RUN = "runs/tiny-20261122-110556"
 LINES = [
     f"stopped after a checkpoint; continue with: trainwright train --resume {RUN}",
-    f'  use it         AutoModelForCausalLM.from_pretrained("{RUN}/final")',
+    f'  in Python      AutoModelForCausalLM.from_pretrained("{RUN}/final")',
     f"  curves         tensorboard --logdir {RUN}/tensorboard",
     "chosen         parallel.strategy ddp: the fastest that fits; fsdp 1.62 times the step time: communication",
     f"error: {RUN}/rows.jsonl: no such file; write it with `trainwright data prepare raw.json --out {RUN}` first",

@@ -6,6 +6,7 @@ import gc
 import sys
 from contextlib import nullcontext
 
+from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Interrupted
 from trainwright.launch.ending.stop import interruptible
 from trainwright.text import say
@@ -20,7 +21,7 @@ def main() -> None:
     gc.set_threshold(_BETWEEN_COLLECTIONS)
     trains = sys.argv[1:2] == ["train"]
     try:
-        with interruptible() if trains else nullcontext():
+        with interruptible() if trains else nullcontext(), Activity(sys.stderr, "starting", until_output=True):
             from trainwright.cli.main import main as command
 
             command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -12,8 +13,10 @@ from typing import Self, TextIO
 from trainwright import text
 
 # Shorter activities are not shown.
-_QUIET_SECONDS = 2.0
+QUIET_SECONDS = 2.0
 _TICK_SECONDS = 1.0
+# A log gets another line about the same activity after this time, then after twice of it, and so on.
+LOG_SECONDS = 30.0
 
 _current: Activity | None = None
 
@@ -24,17 +27,37 @@ def doing(what: str) -> None:
         _current.begin(what)
 
 
+def progress(done: int, total: int) -> None:
+    """Report how much of the activity that `doing` has begun is done; shown by the current `Activity`."""
+    if _current is not None:
+        _current.progress(done, total)
+
+
 class Activity:
     """Show the activities that `doing` reports on ``stream``: with the seconds on a terminal, otherwise as a line.
 
-    A context manager. Activities under two seconds are not shown, and without a ``stream`` none are. It uses a thread,
-    so do not fork processes meanwhile that write to the same stream.
+    A context manager; an outer one shows nothing meanwhile. Activities under two seconds (``quiet_seconds``) are not
+    shown, and without a ``stream`` none are. It uses a thread, so do not fork processes meanwhile that write to the
+    same stream.
+
+    Args:
+        until_output: end with the first line that is printed, or the first inner activity.
     """
 
-    def __init__(self, stream: TextIO | None, what: str = "", quiet_seconds: float = _QUIET_SECONDS) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None,
+        what: str = "",
+        quiet_seconds: float | None = None,
+        *,
+        until_output: bool = False,
+    ) -> None:
         self._stream = stream
         self._what = what
+        self._fraction = ""
         self._quiet_seconds = quiet_seconds
+        self._until_output = until_output
+        self._lines_before = 0
         self._terminal = stream is not None and text.is_terminal(stream)
         self._ticker: Ticker | None = None
         self._drawn = False
@@ -43,43 +66,71 @@ class Activity:
     def __enter__(self) -> Self:
         global _current
         self._before, _current = _current, self
-        if self._what:
-            self.begin(self._what)
+        if self._before is not None:
+            self._before.pause()
+        self.resume()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _current
+        self.close()
         _current = self._before
-        self._end()
+        if _current is not None:
+            _current.resume()
 
     def begin(self, what: str) -> None:
         """Show ``what`` from now on, and nothing for ""."""
-        self._end()
-        if self._stream is not None and what:
-            self._what = what
-            self._ticker = Ticker(self._show, self._quiet_seconds)
+        self.pause()
+        self._what, self._fraction = what, ""
+        self.resume()
+
+    def progress(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` parts of the activity are done."""
+        self._fraction = f", {done / total:.0%}" if total else ""
 
     def say(self, line: str) -> None:
         """Print a line without disturbing the display."""
         with self._lock:
             text.say(line, file=self._stream)
 
-    def _end(self) -> None:
+    def pause(self) -> None:
+        """Show nothing until `resume`."""
         if self._ticker is not None:
             self._ticker.stop()
+        self._clear()
+        if self._until_output:
+            self.close()
+            self._stream = None
+
+    def resume(self) -> None:
+        """Show the activity again, and its seconds from now on."""
+        if self._stream is None or not self._what:
+            return
+        if self._ticker is None:
+            self._ticker = Ticker(self._show)
+        self._lines_before = text.lines_said()
+        self._ticker.begin(self._quiet_seconds)
+
+    def close(self) -> None:
+        """End the display and its thread."""
+        if self._ticker is not None:
+            self._ticker.close()
             self._ticker = None
         self._clear()
 
-    def _show(self, seconds: float, first: bool) -> None:
+    def _show(self, seconds: float, for_log: bool) -> None:
         assert self._stream is not None
+        if self._until_output and text.lines_said() != self._lines_before:
+            return
         with self._lock:
             if self._terminal:
-                text.draw(f"{self._what} … {text.duration(seconds)}", self._stream)
+                text.draw(self._what, self._stream, f" … {text.duration(seconds)}{self._fraction}")
                 self._drawn = True
-            elif first:
-                text.say(f"{self._what} …", file=self._stream)
+            elif for_log:
+                text.say(in_log(self._what, seconds, self._fraction), file=self._stream)
+                self._lines_before = text.lines_said()
 
     def _clear(self) -> None:
         if self._drawn and self._stream is not None:
@@ -87,31 +138,71 @@ class Activity:
             self._drawn = False
 
 
-class Ticker:
-    """Call ``show`` once a second with the elapsed seconds, and whether it is the first call, until stopped.
+def in_log(what: str, seconds: float, fraction: str = "") -> str:
+    """Return the line of an activity for a log: the first one has no seconds."""
+    return f"{what} …" if seconds < LOG_SECONDS else f"{what} … {text.duration(seconds)}{fraction}"
 
-    Never in the first ``quiet_seconds``, nor if TRAINWRIGHT_QUIET is set.
+
+class Ticker:
+    """Call ``show`` once a second while something takes long, from a thread of its own.
+
+    ``show`` gets the seconds since `begin`, and whether a log should get a line: for the first call, after 30 seconds,
+    after a minute, after two, and so on. It is never called if TRAINWRIGHT_QUIET is set.
     """
 
-    def __init__(self, show: Callable[[float, bool], None], quiet_seconds: float = _QUIET_SECONDS) -> None:
+    def __init__(self, show: Callable[[float, bool], None]) -> None:
         self._show = show
-        self._quiet_seconds = quiet_seconds
-        self._stopped = threading.Event()
-        # A daemon thread: a process that fails must be able to end.
-        self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
-        self._thread.start()
+        self._change = threading.Condition()
+        self._begun: float | None = None
+        self._due = self._log_due = 0.0  # of the next call, and of the next one for a log; in seconds since `begin`
+        self._wakes = math.inf  # when the thread looks again by itself
+        self._closed = bool(os.environ.get("TRAINWRIGHT_QUIET"))
+        self._thread: threading.Thread | None = None
+
+    def begin(self, quiet_seconds: float | None = None) -> None:
+        """Count the seconds from now, and call ``show`` once they are more than ``quiet_seconds``, by default two."""
+        if self._closed:
+            return
+        quiet_seconds = QUIET_SECONDS if quiet_seconds is None else quiet_seconds
+        with self._change:
+            self._begun = time.monotonic()
+            self._due, self._log_due = quiet_seconds, 0.0
+            if self._thread is None:
+                # A daemon thread: a process that fails must be able to end.
+                self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
+                self._thread.start()
+            elif self._begun + quiet_seconds < self._wakes:  # it need not be woken for every step of a fast run
+                self._change.notify()
 
     def stop(self) -> None:
-        """Stop; nothing is shown after this returns."""
-        self._stopped.set()
-        self._thread.join()
+        """Stop until the next `begin`; nothing is shown after this returns."""
+        with self._change:
+            self._begun = None
+
+    def close(self) -> None:
+        """Stop, and end the thread."""
+        with self._change:
+            self._closed, self._begun = True, None
+            self._change.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _run(self) -> None:
-        begun = time.monotonic()
-        if os.environ.get("TRAINWRIGHT_QUIET"):
-            return
-        if self._stopped.wait(self._quiet_seconds):
-            return
-        self._show(time.monotonic() - begun, True)
-        while not self._stopped.wait(_TICK_SECONDS):
-            self._show(time.monotonic() - begun, False)
+        with self._change:
+            while not self._closed:
+                if self._begun is None:
+                    self._wakes = math.inf
+                    self._change.wait()
+                    continue
+                seconds = time.monotonic() - self._begun
+                if seconds < self._due:
+                    self._wakes = self._begun + self._due
+                    self._change.wait(self._due - seconds)
+                    continue
+                for_log = seconds >= self._log_due
+                if for_log:
+                    self._log_due = LOG_SECONDS
+                    while self._log_due <= seconds:
+                        self._log_due *= 2
+                self._due = seconds + _TICK_SECONDS
+                self._show(seconds, for_log)

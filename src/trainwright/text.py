@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 # Control characters except the tab and the line break, line separators at which some programs break lines, directional
@@ -102,15 +102,60 @@ def metric(value: object) -> str:
 def block(text: str, indent: str, width: int) -> str:
     """Wrap `text` to `width` columns, keeping its own line breaks; every line starts with `indent`."""
     lines: list[str] = []
-    wrapper = textwrap.TextWrapper(
-        max(20, width - len(indent)), drop_whitespace=False, break_long_words=False, break_on_hyphens=False
-    )
+    wrapper = textwrap.TextWrapper(max(20, width - len(indent)), break_long_words=False, break_on_hyphens=False)
     for line in text.strip().splitlines() or [""]:
         lines += wrapper.wrap(line) or [""]
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
+def table(rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
+    """Yield the lines of a table whose first row is its head.
+
+    If it is wider than ``width``, each row becomes a list: its first cell, and a line for each other cell that is not
+    empty, with the head as label. No width: never.
+    """
+    shown = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(shown[0]))]
+    lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in shown]
+    if width is None or all(len(line) <= width for line in lines):
+        yield from lines
+        return
+    head, *others = shown
+    label = max(map(len, head[1:]), default=0)
+    for row in others:
+        yield row[0]
+        for name, cell in zip(head[1:], row[1:], strict=True):
+            if cell:
+                yield from wrapped(f"  {name:<{label}}  {cell}", width).split("\n")
+
+
+def table_width(stream: TextIO) -> int | None:
+    """Return the width for a `table` on ``stream``; None if it is not a terminal, so that programs can read it."""
+    return columns(stream, 80) if stream.isatty() else None
+
+
 _drawn: TextIO | None = None  # the stream with a drawn line that must be erased before printing another
+_said = 0
+# Replacements for encodings without these characters, such as code pages 437 and 1252 of Windows.
+_PLAIN = {
+    "…": "...",
+    "×": "x",
+    "→": "->",
+    "←": "<-",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "‘": "'",
+    "’": "'",
+    "“": '"',
+    "”": '"',
+    "•": "*",
+    "≈": "~",
+    "≤": "<=",
+    "≥": ">=",
+    "±": "+-",
+    "µ": "u",
+}
 
 
 def printable(text: str) -> str:
@@ -125,19 +170,45 @@ def printable(text: str) -> str:
 def say(line: str = "", *, file: TextIO | None = None, end: str = "\n", wrap: bool = True) -> None:
     """Print ``line`` as `printable` text and flush; to standard output unless a ``file`` is given.
 
-    Characters that the stream's encoding lacks are escaped too. All console output goes through this function. On a
-    terminal the line is `wrapped`, unless ``end`` is not a newline; without ``wrap`` it is left unchanged, for output
-    that other programs read.
+    Characters that the stream's encoding lacks are replaced, see `encodable`. All console output goes through this
+    function. On a terminal the line is `wrapped`, unless ``end`` is not a newline; without ``wrap`` it is left
+    unchanged, for output that other programs read.
     """
+    global _said
+    _said += 1
     if _drawn is not None:
         draw("", _drawn)
     stream = sys.stdout if file is None else file
     shown = printable(line)
     if wrap and end == "\n" and stream.isatty():
         shown = wrapped(shown, columns(stream, 80))
-    if (encoding := getattr(stream, "encoding", None)) is not None:
-        shown = shown.encode(encoding, "backslashreplace").decode(encoding)
-    print(shown, file=stream, end=end, flush=True)
+    print(encodable(shown, stream), file=stream, end=end, flush=True)
+
+
+def lines_said() -> int:
+    """Return the number of calls of `say` so far in this process."""
+    return _said
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    """Return ``text`` with what the stream's encoding lacks replaced: by plain characters, or else escaped."""
+    encoding = getattr(stream, "encoding", None)
+    if encoding is None or text.isascii():
+        return text
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        kept = "".join(_PLAIN.get(char, char) if not _has(encoding, char) else char for char in text)
+        return kept.encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def _has(encoding: str, char: str) -> bool:
+    try:
+        char.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def wrapped(text: str, width: int) -> str:
@@ -185,11 +256,13 @@ def columns(stream: TextIO, otherwise: int = 100) -> int:
         return otherwise
 
 
-def draw(line: str, stream: TextIO) -> None:
-    """Draw ``line`` in place of the terminal's last line, truncated to the terminal's width."""
+def draw(line: str, stream: TextIO, ending: str = "") -> None:
+    """Draw ``line`` and ``ending`` in place of the terminal's last line; a long ``line`` is cut, but not the ending."""
     global _drawn
     _drawn = stream if line else None
-    stream.write(f"\r\x1b[K{printable(line)[: columns(stream, 80) - 1]}")
+    shown, ending = encodable(printable(line), stream), encodable(ending, stream)
+    room = columns(stream, 80) - 1
+    stream.write(f"\r\x1b[K{shown[: max(0, room - len(ending))]}{ending[:room]}")
     stream.flush()
 
 

@@ -18,7 +18,9 @@ from typing import Any, TextIO
 import pytest
 
 from tests.support.commands import PATIENCE, environment
-from tests.support.runs import TINY
+from tests.support.runs import ON_ROWS, TINY
+from tests.support.terminal import lines, record
+from trainwright.doctor.comparison import Comparison
 from trainwright.observe.console import ConsoleObserver
 from trainwright.text import say
 
@@ -27,6 +29,7 @@ ABOUT = {"world_size": 2, "strategy": "ddp", "mixed_precision": "no", "device": 
 BATCH = {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_size": 8, "max_steps": 10}
 START = {"event": "start", "task": "sft", "trainable_parameters": 90_600, "run_directory": RUN, **ABOUT, **BATCH}
 REASONS = ["parallel.strategy ddp: the fastest that fits; fsdp 1.62 times the step time: communication"]
+_SILENT = 0.1  # the largest share of a command's time in which nothing says what it does
 DATA = [f"train: tokens kept in {RUN}/cache/datasets/9d2224ceb33754e979a4f52cab518f13 (reused)"]
 
 
@@ -47,22 +50,20 @@ class Terminal:
 
     def close(self) -> str:
         """What was written, up to the end."""
+        return self.close_bytes().decode()
+
+    def close_bytes(self) -> bytes:
+        """What was written, in the encoding in which it was."""
         os.close(self.slave)
         self._reader.join(60)
         os.close(self._master)
-        return self._written.decode()
+        return self._written
 
 
 @contextlib.contextmanager
 def stream(terminal: Terminal) -> Iterator[TextIO]:
     with os.fdopen(os.dup(terminal.slave), "w") as opened:
         yield opened
-
-
-def lines(written: str) -> list[str]:
-    """Lines as they stay, without what was drawn over and the terminal's own sequences."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
-    return [line.rpartition("\r")[2].rstrip() for line in plain.replace("\r\n", "\n").split("\n")]
 
 
 def whole(shown: list[str], columns: int) -> None:
@@ -99,6 +100,7 @@ def test_a_run_breaks_no_word_and_no_command(columns: int) -> None:
     shown = lines(written)
     whole(shown, columns)
     assert any(line.endswith(f"trainwright train --resume {RUN}") for line in shown)
+    assert any(line.endswith(f"trainwright generate {RUN}") for line in shown)
     assert any(line.endswith(f'AutoModelForCausalLM.from_pretrained("{RUN}/final")') for line in shown)
     assert sum(f"{RUN}/checkpoints/step-00000010" in line for line in shown) == 1
 
@@ -144,3 +146,81 @@ def test_no_colors_and_no_drawing_where_they_are_not_wanted(monkeypatch: pytest.
         console({"event": "step", "step": 1, "loss": 2.5, "tokens_per_second": 9_857.0})
         console.close()
     assert not re.search(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9\d)(?:;\d+)*m", terminal.close())
+
+
+@pytest.mark.parametrize("encoding", ["cp437", "cp1252", "ascii"])
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_what_an_encoding_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch, encoding: str, term: str) -> None:
+    monkeypatch.setenv("TERM", term)
+    terminal = Terminal(60)
+    with os.fdopen(os.dup(terminal.slave), "w", encoding=encoding) as opened:
+        console = ConsoleObserver(opened)
+        console({**START, "reasons": ["parallel.strategy ddp: 1.62 × as fast → chosen"]})
+        console({"event": "step", "step": 1, "loss": 2.5, "tokens_per_second": 9_857.0})
+        console({"event": "generate", "step": 1, "prompt": "größer…", "text": "日本"})
+        console._progress.during("evaluating", ", 40%", 62.0, True)
+        console.close()
+    written = terminal.close_bytes().decode(encoding)
+    assert "1.62" in written and "evaluating" in written and "1:02, 40%" in written
+    assert "\\u65e5" in written and "->" in written
+    assert "evaluating … 1:02" in written if encoding == "cp1252" else "evaluating ... 1:02" in written
+
+
+def test_tables_become_lists_where_they_do_not_fit(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a-run-with-a-name-of-some-length"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("task: sft\n")
+    for arguments in (["runs", "runs"], ["jobs", str(run)]):
+        wide = record(*arguments, cwd=tmp_path, columns=200, PATH="")
+        assert wide.code == 0 and any(re.match(r"RUN +\S+ +ST", line) for line in wide.lines), wide.shown
+        narrow = record(*arguments, cwd=tmp_path, columns=40, PATH="")
+        assert narrow.code == 0 and any(line.endswith(run.name) for line in narrow.lines)
+        narrow.check_unbroken()
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+def test_the_table_of_verify_has_whole_numbers_at_any_width(columns: int) -> None:
+    exact = {"step": 1, "tokens": 8, "target_tokens": 4, "learning_rate": 1e-3}
+    one = {**exact, "loss": 5.558542, "grad_norm": 1.25}
+    terminal = Terminal(columns)
+    with stream(terminal) as opened:
+        Comparison(("single", "ddp x 2"), ((one, {**one, "grad_norm": 1.250001}),), 1e-5).show(opened)
+    shown = lines(terminal.close())
+    assert sum(line.count("5.558542") for line in shown) == 2 and any("1.250001" in line for line in shown)
+    whole(shown, columns)
+    assert "…" not in "".join(shown) and ("  gradient norm ddp x 2" in "\n".join(shown)) == (columns == 40)
+
+
+def test_the_start_of_a_command_is_announced(tmp_path: Path) -> None:
+    found = record("plan", str(TINY), ON_ROWS, cwd=tmp_path, announcing=True, TRAINWRIGHT_CACHE=str(tmp_path / "cache"))
+    assert found.code == 0, found.shown
+    assert "starting … 0:0" in found.written and "planning … 0:0" in found.written
+    found.check_unbroken()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [40, 80])
+def test_every_phase_of_a_run_is_announced(tmp_path: Path, columns: int) -> None:
+    """With an empty cache: nothing is silent for more than a tenth of the time, however fast the machine is."""
+    run = ["train", str(TINY), ON_ROWS, "train.max_steps=4", "logging.run_directory=run", "parallel.num_processes=2"]
+    found = record(*run, cwd=tmp_path, columns=columns, announcing=True, TRAINWRIGHT_CACHE=str(tmp_path / "cache"))
+    assert found.code == 0, found.shown
+    for phase in ("starting", "planning", "importing torch", "reading and tokenizing", "initializing the model"):
+        assert f"{phase}" in found.written, phase
+    assert "trainwright generate run" in found.shown
+    found.check_unbroken()
+    found.check_announced(most=_SILENT)
+
+
+@pytest.mark.slow
+def test_after_a_resume_the_summary_is_about_the_whole_run(tmp_path: Path) -> None:
+    cache = {"TRAINWRIGHT_CACHE": str(tmp_path / "cache")}
+    run = ["train", str(TINY), ON_ROWS, "train.max_steps=6", "evaluate.every=2", "logging.run_directory=run"]
+    first = record(*run, "--until", "step 2", cwd=tmp_path, columns=40, **cache)
+    assert first.code == 75, first.shown
+    assert any(line.endswith("trainwright train --resume run") for line in first.lines)
+    again = record("train", "--resume", "run", cwd=tmp_path, columns=80, **cache)
+    assert again.code == 0, again.shown
+    before = re.search(r"step 0: validation  loss (\S+)", first.shown)
+    assert before and re.search(rf"  loss +{re.escape(before[1])} -> ", again.shown), again.shown
+    assert re.search(r"finished at step 6 after \S+, \S+ of it since it was resumed at step 2", again.shown)

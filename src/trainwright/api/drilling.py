@@ -11,6 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright import text
+from trainwright.activity import Activity
 from trainwright.api.processes.separate import run_in_process
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.errors import (
@@ -178,8 +180,7 @@ def _drill(asked: DrillRequest, progress: bool) -> Drill:
         try:
             _perform(asked, trials, results, setting, begun, progress)
         except Interrupted:
-            text = f"stopped; to continue, repeat the command with --resume --output {directory}"
-            raise Stopped(text) from None
+            raise Stopped(f"stopped; to continue, repeat the command with --resume --output {directory}") from None
         found = results.of(trials)
         rows = tuple(row.as_json() for row in rows_of(found))
         result = Drill(directory, rows, sum(line is None for line in found.values()), table(found))
@@ -192,8 +193,9 @@ def _check_directory(asked: DrillRequest, recipe: str) -> None:
     directory = asked.directory
     if not asked.resume:
         if directory.exists():
-            text = f"--output: {directory} exists; choose another directory, or continue the drill in it with --resume"
-            raise RequestError(text)
+            raise RequestError(
+                f"--output: {directory} exists; choose another directory, or continue the drill in it with --resume"
+            )
         return
     try:
         begun_with = (directory / _RECIPE).read_text(encoding="utf-8")
@@ -242,7 +244,8 @@ def _perform(
     if not left:
         return
     try:
-        seconds = undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left[0])
+        with Activity(stream, "training once without a fault"):
+            seconds = undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left[0])
     except Undisturbed as error:
         raise _ERRORS.get(error.code, TrainingError)(str(error)) from None
     setting = replace(setting, patience=max(setting.patience, 10 * seconds))
@@ -250,12 +253,20 @@ def _perform(
     def over() -> bool:
         return asked.minutes is not None and time.monotonic() - begun >= 60 * asked.minutes
 
-    lines = run_trials(left, setting, asked.directory / "trials", asked.jobs, until=over)
+    of = "" if asked.minutes else f"/{len(left)}"
+    number = 0
+
+    def waiting(trials: Sequence[Trial], seconds: float) -> None:
+        # Drawn from the loop, as processes are forked from this one: a thread could hold a lock meanwhile.
+        if stream and text.is_terminal(stream):
+            names = ", ".join(trial.name for trial in trials)
+            text.draw(f"[{number + 1}{of}] {names}", stream, f" … {text.duration(seconds)}")
+
+    lines = run_trials(left, setting, asked.directory / "trials", asked.jobs, until=over, waiting=waiting)
     for number, line in enumerate(lines, 1):
         results.add(line)
         if stream:
             why = line["why"].splitlines()[0][:200] if line["why"] else ""
-            of = "" if asked.minutes else f"/{len(left)}"
             say(f"[{number}{of}] {line['trial']} ({line['case']}): {line['verdict']}  {why}".rstrip(), file=stream)
 
 

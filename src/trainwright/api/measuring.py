@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -10,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.activity import Activity
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 
@@ -92,8 +94,9 @@ def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
             processes=processes,
             work=work,
         )
-        report = import_module(_module(request)).report_of(request, work)
-        lines = written(report, directory)
+        with Activity(sys.stderr, "computing the metrics and their intervals"):
+            report = import_module(_module(request)).report_of(request, work)
+            lines = written(report, directory)
     return directory, lines
 
 

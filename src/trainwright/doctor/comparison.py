@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from trainwright import text
 from trainwright.observe.reader import EventRecord, read_events
 
 # Relative, by `train.mixed_precision`: the effect of the order of summation within a few steps.
@@ -75,7 +76,7 @@ class Comparison:
         )
 
     def show(self, stream: TextIO) -> None:
-        """Print the table of both runs."""
+        """Print the table of both runs, as a list on a terminal that is too narrow for it."""
         from rich.console import Console
         from rich.table import Table
 
@@ -89,7 +90,14 @@ class Comparison:
             table.add_row(*self._row(pair), style="bold red" if self._difference_in(pair) else None)
         # Wide enough for the table if output is not a terminal.
         width = None if stream.isatty() else 120
-        Console(file=stream, highlight=False, markup=False, emoji=False, width=width).print(table)
+        console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
+        if console.measure(table).maximum <= console.width:
+            console.print(table)
+            return
+        head = ["step", *(f"{name} {one}" for name in _CLOSE.values() for one in (*self.names, "relative difference"))]
+        rows = [[f"step {pair[0]['step']}", *self._row(pair)[1:]] for pair in self.steps]
+        for line in text.table([head, *rows], console.width):
+            text.say(line, file=stream)
 
     def _row(self, pair: tuple[EventRecord, EventRecord]) -> Sequence[str]:
         cells = [str(pair[0]["step"])]

@@ -56,6 +56,7 @@ def run_trials(
     jobs: int = 1,
     keep: bool = False,
     until: Callable[[], bool] = lambda: False,
+    waiting: Callable[[Sequence[Trial], float], None] = lambda trials, seconds: None,
 ) -> Iterator[dict[str, Any]]:
     """Perform the trials, ``jobs`` at once, and yield the line of each as it comes.
 
@@ -63,17 +64,19 @@ def run_trials(
         work: for the directories of trials.
         keep: keep also those of trials that held.
         until: asked before each trial whether to begin no more.
+        waiting: called once a second with the trials that are going on, and the seconds that the oldest has taken.
     """
     context = multiprocessing.get_context("fork")
-    waiting = list(trials)
+    to_come = list(trials)
+    told = time.monotonic()
     going: dict[Any, tuple[Trial, Path, float]] = {}
     try:
-        while waiting or going:
-            while waiting and len(going) < jobs:
+        while to_come or going:
+            while to_come and len(going) < jobs:
                 if until():
-                    waiting.clear()
+                    to_come.clear()
                     break
-                trial = waiting.pop(0)
+                trial = to_come.pop(0)
                 place = work / f"{trial.seed}-{trial.name.replace('/', '-').replace(' ', '_')}"
                 shutil.rmtree(place, ignore_errors=True)
                 place.mkdir(parents=True)
@@ -99,6 +102,9 @@ def run_trials(
                     **{name: round(value, 3) for name, value in measures.items()},
                     "code": setting.code,
                 }
+            if going and time.monotonic() - told >= 1:
+                told = time.monotonic()
+                waiting([one for one, *_ in going.values()], told - min(began for *_, began in going.values()))
             time.sleep(0.05)
     finally:
         for process in going:

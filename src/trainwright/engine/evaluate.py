@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainwright.engine.event_log import EventLog
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.task import Task
@@ -14,7 +15,12 @@ from trainwright.parallel.world import StopRequested
 
 
 def evaluate(
-    task: Task, strategy: Strategy, again: Callable[[MemoryShortage | None], bool], tell: Callable[[str], None]
+    task: Task,
+    strategy: Strategy,
+    again: Callable[[MemoryShortage | None], bool],
+    tell: Callable[[str], None],
+    events: EventLog,
+    step: int,
 ) -> dict[str, float]:
     """Return metrics over the validation split, each example counted once, and of the answers that the recipe asks
     for.
@@ -22,12 +28,14 @@ def evaluate(
     Args:
         again: called on every rank with its out-of-memory error, if any; returns whether all ranks start over.
         tell: as for ``generate``.
+        events: is told what is done and how much of it.
+        step: after which this happens, for ``events``.
 
     Raises:
         StopRequested: on every rank, if any of them was asked to stop; partial results are discarded.
     """
     while True:
-        sums = _statistics(task, strategy)
+        sums = _statistics(task, strategy, events)
         if not again(sums if isinstance(sums, MemoryShortage) else None):
             break
     assert not isinstance(sums, MemoryShortage)
@@ -36,11 +44,12 @@ def evaluate(
         with strategy.full_parameters() as (module, in_step):
             if in_step is not None:
                 tell(in_step)
+            events.announce("answering rows of the validation split", step)
             metrics |= task.answer_metrics(module, strategy.world, together=in_step is not None)
     return metrics
 
 
-def _statistics(task: Task, strategy: Strategy) -> list[float] | MemoryShortage:
+def _statistics(task: Task, strategy: Strategy, events: EventLog) -> list[float] | MemoryShortage:
     """Return this rank's part of the sums over the validation split, or its out-of-memory error."""
     assert task.validation is not None
     world, module = strategy.world, strategy.module
@@ -59,6 +68,7 @@ def _statistics(task: Task, strategy: Strategy) -> list[float] | MemoryShortage:
                 return parts
             for part in parts:
                 sums = part if sums is None else sums + part
+            events.progress(step + 1, len(task.validation))
             if any(short for _, short in ranks):
                 break  # another rank has to start over, so all do
     finally:
@@ -78,12 +88,17 @@ def _batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.T
 
 
 def generate(
-    task: Task, strategy: Strategy, tell: Callable[[str], None], available_memory: int | None = None
+    task: Task,
+    strategy: Strategy,
+    tell: Callable[[str], None],
+    events: EventLog,
+    available_memory: int | None = None,
 ) -> list[tuple[str, str]]:
     """Return ``(prompt, text)`` for every prompt of the task; the ranks share the prompts, and all get all texts.
 
     Args:
         tell: called with the reason if the ranks generate together, which is slower.
+        events: is told how many prompts are done.
         available_memory: see ``Strategy.full_parameters``.
 
     Raises:
@@ -102,6 +117,7 @@ def generate(
             if (index := first + mine) < len(prompts):
                 texts[index] = task.generate(module, prompts[index])
             world.check_stop()
+            events.progress(min(first + every, len(prompts)), len(prompts))
     for part in world.gather(texts):
         texts.update(part)
     return [(prompt, texts[index]) for index, prompt in enumerate(prompts)]

@@ -13,6 +13,8 @@ from typing import Any
 from trainwright.engine.events import Event, Observer, Record
 from trainwright.errors import TrainingError, unwritable
 
+_PROGRESS_SECONDS = 0.2
+
 
 class EventLog:
     """Append events to a file and pass each to the observers. Only rank 0 has a path; other ranks write nothing.
@@ -29,6 +31,7 @@ class EventLog:
         self._observers = list(observers)
         self._path = path
         self._file = None
+        self._told = float("-inf")  # when `progress` was last passed on
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +70,12 @@ class EventLog:
         """Tell the observers what the run does until the next event; nothing is recorded."""
         if self._file is not None:
             self._show({"event": "phase", "time": time.time(), "doing": doing, "step": step})
+
+    def progress(self, done: int, total: int) -> None:
+        """Tell the observers how much of what was announced is done, at most five times a second; not recorded."""
+        if self._file is not None and total and (now := time.monotonic()) - self._told >= _PROGRESS_SECONDS:
+            self._told = now
+            self._show({"event": "progress", "time": time.time(), "done": done, "total": total})
 
     def _show(self, event: Record) -> None:
         for observer in self._observers:

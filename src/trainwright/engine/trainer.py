@@ -72,6 +72,7 @@ class Trainer:
         self.task, self.strategy, self.events = training.task, training.strategy, training.events
         self.world = training.world
         self._memory_warned = False
+        self._begun_at = 0  # the step at which this launch began
         self._halving, self._replay = Halving(self.training), Replay(self.training)
         ours = (LossScale, GradientNoise, LossSpikes, NonFinite, Stragglers)
         self._policies = [self._halving, self._replay, *(policy(self.training) for policy in (*ours, *self.policies))]
@@ -124,11 +125,12 @@ class Trainer:
         return True
 
     def _train(self) -> None:
+        self._begun_at = self.progress.step
         if self.progress.step == 0:
             self.progress.pending = EVALUATION
         self._evaluate()
         self.strategy.module.train()
-        self.events.announce("compiling" if self.training.recipe.train.compile is True else "the first step")
+        self.events.announce(self._with_compiling("taking the first step"))
         while self.progress.step < self.max_steps:
             try:
                 result = self._step()
@@ -294,11 +296,16 @@ class Trainer:
         """
         step, progress, improved = self.progress.step, self.progress, False
         if progress.pending == EVALUATION and self.task.validation is not None:
-            self.events.announce("evaluating", step)
+            self.events.announce(self._with_compiling("evaluating"), step)
             heartbeat.phase("evaluation", step)
             begun = time.monotonic()
             metrics = evaluate(
-                self.task, self.strategy, functools.partial(self._halving.evaluation, step), self._warn_low_memory
+                self.task,
+                self.strategy,
+                functools.partial(self._halving.evaluation, step),
+                self._warn_low_memory,
+                self.events,
+                step,
             )
             self.events.emit(Evaluate(step=step, metrics=metrics, seconds=time.monotonic() - begun))
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
@@ -309,10 +316,15 @@ class Trainer:
             heartbeat.phase("generation", step)
             if self.task.prompts:
                 self.events.announce("generating samples", step)
-            for prompt, text in generate(self.task, self.strategy, self._warn_low_memory):
+            for prompt, text in generate(self.task, self.strategy, self._warn_low_memory, self.events):
                 self.events.emit(Generate(step=step, prompt=prompt, text=text))
             progress.pending = None
         return improved and self.training.recipe.checkpoint.keep_best is True
+
+    def _with_compiling(self, what: str) -> str:
+        """Return ``what`` in words that add the compilation, if there is one at this step."""
+        compiles = self.training.recipe.train.compile is True and self.progress.step == self._begun_at
+        return f"compiling the model and {what}" if compiles else what
 
     def _warn_low_memory(self, reason: str) -> None:
         if not self._memory_warned:
@@ -323,4 +335,5 @@ class Trainer:
     def _finish(self, status: str, begun: float, path: Path | None) -> None:
         seconds = time.monotonic() - begun
         found, step = self._measured.summary(), self.progress.step
+        self.events.announce("finishing the report and the curves", step)
         self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=found))

@@ -20,6 +20,7 @@ from trainwright import __version__
 from trainwright.errors import RequestError
 from trainwright.evaluation.columns import CONFIDENCE, Estimate, estimate
 from trainwright.evaluation.measure import Measurement, MetricDifferences
+from trainwright.text import table
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,7 @@ def _harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
 
 def table_lines(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:
     """Return rows under their head, aligned in columns."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    ]
+    return list(table([head, *rows]))
 
 
 def number_text(value: float) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
+from trainwright.activity import doing
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
 from trainwright.launch.ending.exit_code import CODES_FILE
 from trainwright.launch.ending.stop import STOP_SIGNALS
@@ -87,6 +88,7 @@ def passing_on(
     ``sent``: the signals that programs get in the place of others. Outside the main thread signals cannot be handled,
     and stay as they are.
     """
+    doing("")  # the program has the terminal now
     programs: list[subprocess.Popen[Any]] = []
     requested: list[int] = []
 

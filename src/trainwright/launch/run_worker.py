@@ -120,7 +120,8 @@ def train(
     if watched:
         keep_collectives(run / "logs", directory)
         write_stacks_on_signal(run / "logs", rank_info.rank)
-    own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
+    with Activity(console(), "looking at the machine"):
+        own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert own is not None, "it has begun"
     with LedgerWriter(run, rank_info.rank, own, Sampler(None if gpu is None else gpu.address)):
         return run_worker(
@@ -237,7 +238,8 @@ def run_worker(
         agree(recipe, task, world, run_directory.planned_device(run))
         strategy, layout = _strategy(recipe, task, world)
         watch(task, strategy)
-    events = EventLog(run / "events.jsonl", observers(recipe)) if world.is_main else EventLog(None)
+    with Activity(console(), "starting the trackers"):
+        events = EventLog(run / "events.jsonl", observers(recipe)) if world.is_main else EventLog(None)
     resized = resize_requested if isinstance(elastic, ProcessRange) and may_change else None
     may_change = may_change and recipe.train.replan == "auto"
     if trial_steps is None and world.is_main:
@@ -267,12 +269,14 @@ def run_worker(
         save_requested=(lambda: False) if asked is None else asked.take_save,
         stop_after=stop_after,
     )
+    events.announce("preparing the training")
     task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
     checkpoint = trainer.newest_checkpoint() if resume else None
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
         heartbeat.phase("resuming")
         trainer.resume(checkpoint)
+    events.announce("comparing the processes")
     events.emit(_start(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout, launcher))
     if reported is not None:
         events.emit(reported)
@@ -280,9 +284,10 @@ def run_worker(
         finished = (
             trainer.run(run / "final") if trial_steps is None else trainer.run_steps(trial_steps, largest=largest)
         )
-    events.close()
-    heartbeat.finish()
-    leave()  # not after a failure: it would wait for the other ranks before the error is reported
+    with Activity(console(), "ending the processes"):
+        events.close()
+        heartbeat.finish()
+        leave()  # not after a failure: it would wait for the other ranks before the error is reported
     return EXIT_FINISHED if finished else EXIT_STOPPED
 
 

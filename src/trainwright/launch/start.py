@@ -148,7 +148,9 @@ class _Launch:
             run = make()[0]
             self._get_ready(run)
             if self.counted is not None:
-                self._plan_again(run, self.counted())
+                with Activity(sys.stderr, "planning with the lengths of the prepared rows"):
+                    resolved = self.counted()
+                self._plan_again(run, resolved)
             if self.resolved.usable:
                 self.elastic = Elastic(run, self.resolved.usable, self._devices(), self.stopping)
                 self.processes = self.elastic.first()

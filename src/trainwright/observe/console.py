@@ -14,6 +14,8 @@ from trainwright.observe.reader import EarlierEvents, EventRecord, precision_of,
 from trainwright.observe.remaining import Remaining
 
 _LINE_SECONDS = 5.0
+# A log says that a step takes long only after this time: it has lines of other steps.
+_LONG_STEP = 30.0
 _LABEL = 14
 
 
@@ -24,7 +26,9 @@ class ConsoleObserver:
         self._stream = stream
         self._progress = progress_on(stream, line_seconds)
         self._remaining = Remaining({})
-        self._ticker: Ticker | None = None
+        self._what = ""
+        self._fraction = ""
+        self._ticker = Ticker(self._during)
         self._past = EarlierEvents([], 0.0)
         self._resumed: int | None = None
         self._run = Path(".")
@@ -35,7 +39,6 @@ class ConsoleObserver:
         self._told_write_error = False
         self._handlers = {
             "start": self._start,
-            "phase": self._phase,
             "step": self._step,
             "evaluate": self._evaluate,
             "generate": self._generate,
@@ -48,18 +51,35 @@ class ConsoleObserver:
 
     def __call__(self, event: EventRecord) -> None:
         """Show an event."""
+        if event["event"] == "progress":
+            self._fraction = f", {event['done'] / event['total']:.0%}"
+            return
         if "write_error" in event and not self._told_write_error:
             self._told_write_error = True
             self._write(f"note: events.jsonl cannot be written ({event['write_error']}); training continues")
-        self._stop_ticker()
+        self._ticker.stop()
         self._remaining.see(event)
         handler = self._handlers.get(event["event"])
         if handler:
             handler(event)
+        if event["event"] == "phase":
+            self._begin(event["doing"] if event.get("step") is None else f"step {event['step']}: {event['doing']}")
+        elif event["event"] == "finish":
+            self._ticker.close()
+        elif event.get("step") is not None and event["step"] < self._remaining.total:
+            self._begin(f"step {event['step'] + 1}", None if self._progress.is_drawn else _LONG_STEP)
+
+    def _begin(self, what: str, quiet_seconds: float | None = None) -> None:
+        """Show ``what`` if there is no event for long."""
+        self._what, self._fraction = what, ""
+        self._ticker.begin(quiet_seconds)
+
+    def _during(self, seconds: float, for_log: bool) -> None:
+        self._progress.during(self._what, self._fraction, seconds, for_log)
 
     def close(self) -> None:
         """Remove the progress bar. A `finish` event does so too."""
-        self._stop_ticker()
+        self._ticker.close()
         self._progress.close()
 
     def _write(self, lines: str = "") -> None:
@@ -78,15 +98,6 @@ class ConsoleObserver:
             self._write(f"{label:<{_LABEL}} {value}")
         self._write()
         self._progress.begin(self._resumed or 0, self._remaining)
-
-    def _phase(self, event: EventRecord) -> None:
-        what = event["doing"] if event.get("step") is None else f"step {event['step']}: {event['doing']}"
-        self._ticker = Ticker(lambda seconds, first: self._progress.during(what, seconds, first))
-
-    def _stop_ticker(self) -> None:
-        if self._ticker is not None:
-            self._ticker.stop()
-            self._ticker = None
 
     def _measured(self, metrics: dict[str, float]) -> None:
         self._first_metrics = self._first_metrics or metrics
@@ -162,12 +173,12 @@ class ConsoleObserver:
         if event["status"] == "finished" and event.get("path"):
             model = event["path"]
             rows.append(("model", f"{model}/"))
-            if (Path(model) / "adapter_config.json").is_file():
-                rows.append(("use it", f"trainwright generate {self._run}"))
-            elif (Path(model) / "agent.json").is_file():
+            if (Path(model) / "agent.json").is_file():
                 rows.append(("use it", f"trainwright eval {self._run}"))
             else:
-                rows.append(("use it", f'AutoModelForCausalLM.from_pretrained("{model}")'))
+                rows.append(("use it", f"trainwright generate {self._run}"))
+                if not (Path(model) / "adapter_config.json").is_file():
+                    rows.append(("in Python", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
             rows.append(("curves", f"tensorboard --logdir {self._run / 'tensorboard'}"))
         if (self._run / "report.html").is_file():

@@ -38,9 +38,10 @@ class Counting:
         if not finished and now - self._shown < (_REDRAW_SECONDS if terminal else _LINE_SECONDS):
             return
         self._shown = now
-        line = f"{self._label}: {self._done:,}/{self._total:,} {self._unit}"
+        counted = f": {self._done:,}/{self._total:,} {self._unit}"
         if not terminal:
-            say(line, file=self._stream)
+            say(f"{self._label}{counted}", file=self._stream)
             return
         left = (now - self._begun) / self._done * (self._total - self._done)
-        text.draw("" if finished else f"{line}  {text.duration(left)} left", self._stream)
+        shown, ending = ("", "") if finished else (self._label, f"{counted}  {text.duration(left)} left")
+        text.draw(shown, self._stream, ending)

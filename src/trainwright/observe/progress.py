@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trainwright import text
+from trainwright.activity import in_log
 from trainwright.observe.reader import EventRecord
 from trainwright.observe.remaining import Remaining
 from trainwright.text import say
@@ -18,7 +19,12 @@ _BAR = 24
 
 
 class ProgressDisplay(Protocol):
-    """Show steps; `write` prints a line without disturbing the display."""
+    """Show steps; `write` prints a line without disturbing the display.
+
+    ``is_drawn``: whether it is drawn over and over, instead of lines that stay.
+    """
+
+    is_drawn: bool
 
     def begin(self, done: int, remaining: Remaining) -> None:
         """Start with ``done`` steps."""
@@ -26,8 +32,8 @@ class ProgressDisplay(Protocol):
     def step(self, event: EventRecord) -> None:
         """Show a step."""
 
-    def during(self, what: str, seconds: float, first: bool) -> None:
-        """Show that ``what`` has been running for ``seconds`` instead of a step; ``first``: it was not shown before."""
+    def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
+        """Show that ``what`` has been running for ``seconds`` instead of a step; ``for_log``: a log gets a line."""
 
     def write(self, line: str) -> None:
         """Print a line."""
@@ -43,6 +49,8 @@ def progress_on(stream: TextIO, seconds: float) -> ProgressDisplay:
 
 class Lines:
     """Progress for a log file or a pipe: the first step, the last one, and one every `seconds`."""
+
+    is_drawn = False
 
     def __init__(self, stream: TextIO, seconds: float) -> None:
         self._stream = stream
@@ -64,10 +72,10 @@ class Lines:
         self._last = now
         self.write(f"step {step}/{total}  {'  '.join(figures(event))}  {text.duration(left)} left")
 
-    def during(self, what: str, seconds: float, first: bool) -> None:
-        """Print a long operation, once."""
-        if first:
-            self.write(f"{what} …")
+    def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
+        """Print a long operation, less and less often."""
+        if for_log:
+            self.write(in_log(what, seconds, fraction))
 
     def write(self, line: str) -> None:
         """Print a line."""
@@ -79,7 +87,9 @@ class Lines:
 
 
 class Bar:
-    """Progress bar for a terminal. Drawn from the loop, at most ten times per second, without a thread."""
+    """Progress bar for a terminal. Steps are drawn from the loop, at most ten times per second."""
+
+    is_drawn = True
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -123,14 +133,16 @@ class Bar:
             loss, *others = figures(event)
             self._show([loss, f"{text.duration(left)} left", *others])
 
-    def during(self, what: str, seconds: float, first: bool) -> None:
+    def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
         """Show a long operation, with its seconds."""
-        shown = f"{what} … {text.duration(seconds)}"
+        ending = f" … {text.duration(seconds)}{fraction}"
         if self._task is None:
-            text.draw(shown, self._stream)
+            text.draw(what, self._stream, ending)
             self._drawn_before = True
         else:
-            self._show([shown])
+            what = what.removeprefix(f"step {self._done}: ")  # it is shown before the bar
+            room = text.columns(self._stream, 80) - len(f"step {self._done}/{self._remaining.total}") - 2
+            self._show([what[: max(0, room - len(ending))] + ending])
 
     def _show(self, figures: list[str]) -> None:
         """Show as many figures as fit, in order, and a bar in the remaining width."""
@@ -146,7 +158,7 @@ class Bar:
                 break
             shown = longer
         self._bar.bar_width = max(0, min(_BAR, columns_left - len(shown)))
-        self._progress.update(self._task, completed=self._done, done=done, figures=shown)
+        self._progress.update(self._task, completed=self._done, done=done, figures=text.encodable(shown, self._stream))
         self._progress.refresh()
 
     def write(self, line: str) -> None:
@@ -154,7 +166,8 @@ class Bar:
         if self._drawn_before:
             text.draw("", self._stream)
             self._drawn_before = False
-        self._console.print(text.wrapped(text.printable(line), text.columns(self._stream, 80)), soft_wrap=True)
+        shown = text.wrapped(text.printable(line), text.columns(self._stream, 80))
+        self._console.print(text.encodable(shown, self._stream), soft_wrap=True)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainwright import text
 from trainwright.errors import RequestError
 from trainwright.text import say
 
@@ -73,12 +74,10 @@ def jobs(*runs: str | Path) -> list[RunState]:
     return [_state(shown, queued.get(directory)) for directory, shown in sorted(found.items())]
 
 
-def table(found: Sequence[RunState]) -> Iterator[str]:
-    """Yield the lines of ``trainwright jobs``."""
-    rows = [["RUN", "JOB", "STATE", "STEP", "GOODPUT", "EXPECTED END"], *(each.columns() for each in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+def table(found: Sequence[RunState], width: int | None = None) -> Iterator[str]:
+    """Yield the lines of ``trainwright jobs``, see `text.table`."""
+    head = ["RUN", "JOB", "STATE", "STEP", "GOODPUT", "EXPECTED END"]
+    yield from text.table([head, *(each.columns() for each in found)], width)
 
 
 def _queue() -> list[QueuedJob]:

@@ -21,6 +21,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainwright.activity import Activity
 from trainwright.errors import TrainingError
 from trainwright.launch.program import passing_on
 
@@ -116,7 +117,8 @@ def serve(call: str, answer_file: str, parent: str) -> None:
     function, arguments = pickle.loads(Path(call).read_bytes())
     result = error = None
     try:
-        result = function(*arguments)
+        with Activity(sys.stderr, "starting", until_output=True):
+            result = function(*arguments)
     except (Exception, KeyboardInterrupt) as raised:
         error = raised
     answer(result, error)

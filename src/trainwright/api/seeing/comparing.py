@@ -20,7 +20,7 @@ from trainwright.reports.comparing import (
     summary_rows,
 )
 from trainwright.reports.figures import RunFigures
-from trainwright.text import printable
+from trainwright.text import table
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class RunsCompared:
     evaluations: Sequence[Difference]
     page: Path | None = None
 
-    def lines(self) -> Iterator[str]:
-        """Yield the comparison as text."""
-        yield from _table([list(SUMMARY_HEAD), *summary_rows(self.runs)])
+    def lines(self, width: int | None = None) -> Iterator[str]:
+        """Yield the comparison as text, see `text.table`."""
+        yield from table([list(SUMMARY_HEAD), *summary_rows(self.runs)], width)
         yield ""
         if self.evaluations:
-            yield from _table([list(DIFFERENCE_HEAD), *map(difference_row, self.evaluations)])
+            yield from table([list(DIFFERENCE_HEAD), *map(difference_row, self.evaluations)], width)
             yield ""
         if self.recipes:
             names = [run.name for run in self.runs]
-            yield from _table([["Key", *names], *([key, *values] for key, values in self.recipes.items())])
+            yield from table([["Key", *names], *([key, *values] for key, values in self.recipes.items())], width)
         else:
             yield "the recipes are the same"
 
@@ -81,10 +81,3 @@ def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) 
         except OSError as error:
             raise RequestError(f"{file}: {error.strerror}") from None
     return RunsCompared(found, recipe_differences(found), paired_differences(found), file)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    shown = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in shown) for column in range(len(shown[0]))]
-    for row in shown:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -97,14 +97,10 @@ def directories(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def table(found: Sequence[RunSummary]) -> Iterator[str]:
-    """Yield the lines of ``trainwright runs``."""
+def table(found: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
+    """Yield the lines of ``trainwright runs``, see `text.table`."""
     head = ["RUN", "STATUS", "STEP", "BEST", "TOKENS", "GOODPUT", "BEGUN", "TASK", "MODEL"]
-    rows = [head, *(each.columns() for each in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    for row in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        yield text.printable(line)
+    yield from text.table([head, *(each.columns() for each in found)], width)
 
 
 def _subdirectories(directory: Path) -> list[Path]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainwright.text import say
+from trainwright.text import say, table_width
 
 
 def jobs(
@@ -19,5 +20,5 @@ def jobs(
     import trainwright as tw
     from trainwright.api.clusters.jobs import table
 
-    for line in table(tw.jobs(*(runs or []))):
+    for line in table(tw.jobs(*(runs or [])), table_width(sys.stdout)):
         say(line, wrap=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainwright.text import say
+from trainwright.text import say, table_width
 
 
 def report(
@@ -33,7 +34,7 @@ def compare(
     import trainwright as tw
 
     found = tw.compare(*runs, out=out)
-    for line in found.lines():
+    for line in found.lines(table_width(sys.stdout)):
         say(line, wrap=False)
     if found.page is not None:
         say(f"written: {found.page}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainwright.text import say
+from trainwright.text import say, table_width
 
 
 def runs(
@@ -35,5 +36,5 @@ def runs(
     if not found:
         say(f"no such runs under {directory}")
         return
-    for line in table(found):
+    for line in table(found, table_width(sys.stdout)):
         say(line, wrap=False)

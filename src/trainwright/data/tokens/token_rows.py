@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trainwright.activity import progress
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded, TurnsError, encode_texts
 from trainwright.data.rows.formats import NoTarget, RowReader
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
@@ -258,6 +259,7 @@ def tokenize_source(
     for batch in _batches(rows):
         _take_in(batch, start, kind, found, encode, lambda index: f"{key}: {place(index)}")
         start += len(batch)
+        progress(start, len(rows))
     if not len(found):
         raise RequestError(f"{key}: {name}: {_nothing_left(found)}")
     found.notes += _encoder_notes(encoder) if encoder else _text_notes(tokenizer)
