@@ -95,9 +95,11 @@ def submit(
         >>> "#SBATCH --time=4:00:00" in made.script.splitlines()
         True
     """
+    from trainwright.launch.clusters.job import first_overrides, job_of
+    from trainwright.launch.clusters.settings import KUBERNETES
     from trainwright.launch.kubernetes import jobset
+    from trainwright.launch.slurm import job as slurm_job
     from trainwright.launch.slurm import submission
-    from trainwright.launch.slurm.settings import KUBERNETES
     from trainwright.recipe.sections.launch import job_seconds
 
     options = {
@@ -110,22 +112,23 @@ def submit(
         "array": array,
         "until_done": until_done,
     }
-    job = submission.job_of(Path(recipe), overrides, options, to, name)
+    job = job_of(Path(recipe), overrides, options, to, name)
     on_kubernetes = job.settings.scheduler == KUBERNETES
     if on_kubernetes and not dry_run:
         raise RequestError(
             "--to: manifests of Kubernetes are only printed; pass --print, and kubectl create -f - reads it"
         )
-    script = jobset.text(job) if on_kubernetes else None
+    script = jobset.text(job) if on_kubernetes else slurm_job.text(job)
     plan = None
     if (machine := job.settings.described()) is not None:
         from trainwright.api.planning import plan as plan_for
 
-        plan = plan_for(recipe, *submission.first_overrides(job), on=machine)
+        plan = plan_for(recipe, *first_overrides(job), on=machine)
         if not force:
             plan.details.refuse_shortage()
     number = None
     if not dry_run:
         number, job = submission.submit(job)
+        script = slurm_job.text(job)  # with what the scheduler was asked for
     limit = job.settings.time
-    return Submission(number, job.run, script or job.text(), plan, None if limit is None else job_seconds(limit))
+    return Submission(number, job.run, script, plan, None if limit is None else job_seconds(limit))

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING, RequestError
-from trainwright.launch.slurm.job import Job
+from trainwright.launch.clusters.job import Job
 from trainwright.recipe.sections.launch import job_seconds
 
 _PORT = 29400
