@@ -44,7 +44,7 @@ def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], t
     Args:
         overrides: with an array, they may contain ``{element}``.
         options: of the command, by the keys of the section ``launch``; None is not given.
-        to: ``slurm``, ``kubernetes``, or a cluster of clusters.yaml.
+        to: a scheduler, or a cluster of clusters.yaml.
         name: of the run; None: the directory that the recipe names, or runs/ and the recipe's name.
 
     Raises:
