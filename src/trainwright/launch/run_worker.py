@@ -31,7 +31,7 @@ from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
-from trainwright.launch.ending.requests import StopRequests
+from trainwright.launch.ending.requests import StopRequests, grace_of
 from trainwright.launch.ending.stop import resize_requested, scheduler_job
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.hangs.flight_recorder import keep_collectives
@@ -136,7 +136,9 @@ def train(
             rank_info=rank_info,
             may_change=may_change,
             launcher=launcher,
-            requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user),
+            requests=lambda size: StopRequests(
+                run, deadline, size, request_stop, _say_to_user, grace=grace_of(os.environ)
+            ),
             stop_after=None if deadline is None else deadline.step,
         )
 

@@ -13,7 +13,7 @@ import trainwright as tw
 from tests.support.commands import ROOT, environment
 from tests.support.runs import ON_ROWS, ROWS, TINY
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.slurm.requeue import failures_in_a_row, may_continue
+from trainwright.launch.clusters.attempts import failures_in_a_row, may_continue
 from trainwright.recipe.sections.launch import job_seconds
 
 
@@ -158,9 +158,10 @@ def test_what_the_run_failed_by_is_not_retried(code: int, continues: bool) -> No
 
 
 def test_ends_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
-    assert [failures_in_a_row(tmp_path) for _ in range(2)] == [1, 2]
+    file = tmp_path / "count.json"
+    assert [failures_in_a_row(tmp_path, file) for _ in range(2)] == [1, 2]
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-    assert [failures_in_a_row(tmp_path) for _ in range(2)] == [0, 1]
+    assert [failures_in_a_row(tmp_path, file) for _ in range(2)] == [0, 1]
 
 
 def test_jobs_shows_runs_without_a_scheduler(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,20 @@ from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
     from trainwright.api.planning import Plan
+    from trainwright.launch.clusters.job import Job
+
+_WRITERS = {
+    "slurm": "trainwright.launch.slurm.job",
+    "kubernetes": "trainwright.launch.kubernetes.manifests",
+    "skypilot": "trainwright.launch.skypilot.task",
+    "ray": "trainwright.launch.ray.script",
+}
+# What takes a file that is printed.
+_USE = {
+    "kubernetes": "kubectl create -f - reads it",
+    "skypilot": "sky jobs launch FILE takes it",
+    "ray": "python FILE submits it",
+}
 
 
 @dataclass(frozen=True)
@@ -60,10 +74,12 @@ def submit(
     account: str | None = None,
     array: str | None = None,
     until_done: bool | None = None,
+    manifest: str | None = None,
     force: bool = False,
     dry_run: bool = False,
 ) -> Submission:
-    """Submit a recipe as a job of Slurm, or return a manifest for Kubernetes; what ``trainwright submit`` does.
+    """Submit a recipe as a job of Slurm, or return the file of one for Kubernetes,
+    SkyPilot or Ray; what ``trainwright submit`` does.
 
     The job starts the run, or resumes it if it has begun: submit the same again to continue a run whose job has ended.
     What is not given is taken from the recipe's section ``launch``, then from the cluster in
@@ -72,7 +88,7 @@ def submit(
     Args:
         recipe: the path of a recipe file, which the nodes see too.
         overrides: ``section.key=value``; with an array, ``{element}`` is replaced by the element's index.
-        to: ``slurm``, ``kubernetes`` (only with ``dry_run``), or a cluster of clusters.yaml.
+        to: ``slurm``; ``kubernetes``, ``skypilot`` or ``ray``, only with ``dry_run``; or a cluster of clusters.yaml.
         name: of the run, in ``runs/``, and of its job. Default: that of the recipe or of ``logging.run_directory``.
         nodes: number of nodes.
         gpus_per_node: GPUs of each node.
@@ -82,6 +98,7 @@ def submit(
         account: who is charged.
         array: the indices of an array of jobs, such as ``0-9``.
         until_done: requeue the job until the run has finished.
+        manifest: of Kubernetes: ``jobset``, ``trainjob`` or ``pytorchjob``.
         force: submit even if the plan says that the run does not fit.
         dry_run: submit and write nothing; the submission's ``script`` is the file.
 
@@ -95,9 +112,9 @@ def submit(
         >>> "#SBATCH --time=4:00:00" in made.script.splitlines()
         True
     """
-    from trainwright.launch.kubernetes import jobset
+    from trainwright.launch.clusters.job import first_overrides, job_of
+    from trainwright.launch.clusters.settings import SLURM
     from trainwright.launch.slurm import submission
-    from trainwright.launch.slurm.settings import KUBERNETES
     from trainwright.recipe.sections.launch import job_seconds
 
     options = {
@@ -109,23 +126,31 @@ def submit(
         "account": account,
         "array": array,
         "until_done": until_done,
+        "manifest": manifest,
     }
-    job = submission.job_of(Path(recipe), overrides, options, to, name)
-    on_kubernetes = job.settings.scheduler == KUBERNETES
-    if on_kubernetes and not dry_run:
-        raise RequestError(
-            "--to: manifests of Kubernetes are only printed; pass --print, and kubectl create -f - reads it"
-        )
-    script = jobset.text(job) if on_kubernetes else None
+    job = job_of(Path(recipe), overrides, options, to, name)
+    if job.settings.scheduler != SLURM and not dry_run:
+        scheduler = job.settings.scheduler
+        raise RequestError(f"--to: jobs of {scheduler} are only printed; pass --print, and {_USE[scheduler]}")
+    script = _text(job)
     plan = None
     if (machine := job.settings.described()) is not None:
         from trainwright.api.planning import plan as plan_for
 
-        plan = plan_for(recipe, *submission.first_overrides(job), on=machine)
+        plan = plan_for(recipe, *first_overrides(job), on=machine)
         if not force:
             plan.details.refuse_shortage()
     number = None
     if not dry_run:
         number, job = submission.submit(job)
+        script = _text(job)  # with what the scheduler was asked for
     limit = job.settings.time
-    return Submission(number, job.run, script or job.text(), plan, None if limit is None else job_seconds(limit))
+    return Submission(number, job.run, script, plan, None if limit is None else job_seconds(limit))
+
+
+def _text(job: Job) -> str:
+    """Return the job's file."""
+    from importlib import import_module
+
+    text: str = import_module(_WRITERS[job.settings.scheduler]).text(job)
+    return text

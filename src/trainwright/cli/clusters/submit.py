@@ -17,7 +17,10 @@ def submit(
     ],
     to: Annotated[
         str | None,
-        typer.Option(metavar="CLUSTER", help="slurm, kubernetes, or a cluster of ~/.config/trainwright/clusters.yaml."),
+        typer.Option(
+            metavar="CLUSTER",
+            help="slurm, kubernetes, skypilot, ray, or a cluster of ~/.config/trainwright/clusters.yaml.",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run in runs/, and of the job.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
@@ -40,10 +43,16 @@ def submit(
         bool | None,
         typer.Option("--until-done/--once", help="Requeue the job until the run has finished.", show_default=False),
     ] = None,
+    manifest: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND", help="With Kubernetes: jobset, trainjob (Kubeflow Trainer 2) or pytorchjob (Kubeflow 1)."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Submit even if the plan does not fit.")] = False,
     print_only: Annotated[bool, typer.Option("--print", help="Print the job's file, and submit nothing.")] = False,
 ) -> None:
-    """Train a recipe in a job of Slurm, or print a manifest for Kubernetes.
+    """Train a recipe in a job of Slurm, or print the file of a job for Kubernetes, SkyPilot or Ray.
 
     The run is planned for the described nodes first. The job resumes the run if it has begun, so the same command
     continues it. Defaults are in the recipe's section launch and in clusters.yaml.
@@ -67,6 +76,7 @@ def submit(
         account=account,
         array=array,
         until_done=until_done,
+        manifest=manifest,
         force=force,
         dry_run=print_only,
     )

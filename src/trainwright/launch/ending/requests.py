@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from trainwright.engine.events import Record
 from trainwright.launch.ending.deadline import Deadline
 
 STOP_FILE, CHECKPOINT_FILE = "stop", "checkpoint"
+GRACE = "TRAINWRIGHT_GRACE_SECONDS"  # the variable: time from a cluster's signal to its kill
 _TAKEN_FILE = "stop.taken"  # what the file becomes, so that the job of the run knows why it has ended
 _LOOK_SECONDS = 0.5
 # A step that has begun is finished, then the checkpoint is written, then the processes end.
@@ -34,6 +35,7 @@ class StopRequests:
         state_bytes: size of a checkpoint, for the time before one has been written.
         stop: requests the stop.
         tell: called with the reason.
+        grace: seconds that a cluster leaves between its signal and the kill; None: unknown.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class StopRequests:
         stop: Callable[[], None],
         tell: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        grace: float | None = None,
     ) -> None:
+        self._grace = grace
         self._run, self._deadline, self._clock = run, deadline, clock
         self._stop, self._tell = stop, tell
         self._save = False
@@ -57,6 +61,13 @@ class StopRequests:
             self._steps.append(event["step_time"])
         elif event["event"] == "checkpoint":
             self._write = event["seconds"]
+            if self._grace is not None and self.needed > self._grace:
+                self._tell(
+                    f"warning: a step and a checkpoint take about {self.needed:.0f} s, and the cluster kills "
+                    f"{self._grace:.0f} s after its signal; a preemption then loses what is since the last checkpoint. "
+                    "Submit with a longer launch.grace"
+                )
+                self._grace = None
 
     @property
     def needed(self) -> float:
@@ -95,6 +106,12 @@ class StopRequests:
     def _watch(self) -> None:
         while not self.look():
             time.sleep(_LOOK_SECONDS)
+
+
+def grace_of(variables: Mapping[str, str]) -> float | None:
+    """Return the seconds between a cluster's signal and its kill, if the job says."""
+    text = variables.get(GRACE, "")
+    return float(text) if text.isdigit() else None
 
 
 def take_stop_file(run: Path) -> bool:

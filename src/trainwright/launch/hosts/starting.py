@@ -16,9 +16,9 @@ from types import FrameType
 from typing import IO
 
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED
+from trainwright.launch.clusters.variables import captured
 from trainwright.launch.hosts.asking import SSH_FAILED, in_shell, ssh
 from trainwright.launch.hosts.names import Host
-from trainwright.launch.slurm.job import captured
 from trainwright.text import say
 
 # The nodes of a run notice by themselves that one has ended; what has not noticed after this time is ended from here.

@@ -8,23 +8,19 @@ Slurm itself requeues no job that ends within the grace of a preemption: it coun
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainwright.engine.checkpoints.manifest import checkpoints_in
-from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, RequestError
+from trainwright.errors import EXIT_STOPPED, RequestError
+from trainwright.launch.clusters.attempts import MOST_FAILURES, failures_in_a_row, may_continue
 from trainwright.launch.ending.requests import STOP_FILE, was_asked_to_stop
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm import scheduler
-from trainwright.paths import write_file
 from trainwright.text import say
 
 _STATE = "requeues.json"
-_MOST_FAILURES = 3  # in a row, without a new checkpoint
-_SIGNAL = 128  # srun's code of a task that a signal ended is this and its number
 
 
 def main() -> None:
@@ -57,35 +53,12 @@ def _is_wanted(job: Mapping[str, str], anyway: bool) -> bool:
 
 
 def _requeued(job: str, run: Path, code: int) -> str:
-    failures = failures_in_a_row(run)
-    if failures > _MOST_FAILURES:
-        raise RequestError(f"{_MOST_FAILURES} times in a row there was no new checkpoint of {run}")
-    again = f", {failures} of at most {_MOST_FAILURES} times without a new checkpoint" if failures else ""
+    failures = failures_in_a_row(run, run / SUBMITTED / _STATE)
+    if failures > MOST_FAILURES:
+        raise RequestError(f"{MOST_FAILURES} times in a row there was no new checkpoint of {run}")
+    again = f", {failures} of at most {MOST_FAILURES} times without a new checkpoint" if failures else ""
     scheduler.requeue(job)
     return f"job {job} is requeued, as the run ended with exit code {code}{again}"
-
-
-def may_continue(code: int) -> bool:
-    """Return whether a run that ended with this code may go on when it is started again."""
-    return code in (EXIT_STOPPED, EXIT_FAULT) or code > _SIGNAL
-
-
-def failures_in_a_row(run: Path) -> int:
-    """Return how often the run has now ended without a checkpoint that it did not have the time before; 0 after one."""
-    directory = run / SUBMITTED
-    file, newest = directory / _STATE, max(checkpoints_in(run / "checkpoints"), default=0)
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-        step, failures = int(before["step"]), int(before["failures"])
-    except (OSError, ValueError, KeyError, TypeError):
-        step, failures = 0, 0
-    failures = 0 if newest > step else failures + 1
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps({"step": newest, "failures": failures}) + "\n")
-    except OSError as error:  # without a count there is no bound
-        raise RequestError(f"{file} cannot be written: {error.strerror}") from None
-    return failures
 
 
 if __name__ == "__main__":

@@ -1,57 +1,15 @@
-"""From a recipe and a command's options to a job in Slurm's queue."""
+"""Put a job into Slurm's queue."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.launch import run_directory
+from trainwright.launch.clusters.job import Job
 from trainwright.launch.slurm import scheduler
-from trainwright.launch.slurm.job import ELEMENT, Job, check_name, with_element
-from trainwright.launch.slurm.settings import settings_of
+from trainwright.launch.slurm.job import directory_of, file_of, text
 from trainwright.paths import write_file
-from trainwright.recipe.loading import load_recipe
-
-_DIRECTORY = "logging.run_directory="
-
-
-def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], to: str | None, name: str | None) -> Job:
-    """Return the job that trains a recipe.
-
-    Args:
-        overrides: with an array, they may contain ``{element}``.
-        options: of the command, by the keys of the section ``launch``; None is not given.
-        to: ``slurm``, or a cluster of clusters.yaml.
-        name: of the run; None: the directory that the recipe names, or runs/ and the recipe's name.
-
-    Raises:
-        RequestError: the recipe, the options or the name are invalid.
-    """
-    if name is not None:
-        check_name(name)
-    plain = load_recipe(recipe, [each for each in overrides if ELEMENT not in each])
-    settings = settings_of(plain, options, to)
-    if settings.array is None and len(overrides) != sum(ELEMENT not in each for each in overrides):
-        raise RequestError(f"{ELEMENT} in an override is the index in an array; pass --array, such as --array 0-9")
-    wanted = plain.logging.run_directory if name is None else "auto"
-    run = run_directory.own_directory(wanted, name or run_directory.stem_of(recipe)).absolute()
-    kept = tuple(each for each in overrides if not each.startswith(_DIRECTORY))
-    job = Job(run, recipe.absolute(), kept, settings)
-    job.check()
-    load_recipe(recipe, first_overrides(job))
-    if settings.array is None:
-        run_directory.check_unbegun(run)
-    return job
-
-
-def first_overrides(job: Job) -> list[str]:
-    """Return the overrides of the run; of an array, of the run of its first element."""
-    array = job.settings.array
-    return list(job.overrides) if array is None else with_element(job.overrides, array)
 
 
 def submit(job: Job) -> tuple[str, Job]:
@@ -71,14 +29,15 @@ def submit(job: Job) -> tuple[str, Job]:
     if settings.cpus_per_node is None:
         cpus = scheduler.cpus_per_node(settings.partition, settings.gpus_per_node)
         job = replace(job, settings=settings.model_copy(update={"cpus_per_node": cpus}))
-    before = job.file.read_bytes() if job.file.is_file() else None
+    file, written = file_of(job), text(job)
+    before = file.read_bytes() if file.is_file() else None
     try:
-        job.directory.mkdir(parents=True, exist_ok=True)
-        write_file(job.file, job.text())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, written)
     except OSError as error:
-        raise RequestError(f"{job.file} cannot be written: {error.strerror}") from None
+        raise RequestError(f"{file} cannot be written: {error.strerror}") from None
     try:
-        return scheduler.submit(job.file), job
+        return scheduler.submit(file), job
     except RequestError:
         _undo(job, before)
         raise
@@ -87,8 +46,8 @@ def submit(job: Job) -> tuple[str, Job]:
 def _undo(job: Job, before: bytes | None) -> None:
     with suppress(OSError):
         if before is not None:
-            write_file(job.file, before)
+            write_file(file_of(job), before)
             return
-        job.file.unlink()
-        job.directory.rmdir()
+        file_of(job).unlink()
+        directory_of(job).rmdir()
         job.run.rmdir()  # raises if a run is in it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -80,11 +80,23 @@ class JobSection(Section):
         description="Requeue the job after its time limit too, until the run has finished; after a preemption or a "
         "fault of a machine it is requeued anyway.",
     )
+    manifest: Literal["jobset", "trainjob", "pytorchjob"] | None = Field(
+        None,
+        description="With Kubernetes: a JobSet, a TrainJob of Kubeflow Trainer 2 with its runtime, or a "
+        "PyTorchJob of the Kubeflow training operator 1. Default: jobset.",
+    )
+    grace: Annotated[str, BeforeValidator(_time)] | None = Field(
+        None,
+        description="With Kubernetes: time from the signal that ends a pod to its kill, in which a checkpoint is "
+        "written. Default: 2 min.",
+    )
 
 
 class LaunchSection(JobSection):
     """The job in which `trainwright submit` runs the recipe; `trainwright train` ignores it."""
 
     to: Name | None = Field(
-        None, description="slurm, kubernetes, or the name of a cluster in ~/.config/trainwright/clusters.yaml."
+        None,
+        description="slurm, kubernetes, skypilot, ray, or the name of a cluster in "
+        "~/.config/trainwright/clusters.yaml.",
     )

@@ -17,22 +17,49 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Text
 from trainwright.recipe.sections.launch import JobSection
 
-SLURM, KUBERNETES = "slurm", "kubernetes"
+SLURM, KUBERNETES, SKYPILOT, RAY = "slurm", "kubernetes", "skypilot", "ray"
+SCHEDULERS = (SLURM, KUBERNETES, SKYPILOT, RAY)
 _FILE = "clusters.yaml"
-_OF_KUBERNETES = {"image", "claim", "mount"}
+# The keys that not every scheduler has a use for.
+_USED_BY = {
+    "time": (SLURM, KUBERNETES),
+    "partition": (SLURM,),
+    "account": (SLURM,),
+    "array": (SLURM,),
+    "until_done": (SLURM,),
+    "options": (SLURM,),
+    "setup": (SLURM, SKYPILOT),
+    "manifest": (KUBERNETES,),
+    "grace": (KUBERNETES,),
+    "node_labels": (KUBERNETES,),
+    "image": (KUBERNETES, SKYPILOT),
+    "claim": (KUBERNETES,),
+    "bucket": (SKYPILOT,),
+    "mount": (KUBERNETES, SKYPILOT),
+    "spot": (SKYPILOT,),
+}
 _MACHINE = re.compile(r"(\d+)([x×*].+)")
 
 
 class Cluster(JobSection):
     """The defaults of a cluster in clusters.yaml."""
 
-    scheduler: Literal["slurm", "kubernetes"] = "slurm"
+    scheduler: Literal["slurm", "kubernetes", "skypilot", "ray"] = "slurm"
     machine: Text | None = Field(None, description="One node, as `trainwright plan --on` takes it, such as 8xH100.")
     options: list[Text] = Field([], description="Further options of sbatch, such as --exclusive or --mem=0.")
     setup: list[Text] = Field([], description="Lines of shell that the job runs first, such as module load cuda.")
-    image: Text | None = Field(None, description="With Kubernetes: the image, in which python has Trainwright.")
+    image: Text | None = Field(
+        None, description="With Kubernetes and SkyPilot: the image, in which python has Trainwright."
+    )
     claim: Text | None = Field(None, description="With Kubernetes: the claim of the volume that all pods share.")
-    mount: Text | None = Field(None, description="With Kubernetes: where the volume is, here and in the pods.")
+    bucket: Text | None = Field(
+        None, description="With SkyPilot: the URL of the bucket that all nodes mount, such as s3://name."
+    )
+    mount: Text | None = Field(None, description="Where the volume or bucket is: with Kubernetes here and in the pods.")
+    node_labels: dict[Text, str] = Field(
+        {}, description="With Kubernetes: labels of the nodes to use; taints with these keys are tolerated."
+    )
+    spot: bool | None = Field(None, description="With SkyPilot: use spot instances.")
 
     def described(self) -> str | None:
         """Return the machine of a job as `trainwright plan --on` takes it; None if the node is not described."""
@@ -54,7 +81,7 @@ def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> C
 
     Args:
         options: of the command, by the keys of the section ``launch``; None is not given.
-        to: ``slurm``, ``kubernetes``, or a cluster of clusters.yaml.
+        to: a scheduler, or a cluster of clusters.yaml.
 
     Raises:
         RequestError: naming the option, or the key and its file.
@@ -67,9 +94,27 @@ def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> C
     given = {key: value for key, value in options.items() if value is not None}
     defaults = _cluster(name).model_dump(exclude_none=True)
     try:
-        return Cluster.model_validate({**defaults, **launch, **given})
+        asked = Cluster.model_validate({**defaults, **launch, **given})
     except ValidationError as error:  # the recipe and the file are valid
-        raise RequestError("\n".join(_problems(error, lambda key: "--" + key.replace("_", "-")))) from None
+        raise RequestError("\n".join(_problems(error, _option))) from None
+    for key in _unused(asked):
+        raise RequestError(
+            f"{_option(key) if key in given else 'launch.' + key}: is for {_names(key)}, and {asked.scheduler} has no "
+            "such setting; remove it"
+        )
+    return asked
+
+
+def _option(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _unused(asked: Cluster) -> list[str]:
+    return [key for key, users in _USED_BY.items() if getattr(asked, key) and asked.scheduler not in users]
+
+
+def _names(key: str) -> str:
+    return " and ".join(_USED_BY[key])
 
 
 def _cluster(name: str) -> Cluster:
@@ -82,17 +127,17 @@ def _cluster(name: str) -> Cluster:
         raise RequestError(f"{file}: is not a mapping of names to clusters")
     clusters = found or {}
     if name not in clusters:
-        if name in (SLURM, KUBERNETES):
+        if name in SCHEDULERS:
             return Cluster.model_validate({"scheduler": name})
-        known = ", ".join([SLURM, KUBERNETES, *map(str, clusters)])
+        known = ", ".join([*SCHEDULERS, *map(str, clusters)])
         raise RequestError(f"--to {name}: no such cluster in {file}; there are: {known}")
     try:
         cluster = Cluster.model_validate(clusters[name] or {})
     except ValidationError as error:
         raise RequestError("\n".join(_problems(error, lambda key: f"{file}: {name}.{key}"))) from None
-    if cluster.scheduler == SLURM:
-        for key in sorted(cluster.model_fields_set & _OF_KUBERNETES):
-            raise RequestError(f"{file}: {name}.{key} is for `scheduler: kubernetes`; remove it, or set the scheduler")
+    for key in _unused(cluster):
+        users = " or ".join(f"`scheduler: {each}`" for each in _USED_BY[key])
+        raise RequestError(f"{file}: {name}.{key} is for {users}; remove it, or set the scheduler")
     return cluster
 
 

@@ -1,0 +1,1 @@
+"""Jobs of any cluster: what they ask for, and which run they train."""

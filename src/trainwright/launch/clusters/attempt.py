@@ -1,0 +1,92 @@
+"""One attempt at a run, in a job that is started again by its exit code.
+
+    python -m trainwright.launch.clusters.attempt RUN [--node-rank N] [--add CODE] -- WORDS OF trainwright train
+
+A run that its user asked to stop ends with 0, as the job is over; after several attempts in a row without a new
+checkpoint the code is that of a run that would fail again. Other codes are those of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, RequestError
+from trainwright.launch.clusters.attempts import MOST_FAILURES, failures_in_a_row, may_continue
+from trainwright.launch.ending.requests import was_asked_to_stop
+from trainwright.launch.ending.stop import STOP_SIGNALS
+from trainwright.text import say
+
+MODULE = "trainwright.launch.clusters.attempt"
+RESTARTS = "TRAINWRIGHT_JOB_RESTARTS"  # how often the cluster has started the job again
+# Operators set these for a process of torch; here is the command that starts such processes.
+_OF_WORKERS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|PET_\w+")
+
+
+def main() -> None:
+    """Train; exit with the code that the cluster reads."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--add", type=int, default=0, help="is added to the codes that are worth another attempt")
+    parser.add_argument("words", nargs="+")
+    asked = parser.parse_args()
+    if os.environ.get(RESTARTS, "0") not in ("", "0") and was_asked_to_stop(asked.run):
+        say(f"{asked.run} was asked to stop, and is not started again", file=sys.stderr)
+        sys.exit(EXIT_FINISHED)
+    code = ending(asked.run, asked.node_rank, _trained(asked.words))
+    sys.exit(code + asked.add if may_continue(code) else code)
+
+
+def ending(run: Path, node_rank: int, code: int) -> int:
+    """Return the exit code of an attempt at a run that has ended with ``code`` on a node."""
+    if code == EXIT_STOPPED and was_asked_to_stop(run):
+        return EXIT_FINISHED
+    if not may_continue(code):
+        return code
+    code = code if code == EXIT_STOPPED else EXIT_FAULT
+    try:
+        # All nodes end together, so each counts the same.
+        if failures_in_a_row(run, run / f".attempts-node-{node_rank}.json") <= MOST_FAILURES:
+            return code
+        say(f"not again: {MOST_FAILURES} times in a row there was no new checkpoint of {run}", file=sys.stderr)
+    except RequestError as error:
+        say(f"not again: {error}", file=sys.stderr)
+    return EXIT_TRAINING
+
+
+def variables_of_node(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those that an operator sets for the processes of a node."""
+    return {name: value for name, value in variables.items() if not _OF_WORKERS.fullmatch(name)}
+
+
+def _trained(words: Sequence[str]) -> int:
+    """Run ``trainwright train`` to its end, and pass stop signals on; return its exit code."""
+    received: list[int] = []  # before there is a process
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if child is None:
+            received.append(number)
+        elif child.poll() is None:
+            child.send_signal(number)
+
+    child: subprocess.Popen[bytes] | None = None
+    for each in STOP_SIGNALS:
+        signal.signal(each, pass_on)
+    command = [sys.executable, "-m", "trainwright", "train", *words]
+    child = subprocess.Popen(command, env=variables_of_node(os.environ))
+    for number in received:
+        child.send_signal(number)
+    code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    main()

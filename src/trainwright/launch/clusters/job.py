@@ -1,0 +1,85 @@
+"""From a recipe and a command's options to a job: the run that it trains, and what it asks its cluster for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import RequestError
+from trainwright.launch import run_directory
+from trainwright.launch.clusters.settings import Cluster, settings_of
+from trainwright.recipe.loading import load_recipe
+
+ELEMENT = "{element}"
+_DIRECTORY = "logging.run_directory="
+_NAME = re.compile(r"[\w.+-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that trains one run; with an array, one run for each element.
+
+    Attributes:
+        run: the directory of the run, or of the runs of an array; absolute.
+        recipe: absolute.
+    """
+
+    run: Path
+    recipe: Path
+    overrides: tuple[str, ...]
+    settings: Cluster
+
+    @property
+    def name(self) -> str:
+        """The job's name, as the scheduler shows it."""
+        return re.sub(r"[^\w.+-]", "-", self.run.name, flags=re.ASCII)
+
+
+def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], to: str | None, name: str | None) -> Job:
+    """Return the job that trains a recipe.
+
+    Args:
+        overrides: with an array, they may contain ``{element}``.
+        options: of the command, by the keys of the section ``launch``; None is not given.
+        to: a scheduler, or a cluster of clusters.yaml.
+        name: of the run; None: the directory that the recipe names, or runs/ and the recipe's name.
+
+    Raises:
+        RequestError: the recipe, the options or the name are invalid.
+    """
+    if name is not None:
+        check_name(name)
+    plain = load_recipe(recipe, [each for each in overrides if ELEMENT not in each])
+    settings = settings_of(plain, options, to)
+    if settings.array is None and len(overrides) != sum(ELEMENT not in each for each in overrides):
+        raise RequestError(f"{ELEMENT} in an override is the index in an array; pass --array, such as --array 0-9")
+    wanted = plain.logging.run_directory if name is None else "auto"
+    run = run_directory.own_directory(wanted, name or run_directory.stem_of(recipe)).absolute()
+    kept = tuple(each for each in overrides if not each.startswith(_DIRECTORY))
+    job = Job(run, recipe.absolute(), kept, settings)
+    load_recipe(recipe, first_overrides(job))
+    if settings.array is None:
+        run_directory.check_unbegun(run)
+    return job
+
+
+def first_overrides(job: Job) -> list[str]:
+    """Return the overrides of the run; of an array, of the run of its first element."""
+    array = job.settings.array
+    return list(job.overrides) if array is None else _with_element(job.overrides, array)
+
+
+def check_name(name: str) -> None:
+    """Raise RequestError for a name that is not plain."""
+    if not _NAME.fullmatch(name) or name.startswith(("-", ".")):
+        raise RequestError(
+            f"--name: {name!r} is not a plain name of a run and its job; use letters, digits, '.', '_', '+' and '-'"
+        )
+
+
+def _with_element(overrides: Sequence[str], array: str) -> list[str]:
+    first = re.split(r"[-,%:]", array, maxsplit=1)[0]
+    return [each.replace(ELEMENT, first) for each in overrides]

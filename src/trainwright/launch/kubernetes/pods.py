@@ -1,0 +1,110 @@
+"""The pods of a job: one on each node, which trains there as one node of the run."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING, RequestError
+from trainwright.launch.clusters.attempt import MODULE
+from trainwright.launch.clusters.job import Job
+from trainwright.launch.ending.requests import GRACE
+from trainwright.recipe.sections.launch import job_seconds
+
+WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)
+MOST_RESTARTS = 100
+_PORT = 29400
+_GRACE_SECONDS = 120  # between a preemption's signal and the kill; a checkpoint is written in it
+_NAME_LENGTH = 40  # names of pods add to it, and have at most 63 characters
+_SHARED, _MEMORY = "shared", "memory"
+
+
+def name_of(job: Job) -> str:
+    """Return the name of the job's object: that of the run as Kubernetes accepts names."""
+    plain = re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")
+    return ("run-" + plain if not plain[:1].isalpha() else plain)[:_NAME_LENGTH].strip("-")
+
+
+def metadata(job: Job) -> dict[str, Any]:
+    """Return the metadata of the job's object."""
+    return {"name": name_of(job), "labels": labels(job), "annotations": {"trainwright/run": str(job.run)}}
+
+
+def labels(job: Job) -> dict[str, str]:
+    """Return the labels of the job's objects and pods."""
+    return {"app.kubernetes.io/name": "trainwright", "app.kubernetes.io/instance": name_of(job)}
+
+
+def check(job: Job) -> None:
+    """Raise RequestError for settings that the pods cannot have."""
+    asked = job.settings
+    for key in ("image", "claim", "mount"):
+        if getattr(asked, key) is None:
+            raise RequestError(f"{key}: is missing; describe the cluster in clusters.yaml, with image, claim and mount")
+    mount = Path(str(asked.mount))
+    if not mount.is_absolute():
+        raise RequestError(f"mount: {asked.mount!r} is not an absolute path")
+    here = ("the working directory", Path.cwd())
+    for what, path in (here, ("the recipe", job.recipe), ("logging.run_directory", job.run)):
+        if not path.is_relative_to(mount):
+            raise RequestError(f"{what}: {path} is not in {mount}, where the pods have the shared volume")
+
+
+def pod(
+    job: Job, *, container: str, first: str, rank: str, add: int = 0, env: tuple[dict[str, Any], ...] = ()
+) -> dict[str, Any]:
+    """Return the specification of a pod.
+
+    Args:
+        container: its name, which some operators prescribe.
+        first: the host name of the first pod.
+        rank: of this pod; may be a variable, ``$(NAME)``.
+        add: to the exit codes that are worth another start.
+        env: further variables.
+    """
+    asked = job.settings
+    grace = _GRACE_SECONDS if asked.grace is None else job_seconds(asked.grace)
+    needs = {"cpu": asked.cpus_per_node, "nvidia.com/gpu": asked.gpus_per_node}
+    mounts = {_SHARED: str(asked.mount), _MEMORY: "/dev/shm"}
+    found: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [
+            {
+                "name": container,
+                "image": asked.image,
+                "command": ["python", "-m", MODULE],
+                "args": _arguments(job, first, rank, add),
+                "env": [{"name": GRACE, "value": str(grace)}, *env],
+                "workingDir": os.getcwd(),
+                "resources": {"limits": {key: str(count) for key, count in needs.items() if count is not None}},
+                "securityContext": {"allowPrivilegeEscalation": False},
+                "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts.items()],
+            }
+        ],
+        "volumes": [
+            {"name": _SHARED, "persistentVolumeClaim": {"claimName": asked.claim}},
+            {"name": _MEMORY, "emptyDir": {"medium": "Memory"}},  # the default of 64 MiB is too small for workers
+        ],
+    }
+    if asked.node_labels:
+        found["nodeSelector"] = dict(asked.node_labels)
+        found["tolerations"] = [{"key": key, "operator": "Exists"} for key in asked.node_labels]
+    return found
+
+
+def _arguments(job: Job, first: str, rank: str, add: int) -> list[str]:
+    nodes = job.settings.nodes or 1
+    words = [str(job.recipe), *job.overrides, f"logging.run_directory={job.run}", "--resume", "auto"]
+    place = ["--node-rank", rank] if nodes > 1 else []
+    words = [_literal(word) for word in words]
+    if nodes > 1:
+        words += ["--nodes", str(nodes), *place, "--rendezvous", f"{first}:{_PORT}"]
+    return [_literal(str(job.run)), *place, *(["--add", str(add)] if add else []), "--", *words]
+
+
+def _literal(word: str) -> str:
+    return word.replace("$", "$$")  # Kubernetes replaces $(NAME), and $$ by $

@@ -1,0 +1,120 @@
+"""What a job of Ray runs: on each node one process, which trains there as one node of the run.
+
+    python -m trainwright.launch.ray.entry --nodes 2 --gpus-per-node 8 RUN -- WORDS OF trainwright train
+
+Each attempt has a placement group with a bundle on each node, all on different nodes. A lost node, 5 and 75 are
+followed by another attempt. Needs Ray, which runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
+from trainwright.launch.clusters.attempt import MODULE, RESTARTS
+from trainwright.text import say
+
+_MOST_ATTEMPTS = 100
+_PAUSE_SECONDS = 2.0  # in which Ray notices that a node is lost
+
+
+def main() -> None:
+    """Train until the run is done; exit with its code."""
+    parser = argparse.ArgumentParser(prog="python -m trainwright.launch.ray.entry", description=__doc__)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=0)
+    parser.add_argument("--cpus-per-node", type=int, default=1)
+    parser.add_argument("--directory", type=Path, default=Path(), help="where each node runs the command")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("words", nargs="+")
+    asked = parser.parse_args()
+    import ray
+
+    ray.init()
+    code = EXIT_FAULT
+    for attempt in range(_MOST_ATTEMPTS):
+        codes = _attempt(asked, attempt)
+        code = next((each for each in codes if each not in (EXIT_FINISHED, EXIT_FAULT, EXIT_STOPPED)), max(codes))
+        say(f"attempt {attempt + 1}: exit codes {', '.join(map(str, codes))}", file=sys.stderr)
+        if code not in (EXIT_FAULT, EXIT_STOPPED):
+            break
+        time.sleep(_PAUSE_SECONDS)
+    sys.exit(code)
+
+
+def _attempt(asked: argparse.Namespace, attempt: int) -> list[int]:
+    """Train once on all nodes; return the exit code of each."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    needs = {"CPU": asked.cpus_per_node, **({"GPU": asked.gpus_per_node} if asked.gpus_per_node else {})}
+    group = placement_group([needs] * asked.nodes, strategy="STRICT_SPREAD")
+
+    def on(rank: int, gpus: int, function: Any) -> Any:
+        place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
+        cpus = asked.cpus_per_node if gpus or not asked.gpus_per_node else 0
+        return ray.remote(function).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place, max_retries=0)
+
+    try:
+        ray.get(group.ready())
+        first = ray.get(on(0, 0, _address).remote()) if asked.nodes > 1 else None
+        tasks = [
+            on(rank, asked.gpus_per_node, _train).remote(
+                str(asked.directory), command(asked.run, asked.words, asked.nodes, rank, first), attempt
+            )
+            for rank in range(asked.nodes)
+        ]
+        return [_code_of(task) for task in tasks]
+    except ray.exceptions.RayError as error:
+        say(f"a node is lost: {error}", file=sys.stderr)
+        return [EXIT_FAULT]
+    finally:
+        remove_placement_group(group)
+
+
+def _code_of(task: Any) -> int:
+    import ray
+
+    try:
+        return int(ray.get(task))
+    except ray.exceptions.RayTaskError:  # of our own code
+        raise
+    except ray.exceptions.RayError as error:
+        say(f"a node is lost: {error}", file=sys.stderr)
+        return EXIT_FAULT
+
+
+def command(run: Path, words: Sequence[str], nodes: int, rank: int, first: str | None) -> list[str]:
+    """Return the command of a node; ``first``: where the nodes meet, None for one node."""
+    node = ["--node-rank", str(rank)] if nodes > 1 else []
+    place = ["--nodes", str(nodes), *node, "--rendezvous", str(first)] if nodes > 1 else []
+    return ["-m", MODULE, *node, str(run), "--", *words, *place]
+
+
+def _address() -> str:
+    """Return an address of this node and a port that is free there."""
+    import ray
+
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+
+def _train(directory: str, command: Sequence[str], attempt: int) -> int:
+    import os
+
+    variables = {**os.environ, RESTARTS: str(attempt)}
+    done = subprocess.run([sys.executable, *command], cwd=directory, env=variables, check=False)
+    return done.returncode if done.returncode >= 0 else EXIT_FAULT
+
+
+if __name__ == "__main__":
+    main()

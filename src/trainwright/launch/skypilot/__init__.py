@@ -1,0 +1,1 @@
+"""SkyPilot: task files."""

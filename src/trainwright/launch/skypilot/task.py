@@ -1,0 +1,98 @@
+"""The task file of a managed job of SkyPilot: each node trains as one node of the run.
+
+SkyPilot gives a task SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, SKYPILOT_NUM_NODES and SKYPILOT_NUM_GPUS_PER_NODE
+(docs.skypilot.co, "Environment variables").
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, RequestError
+from trainwright.launch.clusters.attempt import MODULE
+from trainwright.launch.clusters.job import Job
+
+_PORT = 29400
+_DEVICES = re.compile(r"(\d+)[x×*](.+)")
+
+
+def text(job: Job) -> str:
+    """Return the task file. Raises RequestError for settings that it cannot have."""
+    asked = job.settings
+    if asked.bucket is None or asked.mount is None:
+        raise RequestError(
+            "bucket and mount: are missing; the disks of a preempted node are gone, so describe in clusters.yaml a "
+            "bucket, such as s3://name, and the path where nodes mount it"
+        )
+    if not PurePosixPath(asked.mount).is_absolute():
+        raise RequestError(f"mount: {asked.mount!r} is not an absolute path")
+    here = Path.cwd()
+    if not job.recipe.is_relative_to(here):
+        raise RequestError(f"the recipe: {job.recipe} is not in {here}, which SkyPilot copies to the nodes")
+    task: dict[str, Any] = {
+        "name": re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-") or "run",
+        "num_nodes": asked.nodes or 1,
+        "workdir": ".",
+        "resources": _resources(job),
+        "file_mounts": {asked.mount: {"source": asked.bucket, "mode": "MOUNT_CACHED"}},
+    }
+    if asked.setup:
+        task["setup"] = "\n".join(asked.setup) + "\n"
+    task["run"] = _run(job)
+    return yaml.dump(task, Dumper=_Readable, sort_keys=False, width=1000)
+
+
+def _resources(job: Job) -> dict[str, Any]:
+    asked = job.settings
+    found: dict[str, Any] = {}
+    devices = _DEVICES.fullmatch(asked.machine or "")
+    if devices is not None and "x" not in devices[2]:
+        found["accelerators"] = f"{devices[2]}:{asked.gpus_per_node or int(devices[1])}"
+    elif asked.gpus_per_node is not None:
+        raise RequestError("machine: is missing, so SkyPilot cannot know the kind of GPU; set it, such as 8xH100")
+    if asked.cpus_per_node is not None:
+        found["cpus"] = f"{asked.cpus_per_node}+"
+    if asked.spot is not None:
+        found["use_spot"] = asked.spot
+    if asked.image is not None:
+        found["image_id"] = f"docker:{asked.image}"
+    if (asked.nodes or 1) > 1:
+        found["ports"] = [_PORT]
+    # A preempted node has no exit code; SkyPilot starts its job again anyway.
+    found["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [EXIT_FAULT, EXIT_STOPPED]}
+    return found
+
+
+def _run(job: Job) -> str:
+    asked = job.settings
+    run = str(PurePosixPath(str(asked.mount)) / job.run.name)
+    recipe = str(job.recipe.relative_to(os.getcwd()))
+    words = [recipe, *job.overrides, f"logging.run_directory={run}", "--resume", "auto"]
+    lines = []
+    node, place = "", ""
+    if (asked.nodes or 1) > 1:
+        lines.append('first=$(head -n1 <<<"$SKYPILOT_NODE_IPS")')
+        node = ' --node-rank "$SKYPILOT_NODE_RANK"'
+        place = f' --nodes "$SKYPILOT_NUM_NODES"{node} --rendezvous "$first:{_PORT}"'
+    if asked.gpus_per_node is not None or _DEVICES.fullmatch(asked.machine or ""):
+        lines.append("count=$((SKYPILOT_NUM_GPUS_PER_NODE * SKYPILOT_NUM_NODES))")
+        place += ' --num-processes "$count"'
+    lines.append(f"exec python -m {MODULE} {shlex.quote(run)}{node} -- {shlex.join(words)}{place}")
+    return "\n".join(lines) + "\n"
+
+
+class _Readable(yaml.SafeDumper):
+    """Write texts of several lines as blocks."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if value.endswith("\n") else None)
+
+
+_Readable.add_representer(str, _text)
