@@ -86,7 +86,7 @@ class Job:
             f"run={shlex.quote(str(self.run))}" + (f"/${ARRAY_ELEMENT}" if self.settings.array else ""),
             " ".join(self._train()),
             "code=$?",
-            "trap '' TERM",
+            "trap '' TERM USR1",
             f'exec {shlex.quote(sys.executable)} -m {_REQUEUE} "$run" "$code"'
             + " --until-done" * bool(self.settings.until_done),
         ]
