@@ -77,7 +77,8 @@ def _drain(slurm: Slurm, job: str, draw: random.Random) -> Undo:
 
 def _down(slurm: Slurm, job: str, draw: random.Random) -> Undo:
     node = draw.choice(slurm.nodes_of(job))
-    slurm.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    for state in ("DRAIN", "DOWN"):  # otherwise Slurm takes it back by itself, with the job's processes still there
+        slurm.run("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
     wait_for(lambda: not slurm.processes(job, node), every=0.3)
     slurm.resume_nodes()
     return _nothing

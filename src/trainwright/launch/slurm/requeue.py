@@ -56,7 +56,8 @@ def main() -> None:
 
 
 def _is_finished(run: Path) -> bool:
-    ended = [event["status"] for event in read_events(run / "events.jsonl") if event["event"] == "finish"]
+    log = run / "events.jsonl"
+    ended = [event["status"] for event in read_events(log) if event["event"] == "finish"] if log.is_file() else []
     return ended[-1:] == ["finished"]
 
 
