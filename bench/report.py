@@ -381,6 +381,21 @@ def drills() -> str:
     return _table(rows, results)
 
 
+def jobs() -> str:
+    storm = _read("storm")
+    held, left = storm["held"], storm["trials"] - storm["done"]
+    rows: list[Row] = [
+        (
+            f"Runs on a real Slurm of two nodes interrupted at random moments in {storm['kinds']} ways: finished by "
+            "themselves, bit-identical to the undisturbed run, at most one step done again where there was any grace",
+            f"all of {storm['trials']}",
+            f"{held} of {storm['done']}, {left} not tried yet",
+            "python bench/storm.py",
+        ),
+    ]
+    return _table(rows, storm)
+
+
 def checkpoints() -> str:
     results = _read("checkpoints")
     rows: list[Row] = []
@@ -438,7 +453,7 @@ def recorded(section: str) -> str:
 SECTIONS = {
     "Speed and memory compared with other tools": (sft, preferences, pretraining, unlearning, overhead),
     "Quickstart, recipes and start-up": (lambda: recorded("recipes"),),
-    "Correctness": (planted_bugs, faults, drills, checkpoints, corruption, lambda: recorded("correctness")),
+    "Correctness": (planted_bugs, faults, drills, jobs, checkpoints, corruption, lambda: recorded("correctness")),
     "Memory predictions": (plan_memory,),
     "Step-time predictions": (plan_time, plan_regret, lambda: recorded("plans")),
     "Predictions of published runs": (published,),

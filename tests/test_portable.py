@@ -34,6 +34,8 @@ _ALLOWED = {
     "support/commands.py": "gives up waiting after a time that is far beyond what anything takes",
     "support/conditions.py": "makes the conditions, and says how long each took",
     "support/machines.py": "names the variable",
+    "support/interruptions.py": "tells Slurm when a job ends",
+    "support/storm.py": "says how long a trial took, and gives up waiting for its end",
     "support/slurm.py": "names this machine to its controller",
     "support/launch_entries.py": "has each worker say how many threads it was given",
     "models/test_recompute.py": "leaves out what takes a GPU",

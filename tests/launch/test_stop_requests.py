@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
+from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from tests.support.workers import by_hand, start_workers
 from trainwright.errors import RequestError
@@ -109,6 +110,30 @@ def test_an_older_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert end(None, None) == ("28 22:40", "the time limit of Slurm job 7")
     squeue.write_text("#!/bin/sh\necho NONE\n")  # no limit
     assert end(None, None) is None
+
+
+def test_a_limit_is_counted_by_the_clock_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sdiag tells its time; the clock of this node is two minutes behind it."""
+    sdiag = tmp_path / "sdiag"
+    sdiag.write_text('#!/bin/sh\necho "sdiag output at Sat Feb 28 22:32:00 2026 ($(($(date +%s) + 120)))"\n')
+    sdiag.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(NOW.timestamp()) + 600))
+    found = earliest(None, None, NOW)
+    assert found is not None and "this node's clock is" in found[1] and "behind the scheduler's" in found[1]
+    assert (found[0] - NOW).total_seconds() == pytest.approx(600 - 120, abs=10)
+
+
+def test_a_stop_that_takes_longer_than_the_grace_is_told_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    found = StopRequests(tmp_path, None, 0, lambda: None, told.append, warn=lambda needed: f"{needed:g} s")
+    found({"event": "checkpoint", "seconds": 9.0})  # before any step: of an earlier launch's end
+    for _ in range(2):
+        found({"event": "step", "step_time": 2.0})
+        found({"event": "checkpoint", "seconds": 4.0})
+    wait_for(lambda: told)
+    assert told == ["warning: 12 s"]
 
 
 def test_no_change_of_the_system_s_time_moves_a_deadline() -> None:

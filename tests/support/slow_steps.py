@@ -1,8 +1,9 @@
-"""A step policy that makes every step take as long as a slow machine's."""
+"""Step policies that make steps slow, as on a slow machine, or fail, as on a broken one."""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 from trainwright.engine.policies.base import StepPolicy
@@ -13,3 +14,11 @@ class SlowSteps(StepPolicy):
 
     def after(self, step: int) -> None:
         time.sleep(float(os.environ.get("STEP_SECONDS", "0.5")))
+
+
+class KilledSteps(StepPolicy):
+    """Kills its process after the second step, whenever the run is started."""
+
+    def after(self, step: int) -> None:
+        if step >= 2:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -30,8 +30,9 @@ from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.launch import run_directory
+from trainwright.launch.clusters.grace import stop_warning
 from trainwright.launch.ending.deadline import Deadline
-from trainwright.launch.ending.requests import StopRequests, grace_of
+from trainwright.launch.ending.requests import STATE_BYTES, StopRequests
 from trainwright.launch.ending.stop import resize_requested, scheduler_job
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.hangs.flight_recorder import keep_collectives
@@ -46,6 +47,7 @@ from trainwright.launch.process import (
     threads_allowed,
 )
 from trainwright.launch.relaunch import is_replan_requested
+from trainwright.launch.slurm.scheduler import job_warning
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
@@ -75,7 +77,6 @@ from trainwright.tasks.registry import task_module
 from trainwright.text import say
 
 _NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS
-_STATE_BYTES = 12  # of a parameter that is trained, in a checkpoint: the weight and two moments
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -136,11 +137,13 @@ def train(
             rank_info=rank_info,
             may_change=may_change,
             launcher=launcher,
-            requests=lambda size: StopRequests(
-                run, deadline, size, request_stop, _say_to_user, grace=grace_of(os.environ)
-            ),
+            requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user, warn=_stop_warning),
             stop_after=None if deadline is None else deadline.step,
         )
+
+
+def _stop_warning(needed: float) -> str | None:
+    return stop_warning(needed) or job_warning(needed)
 
 
 def _say_to_user(line: str) -> None:
@@ -248,7 +251,7 @@ def run_worker(
         watched = Watched.of(run, run_directory.plan_of(run), may_change)
         if watched is not None and watched.chosen.get("num_processes", world.size) == world.size:
             events.follow(PlanWatch(watched, events.emit))
-    asked = requests(sizes[1] * _STATE_BYTES) if requests is not None and world.is_main else None
+    asked = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
     if asked is not None:
         events.follow(asked)
         asked.watch()

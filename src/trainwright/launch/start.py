@@ -23,6 +23,7 @@ from trainwright.launch.group.answering_gpus import show_answering_gpus
 from trainwright.launch.group.elastic import Elastic
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
+from trainwright.launch.slurm.orphaned import end_orphaned_step
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def start(
     ignore_closed_output()
     check_limits(here, processes)
     prepare_environment(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
+    end_orphaned_step()
     if (warning := job_script_warning()) is not None:
         say(f"warning: {warning}", file=sys.stderr)
     if rendezvous is None:

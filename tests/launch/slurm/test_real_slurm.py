@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +13,13 @@ import psutil
 import pytest
 
 from tests.support.commands import ROOT, wait_for
-from tests.support.runs import ON_ROWS, TINY, Runs, column, events
+from tests.support.runs import Runs, column, events
 from tests.support.slurm import Slurm, why_not
+from tests.support.slurm_jobs import SETTINGS, log, submit, trainwright, wait_for_step
+from trainwright.launch.slurm import scheduler
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 SLOW = "train.step_policies=['tests.support.slow_steps:SlowSteps']"
-SETTINGS = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "checkpoint.every=1000")
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +27,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     found = Slurm(tmp_path_factory.mktemp("slurm"))
     yield found
     found.close()
-
-
-def submit(slurm: Slurm, where: Path, *words: str) -> tuple[str, Path]:
-    """Submit the tiny recipe; return the job and the run."""
-    command = _trainwright("submit", str(TINY), *SETTINGS, "--to", "slurm", *words)
-    lines = dict(line.split(" ", 1) for line in slurm.run(*command, cwd=where).splitlines()[-2:])
-    return lines["job"], Path(lines["run"])
-
-
-def wait_for_step(run: Path, step: int) -> None:
-    wait_for(lambda: (run / "events.jsonl").exists() and len(events(run, "step")) >= step, every=0.2)
-
-
-def log(run: Path) -> str:
-    return "".join(file.read_text() for file in sorted((run / "slurm").glob("*.log")))
 
 
 def same_losses(runs: Runs, run: Path, processes: int, steps: int, *settings: str) -> None:
@@ -102,7 +89,11 @@ def test_what_a_user_cancels_stays_canceled_and_the_same_submission_resumes_it(
     words = (SLOW, "train.max_steps=30", "parallel.num_processes=1", "--until-done", "--name", "mine")
     job, run = submit(slurm, tmp_path, *words)
     wait_for_step(run, 3)
-    assert f"{run}  {job}  " in slurm.run(*_trainwright("jobs"), cwd=tmp_path).replace("runs/mine", str(run))
+    row = slurm.run(*trainwright("jobs"), cwd=tmp_path).splitlines()[-1]
+    # The run, its job, its state, at which of its steps it is, goodput, and when it is expected to end.
+    assert re.fullmatch(rf"runs/mine +{job} +running +\d+/30 +\d+% +\d{{4}}-\d\d-\d\d \d\d:\d\d", row), row
+    shown = slurm.run("squeue", "--noheader", "--format=%k|%j", f"--jobs={job}")
+    assert shown == f"trainwright:{run}|mine" and events(run, "start")[0]["job"] == job
     with pytest.raises(AssertionError, match=f"job {job} of {run} is in the queue already"):
         submit(slurm, tmp_path, *words)
     slurm.run("scancel", job)
@@ -112,6 +103,9 @@ def test_what_a_user_cancels_stays_canceled_and_the_same_submission_resumes_it(
     assert again != job and same == run
     slurm.wait_for(again, "COMPLETED", "FAILED")
     assert len(events(run, "start")) == 2
+    assert re.search(rf"^runs/mine +{again} +finished +30/30 ", slurm.run(*trainwright("jobs"), cwd=tmp_path), re.M)
+    (shown,) = json.loads(slurm.run(*trainwright("runs", "--name", "mine", "--json"), cwd=tmp_path))
+    assert shown["job"] == again
     same_losses(runs, run, 1, 30)
 
 
@@ -139,6 +133,27 @@ def test_a_run_that_would_fail_again_is_not_requeued(slurm: Slurm, tmp_path: Pat
     slurm.wait_for(job, "COMPLETED", "FAILED")
     assert slurm.state(job) == "FAILED" and "requeued" not in log(run)
     assert "ExitCode=4:0" in slurm.run("scontrol", "show", "job", job)
+
+
+def test_a_run_that_never_gets_to_a_checkpoint_is_not_started_for_ever(slurm: Slurm, tmp_path: Path) -> None:
+    killed = "train.step_policies=['tests.support.slow_steps:KilledSteps']"
+    words = (killed, "train.max_steps=20", "faults.restarts=0", "parallel.num_processes=1", "--until-done")
+    job, run = submit(slurm, tmp_path, *words, "--name", "stuck")
+    wait_for(lambda: slurm.state(job) == "FAILED", every=0.3)
+    assert log(run).count(f"job {job} is requeued, as the run ended with exit code 5") == 3
+    assert f"job {job} is not requeued: 3 times in a row there was no new checkpoint of {run}" in log(run)
+    starts = [line for line in (run / "events.jsonl").read_text().splitlines() if '"event": "start"' in line]
+    assert len(starts) == 4
+
+
+def test_the_grace_of_jobs_is_that_of_slurm(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in slurm.variables.items():
+        monkeypatch.setenv(name, value)
+    found = [scheduler.grace(partition) for partition in (None, "low", "high", "high,low")]
+    assert [each and (each.seconds, each.preempted) for each in found] == [(60, 80), (60, 80), (60, 60), (60, 60)]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "high")
+    assert scheduler.job_warning(59) is None and "60 s after its first signal" in str(scheduler.job_warning(61))
 
 
 def test_an_unknown_partition_is_refused_in_the_schedulers_words_and_ours(slurm: Slurm, tmp_path: Path) -> None:
@@ -196,7 +211,7 @@ def test_the_guide_is_followed_in_order(slurm: Slurm, runs: Runs, tmp_path: Path
         if words[0] == "stop":
             wait_for(lambda: len(events(run, "start")) == 2, every=0.3)
             wait_for_step(run, events(run, "start")[-1]["resumed_from"] + 3)
-        said = slurm.run(*(_trainwright(*words) if program == "trainwright" else (program, *words)), cwd=tmp_path)
+        said = slurm.run(*(trainwright(*words) if program == "trainwright" else (program, *words)), cwd=tmp_path)
         if words[0] == "submit" and "--print" not in words:
             job = said.splitlines()[-2].removeprefix("job ")
             wait_for_step(run, 5)
@@ -214,7 +229,3 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except psutil.Error:
         return {}
-
-
-def _trainwright(*words: str) -> tuple[str, ...]:
-    return sys.executable, "-m", "trainwright", *words

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT, environment, wait_for
 from tests.support.runs import ON_ROWS, ROWS, TINY
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.clusters.attempts import failures_in_a_row, may_continue
+from trainwright.launch.slurm import requeue, scheduler
 from trainwright.recipe.sections.launch import job_seconds
 
 
@@ -78,7 +81,7 @@ def test_nothing_that_a_name_says_is_executed(here: Path, monkeypatch: pytest.Mo
     lines = printed(prompt, f"logging.run_directory={odd}/run", recipe=recipe, array="3-4")
     (here / "job.sbatch").write_text("\n".join(lines) + "\n")
     variables = {**os.environ, "SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "3"}
-    subprocess.run(["bash", "job.sbatch"], env=variables, check=True, timeout=100)
+    subprocess.run(["bash", "job.sbatch"], env=variables, timeout=100)  # its end finds no Slurm
     words = (here / "srun.txt").read_text().splitlines()
     assert words[words.index("train") + 1] == str(recipe)
     assert prompt.replace("{element}", "3") in words and f"logging.run_directory={odd}/run" in words
@@ -155,6 +158,91 @@ def test_times_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
 )
 def test_what_the_run_failed_by_is_not_retried(code: int, continues: bool) -> None:
     assert may_continue(code) is continues
+
+
+def commands(here: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Put commands of this name into PATH, in the place of Slurm's."""
+    (here / "bin").mkdir()
+    for name, script in scripts.items():
+        (here / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
+        (here / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_controller_that_restarts_is_asked_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    answer = 'case $1 in show) echo JobState=RUNNING;; *) echo "$@" >>asked;; esac'
+    commands(here, monkeypatch, scontrol=f"echo >>tries; [ $(wc -l <tries) -gt 2 ] || {{ {away}; }}; {answer}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(requeue, "_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "75", "--until-done"])
+    with pytest.raises(SystemExit, match="75"):
+        requeue.main()
+    assert (here / "asked").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 5), (None, 5)])
+def test_a_run_that_has_not_finished_is_no_success(
+    status: str | None, code: int, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands(here, monkeypatch, scontrol='[ "$1" = show ] && echo JobState=RUNNING || echo "$@" >>asked')
+    events = [
+        {"event": "start", "time": 1.0},
+        *([{"event": "finish", "time": 2.0, "status": status}] if status else []),
+    ]
+    (here / "run").mkdir()
+    if status is not None:  # without one, no launch has come so far
+        (here / "run" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "0"])
+    with pytest.raises(SystemExit) as ended:
+        requeue.main()
+    assert ended.value.code == code and (here / "asked").exists() is (code == 5)
+
+
+def test_a_task_whose_supervisor_has_died_ends_its_step(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor is a shell of its name, which is killed."""
+    commands(here, monkeypatch, scancel=f'echo "$@" >>{here}/canceled')
+    shutil.copy(shutil.which("bash") or "", here / "slurmstepd")
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    task = (
+        "import pathlib, time; from trainwright.launch.slurm.orphaned import end_orphaned_step; end_orphaned_step(); "
+        "pathlib.Path('ready').touch()\nwhile not pathlib.Path('go').exists(): time.sleep(0.02)\n"
+        "pathlib.Path('over').touch()"
+    )
+    for dies in (False, True):
+        for name in ("ready", "go", "over"):
+            (here / name).unlink(missing_ok=True)
+        supervisor = subprocess.Popen([here / "slurmstepd", "-c", '"$0" -c "$1"; true', sys.executable, task], cwd=here)
+        wait_for((here / "ready").exists)
+        if dies:
+            supervisor.kill()
+            supervisor.wait()
+        (here / "go").touch()
+        wait_for((here / "canceled").exists if dies else (here / "over").exists)
+        supervisor.wait()
+        assert (here / "canceled").exists() is dies
+    assert (here / "canceled").read_text() == "7.0\n"
+
+
+def test_a_stop_that_does_not_fit_into_the_grace_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of 8 billion parameters takes minutes; Slurm waits 30 s, and 90 s at a preemption."""
+    config, partition = "KillWait                = 30 sec", "PartitionName=gpu Default=YES GraceTime=60"
+    commands(here, monkeypatch, scontrol=f'case $2 in config) echo "{config}";; *) echo "{partition}";; esac')
+    clusters(here, "big: {machine: 8xH100}\n")
+    large = here / "large.yaml"
+    large.write_text(
+        f"task: sft\nmodel: {{name: meta-llama/Llama-3.1-8B}}\ndata: {{train: {ROWS}, validation: null}}\n"
+    )
+    made = tw.submit(large, to="big", dry_run=True)
+    (warning,) = (line for line in made.lines() if line.startswith("warning: "))
+    assert "a stop takes about" in warning and "Slurm kills a job 30 s after its first signal:" in warning
+    assert tw.submit(TINY, ON_ROWS, to="big", dry_run=True).warning is None
+    found = scheduler.grace("gpu")
+    assert found is not None and (found.seconds, found.preempted) == (30, 90)
+    assert "(90 s when it preempts it, which is enough)" in str(found.warning(60)) and found.warning(20) is None
 
 
 def test_ends_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:

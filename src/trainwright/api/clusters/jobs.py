@@ -27,7 +27,8 @@ class RunState:
 
     Attributes:
         run: the run directory; of an array whose elements wait, that of their runs.
-        job: the scheduler's number; None if no job of the queue trains the run.
+        job: the scheduler's number of the job in the queue that trains the run, otherwise of the last one that did;
+            None if there was none.
         state: ``pending``, ``running`` and so on as the scheduler says, with its reason to wait; without a job
             that of ``trainwright runs``.
         step: the last step; None before the first.
@@ -111,6 +112,7 @@ def _state(directory: Path, job: QueuedJob | None) -> RunState:
     state = run.status if job is None else _words(job)
     if not run.start:
         return RunState(directory, number, state)
+    number = number or run.start.get("job")
     last = int(run.start["max_steps"])
     runs_now = run.trains or (job is not None and job.state == "RUNNING")
     end = _expected_end(last, run.steps) if runs_now and run.steps else None

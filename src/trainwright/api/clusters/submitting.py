@@ -38,6 +38,7 @@ class Submission:
         script: the text of the job's file.
         plan: for the described machine; None if the cluster's nodes are not described.
         seconds: the time limit, if it is known.
+        warning: what the job is not given by the scheduler, as far as it is known.
     """
 
     job: str | None
@@ -45,6 +46,7 @@ class Submission:
     script: str
     plan: Plan | None
     seconds: int | None
+    warning: str | None = None
 
     def lines(self) -> Iterator[str]:
         """Yield what ``trainwright submit`` prints."""
@@ -57,6 +59,8 @@ class Submission:
             step = self.plan.predicted.get("step_time")
             if self.seconds is not None and step:
                 yield f"about {int(self.seconds / step):,} steps fit into the {self.seconds / 3600:.3g} h of a job"
+        if self.warning is not None:
+            yield f"warning: {self.warning}"
         yield f"job {self.job}"
         yield f"run {self.run}"
 
@@ -140,12 +144,15 @@ def submit(
         plan = plan_for(recipe, *first_overrides(job), on=machine)
         if not force:
             plan.details.refuse_shortage()
+    on_slurm = job.settings.scheduler == SLURM
+    warning = submission.stop_warning(job, plan.details) if on_slurm and plan is not None else None
     number = None
     if not dry_run:
         number, job = submission.submit(job)
         script = _text(job)  # with what the scheduler was asked for
     limit = job.settings.time
-    return Submission(number, job.run, script, plan, None if limit is None else job_seconds(limit))
+    seconds = None if limit is None else job_seconds(limit)
+    return Submission(number, job.run, script, plan, seconds, warning)
 
 
 def _text(job: Job) -> str:

@@ -27,6 +27,7 @@ class RunSummary:
         tokens_per_second: median of the newest launch.
         goodput: seconds of the steps that count, of all seconds since the run began.
         begun: in seconds since the epoch.
+        job: the scheduler's number of the newest launch; None outside of a job.
     """
 
     run: Path
@@ -39,6 +40,7 @@ class RunSummary:
     tokens_per_second: float | None
     goodput: float | None
     begun: float | None
+    job: str | None = None
 
     def values(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -125,4 +127,5 @@ def _summary(directory: Path) -> RunSummary:
         run.tokens_per_second,
         run.goodput,
         None if not run.everything else run.everything[0].get("time"),
+        run.start.get("job"),
     )

@@ -16,6 +16,8 @@ from trainwright.recipe.sections.fields import seconds_of
 _END, _JOB = "SLURM_JOB_END_TIME", "SLURM_JOB_ID"
 _STEP = re.compile(r"step ([1-9]\d*)")
 _SLURM_SECONDS = 10  # for the scheduler's answer
+_CLOCK_SECONDS = 5.0  # of two clocks that count as the same
+_CLOCK = re.compile(r"^sdiag output at .*\((\d+)\)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -100,15 +102,29 @@ def _end_of_job() -> tuple[datetime, str] | None:
         found = datetime.fromtimestamp(int(end)) if end.isdigit() else datetime.fromisoformat(end)
     except (ValueError, OverflowError, OSError):  # no limit, or no scheduler that could be asked
         return None
-    return found.astimezone(), f"the time limit of Slurm job {job}"
+    source, ahead = f"the time limit of Slurm job {job}", _ahead_of_slurm()
+    if abs(ahead) <= _CLOCK_SECONDS:
+        return found.astimezone(), source
+    apart = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the scheduler's"
+    return found.astimezone() + timedelta(seconds=ahead), f"{source}; this node's clock is {apart}, which counts"
+
+
+def _ahead_of_slurm() -> float:
+    """Return by how many seconds this node's clock is ahead of the scheduler's, which ends the job; 0 if it does not
+    say.
+    """
+    found = _CLOCK.search(_answer("sdiag"))
+    return 0.0 if found is None else time.time() - float(found[1])
 
 
 def _ask_slurm(job: str) -> str:
     """Return the end of the job as squeue shows it; older versions of Slurm do not set it in the environment."""
-    command = ("squeue", "--noheader", "--format", "%e", "--jobs", job)
+    lines = _answer("squeue", "--noheader", "--format", "%e", "--jobs", job).split()
+    return lines[0] if lines else ""
+
+
+def _answer(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_SECONDS)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    lines = done.stdout.split()
-    return lines[0] if lines else ""

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,13 +15,23 @@ from trainwright.engine.events import Record
 from trainwright.launch.ending.deadline import Deadline
 
 STOP_FILE, CHECKPOINT_FILE = "stop", "checkpoint"
-GRACE = "TRAINWRIGHT_GRACE_SECONDS"  # the variable: time from a cluster's signal to its kill
 _TAKEN_FILE = "stop.taken"  # what the file becomes, so that the job of the run knows why it has ended
 _LOOK_SECONDS = 0.5
 # A step that has begun is finished, then the checkpoint is written, then the processes end.
 _STEPS = 20  # the longest of the last ones counts
 _STEP_FACTOR, _WRITE_FACTOR, _END_SECONDS = 1.5, 1.5, 3.0
+STATE_BYTES = 12  # of a parameter that is trained, in a checkpoint: the weight and two moments
 _BYTES_PER_SECOND = 200e6  # of a checkpoint, until one has been written
+
+
+def seconds_to_stop(step: float, write: float) -> float:
+    """Return the seconds from a request to the end of a run, whose step and checkpoint take so long at most."""
+    return _STEP_FACTOR * step + _WRITE_FACTOR * write + _END_SECONDS
+
+
+def seconds_to_write(state_bytes: int) -> float:
+    """Return the seconds of a checkpoint before one has been written."""
+    return state_bytes / _BYTES_PER_SECOND
 
 
 class StopRequests:
@@ -35,7 +45,8 @@ class StopRequests:
         state_bytes: size of a checkpoint, for the time before one has been written.
         stop: requests the stop.
         tell: called with the reason.
-        grace: seconds that a cluster leaves between its signal and the kill; None: unknown.
+        warn: called with the seconds that a stop takes, when a first checkpoint has been written; returns a warning if
+            they are more than a scheduler gives, or None.
     """
 
     def __init__(
@@ -46,14 +57,14 @@ class StopRequests:
         stop: Callable[[], None],
         tell: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        grace: float | None = None,
+        warn: Callable[[float], str | None] = lambda needed: None,
     ) -> None:
-        self._grace = grace
         self._run, self._deadline, self._clock = run, deadline, clock
         self._stop, self._tell = stop, tell
         self._save = False
         self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._write = state_bytes / _BYTES_PER_SECOND
+        self._write = seconds_to_write(state_bytes)
+        self._warn, self._measured = warn, False
 
     def __call__(self, event: Record) -> None:
         """Take note of how long steps and checkpoints take."""
@@ -61,19 +72,15 @@ class StopRequests:
             self._steps.append(event["step_time"])
         elif event["event"] == "checkpoint":
             self._write = event["seconds"]
-            if self._grace is not None and self.needed > self._grace:
-                self._tell(
-                    f"warning: a step and a checkpoint take about {self.needed:.0f} s, and the cluster kills "
-                    f"{self._grace:.0f} s after its signal; a preemption then loses what is since the last checkpoint. "
-                    "Submit with a longer launch.grace"
-                )
-                self._grace = None
+            if self._steps and not self._measured:
+                self._measured = True
+                # The scheduler's answer may take long, and nothing is to wait for it.
+                threading.Thread(target=self._tell_warning, name="stop-warning", daemon=True).start()
 
     @property
     def needed(self) -> float:
         """The seconds from a request to the end of the run."""
-        step = max(self._steps, default=0.0)
-        return _STEP_FACTOR * step + _WRITE_FACTOR * self._write + _END_SECONDS
+        return seconds_to_stop(max(self._steps, default=0.0), self._write)
 
     def watch(self) -> None:
         """Look for requests in a thread until one is found; tell of the deadline, if there is one."""
@@ -103,15 +110,13 @@ class StopRequests:
             self._stop()
         return reason is not None
 
+    def _tell_warning(self) -> None:
+        if (warning := self._warn(self.needed)) is not None:
+            self._tell(f"warning: {warning}")
+
     def _watch(self) -> None:
         while not self.look():
             time.sleep(_LOOK_SECONDS)
-
-
-def grace_of(variables: Mapping[str, str]) -> float | None:
-    """Return the seconds between a cluster's signal and its kill, if the job says."""
-    text = variables.get(GRACE, "")
-    return float(text) if text.isdigit() else None
 
 
 def take_stop_file(run: Path) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,14 +21,17 @@ from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, MachineError, RequestE
 from trainwright.launch import run_directory
 from trainwright.launch.ending.failure import Failure, first_failure
 from trainwright.launch.ending.stop import Stopping
+from trainwright.launch.group.environment import node_of_srun
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.peers import GONE
 from trainwright.launch.group.rendezvous import Rendezvous, meet, set_interfaces
+from trainwright.text import say
 
 _STOP, _KILLED, _FAILED, _FINISHED = "stop", "killed", "failed", "finished"
 # How long a failed node waits for the reports of the others.
 _REPORT_SECONDS = 6.0
 _POLL_SECONDS = 0.1
+_CLOCK_SECONDS = 10.0  # of clocks that count as the same: nodes that have much to do answer late
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ class Nodes:
             rendezvous.listen()
 
         fix = "choose another one with --rendezvous, on every node"
+        if node_of_srun(count) == (index, f"{place[0]}:{place[1]}"):
+            fix = "set MASTER_PORT to another one, or unset it for one of the job's own"
         rendezvous = meet("node", index, count, place, job_of(count), seconds, fix, patient)
         set_interfaces(place[0])
         rendezvous.post(asdict(mine))
@@ -139,10 +145,23 @@ class Nodes:
         return self.reporting_failure(lambda: self._visible(found, recipe))
 
     def all_ready(self) -> None:
-        """Wait until every node has reached this point."""
-        self.rendezvous.publish(f"ready/{self.index}", True)
-        for index in range(self.count):
-            self.rendezvous.wait_for(f"ready/{index}", self.poll)
+        """Wait until every node has reached this point; node 0 warns of clocks that differ."""
+        self._gathered("ready", True)
+        clocks = self._gathered("clock", time.time())
+        for index, clock in enumerate(clocks):
+            apart = clock - clocks[0]
+            if self.index == 0 and abs(apart) > _CLOCK_SECONDS:
+                say(
+                    f"warning: the clock of {self._name(index)} is {abs(apart):.0f} s "
+                    f"{'ahead of' if apart > 0 else 'behind'} that of {self._name(0)}: times in their logs and in the "
+                    "ledger do not match; synchronize them (chronyd)",
+                    file=sys.stderr,
+                )
+
+    def _gathered(self, key: str, value: Any) -> list[Any]:
+        """Publish this node's value; return those of all nodes as soon as they are there."""
+        self.rendezvous.publish(f"{key}/{self.index}", value)
+        return [self.rendezvous.wait_for(f"{key}/{index}", self.poll) for index in range(self.count)]
 
     def reporting_failure(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; report an exception to the other nodes before it is raised."""

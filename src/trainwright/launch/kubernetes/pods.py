@@ -9,8 +9,8 @@ from typing import Any
 
 from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING, RequestError
 from trainwright.launch.clusters.attempt import MODULE
+from trainwright.launch.clusters.grace import GRACE
 from trainwright.launch.clusters.job import Job
-from trainwright.launch.ending.requests import GRACE
 from trainwright.recipe.sections.launch import job_seconds
 
 WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)

@@ -58,7 +58,7 @@ def text(job: Job, variables: Mapping[str, str] | None = None) -> str:
         f"run={shlex.quote(str(job.run))}" + (f"/${ARRAY_ELEMENT}" if job.settings.array else ""),
         " ".join(_train(job)),
         "code=$?",
-        "trap '' TERM",
+        "trap '' TERM USR1",
         f'exec {shlex.quote(sys.executable)} -m {_REQUEUE} "$run" "$code"'
         + " --until-done" * bool(job.settings.until_done),
     ]

@@ -10,17 +10,22 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from trainwright.errors import EXIT_STOPPED, RequestError
+from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, RequestError
 from trainwright.launch.clusters.attempts import MOST_FAILURES, failures_in_a_row, may_continue
 from trainwright.launch.ending.requests import STOP_FILE, was_asked_to_stop
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm import scheduler
+from trainwright.observe.reader import read_events
 from trainwright.text import say
 
+T = TypeVar("T")
 _STATE = "requeues.json"
+_AGAIN_SECONDS, _PATIENCE_SECONDS = 5.0, 900.0  # while Slurm's controller does not answer
 
 
 def main() -> None:
@@ -31,15 +36,25 @@ def main() -> None:
     parser.add_argument("--until-done", action="store_true", help="also after a time limit")
     asked = parser.parse_args()
     job = os.environ["SLURM_JOB_ID"]
+    if asked.code == EXIT_FINISHED and not _is_finished(asked.run):
+        # srun does not know the code of a task whose slurmstepd has died.
+        say(f"{asked.run} has not finished, though srun ended with exit code 0: a machine failed", file=sys.stderr)
+        asked.code = EXIT_FAULT
     try:
         anyway = asked.until_done or asked.code != EXIT_STOPPED  # a fault of a machine
         if asked.code == EXIT_STOPPED and was_asked_to_stop(asked.run):
             say(f"job {job} is not requeued: {asked.run / STOP_FILE} asked the run to stop", file=sys.stderr)
-        elif may_continue(asked.code) and _is_wanted(scheduler.shown(job), anyway):
+        elif may_continue(asked.code) and _is_wanted(_answered(lambda: scheduler.shown(job)), anyway):
             say(_requeued(job, asked.run, asked.code), file=sys.stderr)
     except RequestError as error:
         say(f"job {job} is not requeued: {error}", file=sys.stderr)
     sys.exit(asked.code)
+
+
+def _is_finished(run: Path) -> bool:
+    log = run / "events.jsonl"
+    ended = [event["status"] for event in read_events(log) if event["event"] == "finish"] if log.is_file() else []
+    return ended[-1:] == ["finished"]
 
 
 def _is_wanted(job: Mapping[str, str], anyway: bool) -> bool:
@@ -57,8 +72,21 @@ def _requeued(job: str, run: Path, code: int) -> str:
     if failures > MOST_FAILURES:
         raise RequestError(f"{MOST_FAILURES} times in a row there was no new checkpoint of {run}")
     again = f", {failures} of at most {MOST_FAILURES} times without a new checkpoint" if failures else ""
-    scheduler.requeue(job)
+    _answered(lambda: scheduler.requeue(job))
     return f"job {job} is requeued, as the run ended with exit code {code}{again}"
+
+
+def _answered(ask: Callable[[], T]) -> T:
+    """Return the scheduler's answer, as soon as there is one: it may restart just when the job ends."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return ask()
+        except scheduler.Unreachable as error:
+            if time.monotonic() >= end:
+                raise
+            say(f"{error}; asked again in {_AGAIN_SECONDS:.0f} s", file=sys.stderr)
+            time.sleep(_AGAIN_SECONDS)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -15,6 +16,12 @@ from trainwright.launch.slurm.job import COMMENT
 _SECONDS = 60
 _FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"
 _NOT_SET = ("N/A", "")
+# What Slurm's commands say while its controller restarts or is overloaded.
+_AWAY = re.compile(r"unable to contact|timed out|zero bytes", re.IGNORECASE)
+
+
+class Unreachable(RequestError):
+    """The scheduler does not answer now; it may later."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,31 @@ class QueuedJob:
     nodes: str
 
 
+@dataclass(frozen=True)
+class Grace:
+    """What Slurm gives a job between the first signal and the one that kills it.
+
+    Attributes:
+        seconds: after scancel, a requeue and the time limit.
+        preempted: after a preemption.
+    """
+
+    seconds: float
+    preempted: float
+
+    def warning(self, needed: float) -> str | None:
+        """Return a warning if a run that needs so many seconds to stop is not given them; otherwise None."""
+        if needed <= self.seconds:
+            return None
+        also = "" if needed > self.preempted else f" ({self.preempted:g} s when it preempts it, which is enough)"
+        return (
+            f"a stop takes about {needed:.0f} s (step, checkpoint, end), and Slurm kills a job {self.seconds:g} "
+            f"s after its first signal{also}: what was done since the last checkpoint is done again after a requeue; "
+            "set checkpoint.every or faults.mean_time_between so that this is little, or have the administrator raise "
+            "KillWait"
+        )
+
+
 def submit(file: Path) -> str:
     """Submit a job's file; return the number of the job. Raises RequestError with sbatch's words."""
     done = _run("sbatch", "--parsable", str(file))
@@ -53,14 +85,16 @@ def queue() -> list[QueuedJob]:
 
 
 def shown(job: str) -> dict[str, str]:
-    """Return what scontrol shows of a job, by its keys; empty if it does not know the job."""
+    """Return what scontrol shows of a job, by its keys; empty if it does not know the job. Raises Unreachable."""
     done = _run("scontrol", "show", "job", "--oneliner", job)
+    _check_reachable(done)
     return dict(re.findall(r"(\w+)=(\S*)", done.stdout)) if done.returncode == 0 else {}
 
 
 def requeue(job: str) -> None:
-    """Put a job back into the queue. Raises RequestError with Slurm's words."""
+    """Put a job back into the queue. Raises RequestError with Slurm's words, Unreachable if there is no answer."""
     done = _run("scontrol", "requeue", job)
+    _check_reachable(done)
     if done.returncode:
         raise RequestError(f"scontrol refuses: {_words(done.stderr)}")
 
@@ -78,6 +112,30 @@ def end(job: QueuedJob) -> None:
     done = _run("scancel", job.name) if waits else _run("scontrol", "update", f"JobId={job.name}", "Requeue=0")
     if done.returncode:
         raise RequestError(f"job {job.name} cannot be {'canceled' if waits else 'changed'}: {_words(done.stderr)}")
+
+
+def grace(partition: str | None) -> Grace | None:
+    """Return the grace of jobs in a partition, the first of several; None if Slurm does not say."""
+    try:
+        config = _run("scontrol", "show", "config").stdout
+        named = [] if partition is None else [partition.partition(",")[0]]
+        partitions = _run("scontrol", "show", "partition", "--oneliner", *named).stdout.splitlines()
+    except RequestError:
+        return None
+    found = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
+    if found is None:
+        return None
+    own = (line for line in partitions if partition is not None or re.search(r"\bDefault=YES\b", line))
+    preempted = re.search(r"\bGraceTime=(\d+)", next(own, ""))
+    wait = float(found[1])
+    return Grace(wait, wait + (0.0 if preempted is None else float(preempted[1])))
+
+
+def job_warning(needed: float) -> str | None:
+    """Return a warning if the job of this process is killed before a run that needs so many seconds has stopped."""
+    if "SLURM_JOB_ID" not in os.environ or (given := grace(os.environ.get("SLURM_JOB_PARTITION"))) is None:
+        return None
+    return given.warning(needed)
 
 
 def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
@@ -108,6 +166,11 @@ def _queued(fields: Sequence[str]) -> QueuedJob:
     return QueuedJob(f"{array}_[{index}]", run, state, reason, nodes)
 
 
+def _check_reachable(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode and _AWAY.search(done.stderr):
+        raise Unreachable(f"{done.args[0]} does not answer: {_words(done.stderr)}")
+
+
 def _there() -> str:
     done = _run("sinfo", "--noheader", "--format=%R")
     names = sorted(set(done.stdout.split()))
@@ -127,4 +190,4 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
             "the job's file with --print"
         ) from None
     except (OSError, subprocess.SubprocessError) as error:
-        raise RequestError(f"{command[0]} does not answer: {error}") from None
+        raise Unreachable(f"{command[0]} does not answer: {error}") from None

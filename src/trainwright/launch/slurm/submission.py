@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
 from trainwright.launch.clusters.job import Job
+from trainwright.launch.ending.requests import STATE_BYTES, seconds_to_stop, seconds_to_write
 from trainwright.launch.slurm import scheduler
 from trainwright.launch.slurm.job import directory_of, file_of, text
+from trainwright.machine.file_lock import lock_directory
 from trainwright.paths import write_file
+
+if TYPE_CHECKING:
+    from trainwright.planning.plan import Plan
+
+_LOCK_SECONDS = 120.0  # longer than the scheduler's commands may take
 
 
 def submit(job: Job) -> tuple[str, Job]:
@@ -19,28 +27,38 @@ def submit(job: Job) -> tuple[str, Job]:
         RequestError: there is no scheduler, it refuses the job, or another job of the run is in the queue. Nothing is
             left behind.
     """
+    _refuse_queued(job)
+    settings = job.settings
+    if settings.cpus_per_node is None:
+        cpus = scheduler.cpus_per_node(settings.partition, settings.gpus_per_node)
+        job = replace(job, settings=settings.model_copy(update={"cpus_per_node": cpus}))
+    try:
+        directory_of(job).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"{directory_of(job)} cannot be created: {error.strerror}") from None
+    # Of several that submit one run at a time, the first does; the others find its job.
+    with lock_directory(directory_of(job), f"{job.run} is being submitted by another process", _LOCK_SECONDS):
+        file = file_of(job)
+        before = file.read_bytes() if file.is_file() else None
+        try:
+            _refuse_queued(job)
+            write_file(file, text(job))
+            return scheduler.submit(file), job
+        except OSError as error:
+            _undo(job, before)
+            raise RequestError(f"{file} cannot be written: {error.strerror}") from None
+        except RequestError:
+            _undo(job, before)
+            raise
+
+
+def _refuse_queued(job: Job) -> None:
     for other in scheduler.queue():
         if job.run in (other.run, other.run.parent) and other.state != "COMPLETING":
             raise RequestError(
                 f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again "
                 f"when it has ended, or end it with scancel {other.name}"
             )
-    settings = job.settings
-    if settings.cpus_per_node is None:
-        cpus = scheduler.cpus_per_node(settings.partition, settings.gpus_per_node)
-        job = replace(job, settings=settings.model_copy(update={"cpus_per_node": cpus}))
-    file, written = file_of(job), text(job)
-    before = file.read_bytes() if file.is_file() else None
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, written)
-    except OSError as error:
-        raise RequestError(f"{file} cannot be written: {error.strerror}") from None
-    try:
-        return scheduler.submit(file), job
-    except RequestError:
-        _undo(job, before)
-        raise
 
 
 def _undo(job: Job, before: bytes | None) -> None:
@@ -48,6 +66,17 @@ def _undo(job: Job, before: bytes | None) -> None:
         if before is not None:
             write_file(file_of(job), before)
             return
-        file_of(job).unlink()
+        file_of(job).unlink(missing_ok=True)
         directory_of(job).rmdir()
         job.run.rmdir()  # raises if a run is in it
+
+
+def stop_warning(job: Job, plan: Plan) -> str | None:
+    """Return a warning if Slurm kills the job before the planned run can stop after a checkpoint; otherwise None."""
+    step, workload = plan.predicted().get("step_time"), plan.workload
+    if step is None or (given := scheduler.grace(job.settings.partition)) is None:
+        return None
+    # Of an adapter, a checkpoint is small.
+    whole = workload.adapter is None and workload.trained is None
+    parameters = workload.architecture.parameters().total if whole else 0
+    return given.warning(seconds_to_stop(step, seconds_to_write(parameters * STATE_BYTES)))
