@@ -24,6 +24,7 @@ NOT_RUN = {
     r"^trainwright drill ": "minutes: tests/drilling runs them",
     r"^trainwright watch": "serves until Ctrl-C: tests/watching has its page",
     r"^trainwright doctor(?! --explain docs)": "looks at this machine: tests/doctor runs its checks",
+    r"s3://": "a bucket: tests/launch/test_stored_runs.py runs such commands",
     r"--compute": "a process that has not imported torch: tests/simulation runs it",
     r"--rendezvous": "several nodes: tests/launch runs them",
     r"^trainwright (submit .*--to slurm(?!.*--print)|stop runs/tiny$)": "a cluster: tests/launch/slurm runs the page",

@@ -20,14 +20,19 @@ WORLD = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def saved(checkpoints: Checkpoints, step: int) -> Path:
-    checkpoints.directory.parent.mkdir(exist_ok=True)
+    run = checkpoints.directory.parent
+    run.mkdir(exist_ok=True)
+    for name in ("recipe.yaml", "plan.json"):
+        (run / name).write_text("{}")
+    with (run / "events.jsonl").open("a") as events:
+        events.write(f'{{"step": {step}}}\n')
     shards = {"weight": Shard.full(torch.full((4, 3), float(step)))}
     return checkpoints.save(WORLD, step, shards, {"progress": {"step": step}}, "").path
 
 
 def same(one: Path, other: Path) -> bool:
     names = {file.name for file in one.iterdir()}
-    return names == {file.name for file in other.iterdir()} and all(
+    return names == {file.name for file in other.iterdir() if file.name != "run.json"} and all(
         (one / name).read_bytes() == (other / name).read_bytes() for name in names
     )
 
@@ -69,6 +74,7 @@ def test_copies_that_are_damaged_or_incomplete_are_passed_over(tmp_path: Path) -
     assert restored is not None and restored.path.name == "step-00000002"
     assert len(copies.problems()) == 3
     copies.remove_from(2)
+    copies.wait()
     assert set(Place(str(tmp_path / "two"), "run").steps()) == {1}
 
 

@@ -13,7 +13,7 @@ from trainwright.api.processes.joining import join, launcher
 from trainwright.api.processes.separate import run_in_process
 from trainwright.api.recipe import Recipe, source_of
 from trainwright.api.run import Run
-from trainwright.errors import Interrupted, RequestError, Stopped
+from trainwright.errors import Interrupted, RequestError, Stopped, TrainwrightError
 
 if TYPE_CHECKING:
     from trainwright.launch.request import RunRequest
@@ -109,7 +109,7 @@ def resume(
     longer (``"train.max_steps=200"``).
 
     Args:
-        run: a run, or its directory.
+        run: a run, its directory, or its URL in ``checkpoint.copies``, such as ``"s3://bucket/runs/name"``.
         overrides: ``section.key=value``, the value in YAML.
         recipe: a recipe with further changes.
         num_processes: worker processes; short for ``parallel.num_processes``.
@@ -249,11 +249,15 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     met = _node_rendezvous(count, node_rank, rendezvous, options.rendezvous_timeout)
     doing("reading the recipe")
     request = request_of(options.recipe, overrides, options.resume, translation)
-    machine = with_device(detect(), request.recipe.parallel.device)
-    request = replace(for_nodes(request, machine, count), deadline=deadline_of(options.until, options.time_limit))
-    doing("planning")
-    resolved = resolve_request(request, machine, count)
-    check_request(request, resolved.recipe, creates=not node_rank)
+    try:
+        machine = with_device(detect(), request.recipe.parallel.device)
+        request = replace(for_nodes(request, machine, count), deadline=deadline_of(options.until, options.time_limit))
+        doing("planning")
+        resolved = resolve_request(request, machine, count)
+        check_request(request, resolved.recipe, creates=not node_rank)
+    except TrainwrightError:
+        request.discard_fetched()
+        raise
     notes = () if node_rank else _notes(options, nodes, resolved)
     return PreparedTraining(request, resolved, machine, notes, met)
 

@@ -39,8 +39,9 @@ def train(
         str | None,
         typer.Option(
             metavar="[RUN]",
-            help="Resume this run; without a directory, the recipe's newest run. auto: the run in runs/RECIPE, or in "
-            "logging.run_directory, if it has begun; otherwise start it there.",
+            help="Resume this run: its directory, or the URL of its copies, such as s3://bucket/runs/NAME; without a "
+            "value, the recipe's newest run. auto: the run in runs/RECIPE, or in logging.run_directory, if it has "
+            "begun or has copies; otherwise start it there.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -167,6 +168,7 @@ def train(
     if not dry_run:
         prepared.start(force)
         return
+    prepared.request.discard_fetched()
     _show(prepared.resolved)
     if not force:
         prepared.resolved.plan.refuse_shortage()

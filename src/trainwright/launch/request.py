@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.errors import MachineError, RequestError, Stopped
+from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.resuming import resumed_recipe
+from trainwright.launch.storage.stored_runs import is_url
 from trainwright.machine.machine import Machine
 from trainwright.paths import user_path
 from trainwright.planning.processes import choose_processes, in_words, usable_processes
@@ -23,8 +25,9 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ProcessRange
-from trainwright.recipe.yaml_text import Tree
+from trainwright.recipe.yaml_text import Tree, parse_value
 from trainwright.registries import KEYS
+from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.translation import Translation
@@ -41,7 +44,8 @@ class RunRequest:
     `chosen`: the keys of the recipe whose values were chosen automatically when the run began, and not set since.
     `started`: the number of processes that another launcher has started, if the recipe has a range. `deadline`: when
     the run has to have stopped. `in_place`: a new run takes its directory even if it exists already, as long as no run
-    has begun there.
+    has begun there. `url`: where a run that another machine began is stored. `fetched`: whether its directory was
+    written for this request.
     """
 
     recipe: Recipe
@@ -52,10 +56,12 @@ class RunRequest:
     started: int | None = None
     deadline: Deadline | None = None
     in_place: bool = False
+    url: str | None = None
+    fetched: bool = False
 
     @contextmanager
     def opened(self, resolved: Resolved) -> Iterator[Path]:
-        """Lock the run's directory, created if the run is new.
+        """Lock the run's directory, created if the run is new; take what it has done on other machines since.
 
         Raises:
             RequestError: the directory cannot be used, or another process trains there.
@@ -66,7 +72,23 @@ class RunRequest:
         with run_directory.only_launch(run):
             if self.in_place and (run / run_directory.RECIPE).is_file():
                 raise Stopped(f"{run} was begun by another process meanwhile; run the same command again to resume it")
+            if self.run is not None:
+                self._bring_up_to_date(run, resolved.recipe)
             yield run
+
+    def _bring_up_to_date(self, run: Path, recipe: Recipe) -> None:
+        from trainwright.launch.storage.stored_runs import bring_up_to_date, place_of, places_of
+
+        places = [*([place_of(self.url)] if self.url else []), *places_of(recipe.checkpoint.copies, run)]
+        if places:
+            bring_up_to_date(run, places, required=self.fetched)
+
+    def discard_fetched(self) -> None:
+        """Remove what was fetched for a request that trains nothing."""
+        if self.fetched and self.run is not None:
+            from trainwright.launch.storage.stored_runs import discard_fetched
+
+            discard_fetched(self.run)
 
     def undone_on_error(self, run: Path) -> AbstractContextManager[None]:
         """Undo what is written into the run's directory on an exception in the context."""
@@ -100,8 +122,9 @@ def request_of(
 ) -> RunRequest:
     """Return the request for ``recipe``; an Accelerate file overrides it, and ``overrides`` override both.
 
-    `resume` is None for a new run, else the run directory, "" for the recipe's newest run, or "auto" for the run in the
-    recipe's own directory if it has begun there, otherwise a new one. Raises RequestError.
+    `resume` is None for a new run, else the run directory or its URL in a place for copies, "" for the recipe's newest
+    run, or "auto" for the run in the recipe's own directory if it has begun there or has copies, otherwise a new one.
+    Raises RequestError, or MachineError if a place cannot be read.
     """
     if recipe is None and not resume:
         raise RequestError("no recipe; pass one, for instance: trainwright train recipes/sft/tiny.yaml")
@@ -111,6 +134,8 @@ def request_of(
         assert recipe is not None
         overrides, reasons = _under(overrides, translation, recipe, resumed=False)
         return RunRequest(load_recipe(recipe, overrides), _stem_of(recipe), None, reasons)
+    if is_url(resume):
+        return _fetched(resume, recipe, overrides, translation)
     run = _run_of(resume, recipe, overrides)
     own = run / run_directory.RECIPE
     overrides, reasons = _under(overrides, translation, recipe or own, resumed=recipe is None)
@@ -119,14 +144,55 @@ def request_of(
     return RunRequest(found.recipe, run_directory.stem_of(own), run, everything, found.chosen)
 
 
+def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
+    """Return the request for a run in a place, in `logging.run_directory` or runs/<its name> of this machine."""
+    from trainwright.launch.storage.stored_runs import fetch, place_of
+
+    place = place_of(url)
+    path = ("logging", "run_directory")
+    given = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
+    asked = [str(parse_value(each, "the command line", path)[0]) for each in given]
+    name = url.rstrip("/").rpartition("/")[2]
+    run = user_path(asked[-1]) if asked and asked[-1] != AUTO else run_directory.RUNS / name
+    fetched = fetch([place], run, name)
+    if not (run / run_directory.RECIPE).is_file():
+        raise RequestError(f"--resume: {url} has no complete copy of a run; correct it, or start a new run")
+    rest = [each for each in overrides if not each.startswith(_DIRECTORY)]
+    return _discarded_on_error(fetched, run, recipe, rest, translation, url)
+
+
 def _begun_or_new(recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
     if recipe is None:
         raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
-    wanted = load_recipe(recipe, overrides).logging.run_directory
-    run = run_directory.own_directory(wanted, _stem_of(recipe))
+    asked = load_recipe(recipe, overrides)
+    run = run_directory.own_directory(asked.logging.run_directory, _stem_of(recipe))
     there = [*(each for each in overrides if not each.startswith(_DIRECTORY)), f"{_DIRECTORY}{json.dumps(str(run))}"]
-    begun = (run / run_directory.RECIPE).is_file()
-    return replace(request_of(recipe, there, str(run) if begun else None, translation), in_place=not begun)
+    begun, fetched = (run / run_directory.RECIPE).is_file(), False
+    if not begun and asked.checkpoint.copies:
+        from trainwright.launch.storage.stored_runs import fetch, places_of
+
+        begun = fetched = fetch(places_of(asked.checkpoint.copies, run), run)
+    if not begun:
+        return replace(request_of(recipe, there, None, translation), in_place=True)
+    return _discarded_on_error(fetched, run, recipe, there, translation)
+
+
+def _discarded_on_error(
+    fetched: bool,
+    run: Path,
+    recipe: Path | Tree | None,
+    overrides: list[str],
+    translation: Translation | None,
+    url: str | None = None,
+) -> RunRequest:
+    try:
+        return replace(request_of(recipe, overrides, str(run), translation), fetched=fetched, url=url)
+    except TrainwrightError:
+        if fetched:
+            from trainwright.launch.storage.stored_runs import discard_fetched
+
+            discard_fetched(run)
+        raise
 
 
 def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Path:
@@ -252,26 +318,38 @@ def check_request(request: RunRequest, recipe: Recipe, creates: bool = True) -> 
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
     check_data(recipe)
-    _check_copies(recipe, new=creates and request.run is None)
+    if creates:
+        _check_copies(recipe, request.run, new=request.run is None)
     _check_extensions(recipe)
 
 
-def _check_copies(recipe: Recipe, new: bool) -> None:
-    """Open the places for copies of checkpoints, where a new run may not replace those of another."""
-    from trainwright.engine.checkpoints.copies import Place
+def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
+    """Write and remove a file in the places for copies, where a new run may not replace the copies of another.
+
+    A place that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
+    """
+    from trainwright.engine.checkpoints.places import Place
+    from trainwright.engine.checkpoints.stored_run import default_name, name_in_places
 
     directory = recipe.logging.run_directory
+    new_name = "" if directory == AUTO else default_name(user_path(directory))
+    name = new_name if run is None else name_in_places(run)
     for where in recipe.checkpoint.copies:
-        name = "" if directory == "auto" else user_path(directory).absolute().name
         place = Place(where, name)
         try:
-            if new and name and place.steps():
-                raise RequestError(
-                    f"checkpoint.copies: {where} has copies of a run named {name}; choose another "
-                    "logging.run_directory, or remove them"
-                )
-        except OSError as error:
-            raise RequestError(f"checkpoint.copies: {where} cannot be read: {error}") from error
+            place.check()
+            with place.in_words():
+                copied = bool(new and name and place.steps())
+        except MachineError as error:
+            if new:
+                raise
+            say(f"warning: {error}; the run goes on without it", file=sys.stderr)
+            continue
+        if copied:
+            raise RequestError(
+                f"checkpoint.copies: {where} has copies of a run named {name}; choose another "
+                "logging.run_directory, remove them, or go on with that run: --resume auto"
+            )
 
 
 def _check_extensions(recipe: Recipe) -> None:

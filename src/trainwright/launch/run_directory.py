@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainwright.engine.checkpoints.stored_run import STORED_AS
 from trainwright.errors import RequestError, unwritable
 from trainwright.machine.detect import detect
 from trainwright.machine.file_lock import lock_directory
@@ -137,6 +138,8 @@ def record(
     """
     known = {**(plan or {}), "recipe": stem, "device": detect().device, "reasons": list(reasons)}
     known["chosen_keys"] = list(chosen)
+    if (stored := plan_of(directory).get(STORED_AS)) is not None:
+        known[STORED_AS] = stored
     try:
         write_file(directory / RECIPE, recipe)
         _write_plan(directory, known)

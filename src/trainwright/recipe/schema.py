@@ -215,7 +215,8 @@ class CheckpointSection(Section):
     copies: list[Text] = Field(
         [],
         description="Directories, or URLs of fsspec such as s3://bucket/runs, to which every checkpoint is copied "
-        "while training goes on. A resumed run takes a copy if its own newest checkpoint is missing or damaged.",
+        "while training goes on, with what a run needs to go on elsewhere. A resumed run takes a copy if its newest "
+        "checkpoint is missing, damaged or older.",
     )
     keep_best: bool | Auto = Field(
         "auto",

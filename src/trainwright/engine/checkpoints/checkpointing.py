@@ -137,6 +137,8 @@ class Checkpointing:
     def _tell_of_copies(self) -> None:
         for problem in self._copies.problems():
             self._tell(problem, "continue")
+        for line in self._copies.recovered():
+            self._training.events.emit(Notice(message=line))
 
     def _flush(self) -> None:
         if self._background.step is not None:
@@ -213,7 +215,7 @@ class Checkpointing:
                 self._checkpoints.remove_from(before)
                 self._copies.remove_from(before)
             found, refused = self._checkpoints.latest()
-            copy = self._copies.newest(None if found is None else found.step, Checkpoint.open)
+            copy = self._copies.newest(None if found is None else found.step, Checkpoint.open, before)
             for reason in refused:
                 action = "use the one before it" if copy is None else "use a copy"
                 events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action=action))

@@ -1,94 +1,114 @@
-"""Copies of a run's checkpoints in other directories or buckets. Imports no torch.
-
-A place is a directory or a URL of fsspec, such as ``s3://bucket/checkpoints``. Below it is a directory for each run,
-named like the run's own, with a directory for each checkpoint. The manifest, which has the SHA-256 of every file, is
-written last: a copy without one is not complete.
-"""
+"""Copy a run's checkpoints, and what else it needs to go on elsewhere, to its places. Imports no torch."""
 
 from __future__ import annotations
 
-import re
-import shutil
+import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
 from trainwright.engine.checkpoints.directories import remove
-from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checkpoints_in
-from trainwright.errors import RequestError
-from trainwright.paths import user_path
+from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, checkpoints_in
+from trainwright.engine.checkpoints.places import Files, Place
+from trainwright.engine.checkpoints.stored_run import (
+    PLAN,
+    RECIPE,
+    EventParts,
+    Part,
+    StoredRun,
+    identity_of,
+    name_in_places,
+)
+from trainwright.errors import MachineError, RequestError
 
 if TYPE_CHECKING:
     from trainwright.engine.checkpoints.checkpoint import Checkpoint
 
-_STEP = re.compile(r"step-([0-9]{8,})")
-_PIECE = 8 * 2**20
-Files = Sequence[tuple[str, BinaryIO]]
+_LONGEST_PAUSE = 60.0  # seconds before a copy that failed is tried again; the first pause is a second
+_LAST_TRIES = 3  # of the last copy, once the run ends
+_STALL_SECONDS = 60.0  # without a byte, after which the end of a run no longer waits for its last copy
+_LOOK_SECONDS = 0.1
 
 
-class Place:
-    """Where copies of a run's checkpoints are.
+@dataclass
+class _Work:
+    """A checkpoint to copy; its files are open, so they stay readable if the checkpoint is removed."""
 
-    Args:
-        where: a directory or a URL, of ``checkpoint.copies``.
-        run: name of the run.
+    path: Path
+    stack: ExitStack
+    files: Files
+    places: list[_Writing]
 
-    Raises:
-        RequestError: fsspec does not know the URL, or a library for it is missing.
-    """
+    @property
+    def step(self) -> int:
+        return int(self.path.name.rpartition("-")[2])
 
-    def __init__(self, where: str, run: str) -> None:
-        import fsspec
 
-        self.where = where
-        try:
-            filesystem, root = fsspec.url_to_fs(where if "://" in where else str(user_path(where).absolute()))
-        except (ValueError, ImportError) as error:
-            raise RequestError(f"checkpoint.copies: {where} cannot be opened: {error}") from error
-        self._files: Any = filesystem
-        self._root = f"{root.rstrip('/')}/{run}"
+@dataclass
+class _Writing:
+    """A place, with what is known to be in it."""
 
-    def write(self, name: str, files: Files) -> None:
-        """Write the files of checkpoint ``name``, the manifest last. Raises OSError."""
-        target = f"{self._root}/{name}"
-        self._files.makedirs(target, exist_ok=True)
-        if self._files.exists(f"{target}/{MANIFEST}"):
-            self._files.rm_file(f"{target}/{MANIFEST}")
-        for each, source in sorted(files, key=lambda file: file[0] == MANIFEST):
-            source.seek(0)
-            with self._files.open(f"{target}/{each}", "wb") as file:
-                shutil.copyfileobj(source, file, _PIECE)
+    place: Place
+    run: Path
+    events: EventParts = field(init=False)
+    known: dict[str, tuple[Part, ...]] | None = None  # parts of the events by checkpoint; None: not looked yet
+    failing: bool = False
 
-    def steps(self) -> dict[int, str]:
-        """Return the names of the checkpoints here by step, complete or not. Raises OSError."""
-        self._files.invalidate_cache()
-        if not self._files.isdir(self._root):
-            return {}
-        names = [str(path).rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
-        return {int(found[1]): name for name in names if (found := _STEP.fullmatch(name))}
+    def copy(self, work: _Work, kept: set[int]) -> None:
+        """Write a checkpoint, and remove those of other steps than ``kept``. Raises what the place raises."""
+        if self.known is None:
+            self.known = self._look()
+        sums = _sums(work)
+        parts: list[tuple[Part, ...]] = []
 
-    def read(self, name: str, into: Path) -> None:
-        """Read checkpoint ``name`` into the new directory ``into``. Raises OSError or CheckpointError."""
-        into.mkdir(parents=True)
-        self._fetch(name, MANIFEST, into)
-        for file in Manifest.read(into).files:  # names without directories
-            self._fetch(name, file, into)
+        def record() -> str:
+            parts.append(self.events.write())
+            recipe, plan = ((self.run / name).read_text(encoding="utf-8") for name in (RECIPE, PLAN))
+            return StoredRun(identity_of(self.run), recipe, plan, parts[-1]).text()
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove checkpoints. Raises OSError."""
+        self.place.write(work.path.name, work.files, sums, record)
+        self.known[work.path.name] = parts[-1]
+        self.remove({name for step, name in self.place.steps().items() if step not in kept})
+
+    def remove(self, names: set[str]) -> None:
+        """Remove checkpoints, and the parts of the events that no other one refers to."""
+        self.place.remove(sorted(names))
+        if self.known is None:
+            return
         for name in names:
-            self._files.rm(f"{self._root}/{name}", recursive=True)
+            self.known.pop(name, None)
+        needed = {part.name for parts in self.known.values() for part in parts}
+        for part in set(self.place.parts()) - needed:
+            self.place.remove_part(part)
 
-    def _fetch(self, name: str, file: str, into: Path) -> None:
-        with self._files.open(f"{self._root}/{name}/{file}", "rb") as source, (into / file).open("wb") as target:
-            shutil.copyfileobj(source, target, _PIECE)
+    def _look(self) -> dict[str, tuple[Part, ...]]:
+        """Return the parts that the copies in the place refer to. Raises CheckpointError if they are another run's."""
+        found: dict[str, tuple[Part, ...]] = {}
+        own = identity_of(self.run)
+        self.events = EventParts(self.run, self.place)
+        for _, name in sorted(self.place.steps().items(), reverse=True):
+            try:
+                stored = StoredRun.of(self.place, name)
+            except CheckpointError:  # not whole; it is replaced or removed like any other
+                continue
+            if stored is None:
+                continue
+            if stored.run != own:
+                raise CheckpointError(f"it has copies of another run of this name ({name}); nothing is copied there")
+            if not found:
+                self.events.take_over(stored)
+            found[name] = stored.events
+        return found
 
 
 class Copies:
     """Copy the checkpoints of a run, one at a time, while training goes on. Only rank 0 has one.
+
+    A copy that fails is tried again, until a newer checkpoint takes its place; this is told once for each place.
 
     Args:
         places: values of ``checkpoint.copies``.
@@ -99,104 +119,196 @@ class Copies:
     """
 
     def __init__(self, places: Sequence[str], checkpoints: Path) -> None:
-        self._directory = checkpoints
-        self._places = [Place(where, checkpoints.absolute().parent.name) for where in places]
+        self._directory, self._run = checkpoints, checkpoints.parent
+        name = name_in_places(self._run) if places else ""
+        self._places = [_Writing(Place(where, name), self._run) for where in places]
         self._problems: list[str] = []
-        self._waiting: tuple[str, ExitStack, Files] | None = None
-        self._lock = threading.Lock()
+        self._recovered: list[str] = []
+        self._waiting: _Work | None = None
+        self._left: int | None = None  # copies of this step and later ones are to be removed
+        self._closing = False
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def add(self, checkpoint: Path) -> None:
         """Copy a complete checkpoint once the one that is being copied is; a newer one takes its place until then."""
         if not self._places:
             return
-        stack = ExitStack()  # files that are open stay readable if the checkpoint is removed
+        stack = ExitStack()
         files = [(file.name, stack.enter_context(file.open("rb"))) for file in sorted(checkpoint.iterdir())]
-        with self._lock:
+        with self._changed:
             if self._waiting is not None:
-                self._waiting[1].close()
-            self._waiting = checkpoint.name, stack, files
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
-                self._thread.start()
+                self._waiting.stack.close()
+            self._waiting = _Work(checkpoint, stack, files, list(self._places))
+            self._wake()
 
     def problems(self) -> list[str]:
         """Return what has failed since the last call."""
-        with self._lock:
+        with self._changed:
             found, self._problems = self._problems, []
         return found
 
-    def wait(self) -> None:
-        """Wait until every checkpoint that was added is copied."""
+    def recovered(self) -> list[str]:
+        """Return which places work again since the last call, a line each."""
+        with self._changed:
+            found, self._recovered = self._recovered, []
+        return found
+
+    def wait(self, stall: float = _STALL_SECONDS) -> None:
+        """Wait until every checkpoint that was added is copied, or nothing moves for ``stall`` seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        moved, since = self._moved(), time.monotonic()
         while (thread := self._thread) is not None:
-            thread.join()
+            thread.join(_LOOK_SECONDS)
+            if (now := self._moved()) != moved:
+                moved, since = now, time.monotonic()
+            elif thread.is_alive() and time.monotonic() - since > stall:
+                where = ", ".join(writing.place.where for writing in self._places)
+                self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest checkpoint is not there")
+                return
+        self._closing = False
 
     def remove_from(self, step: int) -> None:
         """Remove the copies of ``step`` and later ones, which belong to a course that the run has left."""
-        self.wait()
-        for place in self._places:
-            self._try(place, partial(_remove_from, place, step))
+        if not self._places:
+            return
+        with self._changed:
+            if self._waiting is not None and self._waiting.step >= step:
+                self._waiting.stack.close()
+                self._waiting = None
+            self._left = step if self._left is None else min(step, self._left)
+            self._wake()
 
-    def newest(self, after: int | None, open_checkpoint: Callable[[Path], Checkpoint]) -> Checkpoint | None:
-        """Return the newest copy that verifies, if it is of a later step than ``after``, restored to the run."""
+    def newest(
+        self, after: int | None, open_checkpoint: Callable[[Path], Checkpoint], before: int | None = None
+    ) -> Checkpoint | None:
+        """Return the newest copy that verifies, restored to the run; None if none is of a later step than ``after``.
+
+        Copies of step ``before`` and later ones are passed over.
+        """
         for step, name, place in self._newest_first():
             if after is not None and step <= after:
                 break
-            found = self._restored(name, place, open_checkpoint)
-            if found is not None:
-                return found
+            if before is not None and step >= before:
+                continue
+            try:
+                restore(place, name, self._directory)
+                return open_checkpoint(self._directory / name)
+            except Exception as error:  # of any library of fsspec
+                self._problems.append(f"the copy of {name} in {place.where} cannot be used: {error}")
         return None
 
     def _newest_first(self) -> Iterator[tuple[int, str, Place]]:
         found: list[tuple[int, str, Place]] = []
-        for place in self._places:
-            self._try(place, partial(_note, place, found))
+        for writing in self._places:
+            try:
+                found.extend((step, name, writing.place) for step, name in writing.place.steps().items())
+            except Exception as error:
+                self._failed(writing, error)
         return iter(sorted(found, key=lambda each: -each[0]))
 
-    def _restored(self, name: str, place: Place, open_checkpoint: Callable[[Path], Checkpoint]) -> Checkpoint | None:
-        scratch, final = self._directory / f".writing-{name}", self._directory / name
-        remove(scratch)
-        try:
-            place.read(name, scratch)
-            open_checkpoint(scratch)
-        except (OSError, CheckpointError) as error:
-            remove(scratch)
-            self._problems.append(f"the copy of {name} in {place.where} cannot be used: {error}")
-            return None
-        if final.exists() or final.is_symlink():
-            final.rename(old := final.with_name(f".removing-{name}"))
-            remove(old)
-        scratch.rename(final)
-        return open_checkpoint(final)
+    def _wake(self) -> None:
+        """Have the thread look for work. Call it with the lock."""
+        self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
+            self._thread.start()
 
-    def _run(self) -> None:
+    def _work(self) -> None:
+        tries = 0
+        work: _Work | None = None
         while True:
-            with self._lock:
-                work, self._waiting = self._waiting, None
+            with self._changed:
+                if work is not None and not self._should_retry(work, tries):
+                    work.stack.close()
+                    work = None
+                left, self._left = self._left, None
                 if work is None:
+                    work, self._waiting, tries = self._waiting, None, 0
+                if work is None and left is None:
                     self._thread = None
                     return
-            name, stack, files = work
-            with stack:
-                for place in self._places:
-                    self._try(place, partial(self._copied, place, name, files))
+            if left is not None:
+                self._leave(left)
+                if work is not None and work.step >= left:
+                    work.places.clear()
+            if work is not None:
+                work.places[:] = [writing for writing in work.places if not self._copied(writing, work)]
+                tries += 1
+                if not work.places:
+                    work.stack.close()
+                    work = None
 
-    def _copied(self, place: Place, name: str, files: Files) -> None:
-        place.write(name, files)
-        kept = {*checkpoints_in(self._directory), int(name.rpartition("-")[2])}
-        place.remove([old for step, old in place.steps().items() if step not in kept])
+    def _should_retry(self, work: _Work, tries: int) -> bool:
+        """Wait before a copy is tried again; return whether to. Call it with the lock."""
+        closing = self._closing
+        pause = 1.0 if closing else min(2.0 ** (tries - 1), _LONGEST_PAUSE)
+        self._changed.wait_for(
+            lambda: self._waiting is not None or self._left is not None or self._closing != closing, pause
+        )
+        return self._waiting is None and not (self._closing and tries >= _LAST_TRIES)
 
-    def _try(self, place: Place, work: Callable[[], None]) -> None:
+    def _copied(self, writing: _Writing, work: _Work) -> bool:
         try:
-            work()
+            writing.copy(work, {*checkpoints_in(self._directory), work.step})
         except Exception as error:  # of any library of fsspec; training goes on
-            with self._lock:
-                self._problems.append(f"checkpoint.copies: {place.where}: {error}")
+            self._failed(writing, error)
+            return False
+        if writing.failing:
+            writing.failing = False
+            with self._changed:
+                self._recovered.append(
+                    f"checkpoint.copies: {writing.place.where} can be written again: {work.path.name}"
+                )
+        return True
+
+    def _leave(self, step: int) -> None:
+        for writing in self._places:
+            try:
+                writing.remove({name for other, name in writing.place.steps().items() if other >= step})
+            except Exception as error:
+                self._failed(writing, error)
+
+    def _failed(self, writing: _Writing, error: Exception) -> None:
+        try:
+            with writing.place.in_words():
+                raise error
+        except (RequestError, MachineError, CheckpointError) as words:
+            told = str(words) if str(words).startswith("checkpoint.copies") else f"{writing.place.where}: {words}"
+        with self._changed:
+            if not writing.failing:
+                self._problems.append(f"{told}; training goes on, and copying is tried again")
+            writing.failing = True
+
+    def _moved(self) -> int:
+        return sum(writing.place.moved for writing in self._places)
 
 
-def _remove_from(place: Place, step: int) -> None:
-    place.remove([name for other, name in place.steps().items() if other >= step])
+def restore(place: Place, name: str, checkpoints: Path) -> None:
+    """Read checkpoint ``name`` from a place into the directory of a run's checkpoints.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged.
+        Exception: the place cannot be read; whatever its library raises.
+    """
+    scratch, final = checkpoints / f".writing-{name}", checkpoints / name
+    remove(scratch)
+    try:
+        place.read(name, scratch)
+    except BaseException:
+        remove(scratch)
+        raise
+    if final.exists() or final.is_symlink():
+        final.rename(old := final.with_name(f".removing-{name}"))
+        remove(old)
+    scratch.rename(final)
 
 
-def _note(place: Place, found: list[tuple[int, str, Place]]) -> None:
-    found.extend((step, name, place) for step, name in place.steps().items())
+def _sums(work: _Work) -> dict[str, tuple[int, str]]:
+    """Return size and SHA-256 of the files of a checkpoint, which the run may have removed meanwhile."""
+    manifest = next(file for name, file in work.files if name == MANIFEST)
+    manifest.seek(0)
+    files = json.load(manifest)["files"]
+    return {name: (int(stated["size"]), str(stated["sha256"])) for name, stated in files.items()}

@@ -1,0 +1,1 @@
+"""Runs that are stored in a place for copies."""

@@ -1,0 +1,245 @@
+"""A run that moves between machines which share nothing but the place for its copies."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import trainwright, wait_for
+from tests.support.object_store import KEYS, ObjectStore, object_store
+from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
+from trainwright.engine.checkpoints.copies import Copies
+from trainwright.engine.checkpoints.places import Place
+from trainwright.errors import RequestError
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+SETTINGS = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "train.max_steps=24")
+
+
+@pytest.fixture(scope="module")
+def store() -> object:
+    with object_store() as running:
+        running.files().mkdir("runs")
+        yield running
+
+
+class Machine:
+    """A machine of its own: its home, cache and scratch directory."""
+
+    def __init__(self, directory: Path, **variables: str) -> None:
+        self.scratch = directory / "scratch"
+        self.scratch.mkdir(parents=True)
+        self._variables = {
+            **variables,
+            "HOME": str(directory / "home"),
+            "TRAINWRIGHT_CACHE": str(directory / "cache"),
+        }
+
+    def train(self, runs: Runs, *words: str):  # type: ignore[no-untyped-def]
+        return runs.command("train", *words, cwd=self.scratch, **self._variables)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("single", 1), ("single", 1)),
+        (("ddp", 2), ("single", 1)),
+        (("fsdp", 2), ("fsdp", 1)),
+        (("single", 1), ("fsdp", 2)),
+    ],
+)
+def test_a_killed_run_goes_on_on_another_machine(
+    runs: Runs, tmp_path: Path, store: ObjectStore, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    undisturbed = runs.trained(*SETTINGS, "parallel.num_processes=1", "parallel.strategy=single")
+    name = f"{first[0]}-to-{second[0]}-{second[1]}"
+    copies = f"s3://runs/{tmp_path.name}"
+    one, two = (Machine(tmp_path / each, **store.variables) for each in ("one", "two"))
+    spread = [f"parallel.strategy={first[0]}", f"parallel.num_processes={first[1]}"]
+    keys = ["checkpoint.every=2", f"checkpoint.copies=[{copies}]", f"logging.run_directory={name}"]
+    started = one.train(runs, str(TINY), *SETTINGS, *spread, *keys)
+    started.run = one.scratch / name
+    started.wait_for_step(random.randint(8, 20))
+    started.kill()
+    kept = [file.read_text(errors="replace") for file in started.run.rglob("*") if file.is_file()]
+    assert not any(KEYS[name] in text for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") for text in kept)
+    shutil.rmtree(tmp_path / "one")
+    again = [f"parallel.strategy={second[0]}", f"parallel.num_processes={second[1]}"]
+    ended = two.train(runs, "--resume", f"{copies}/{name}", *again).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    moved = two.scratch / "runs" / name
+    start = events(moved, "start")[-1]
+    assert start["resumed_from"] and start["world_size"] == second[1]
+    losses, expected = column(moved, "loss"), column(undisturbed, "loss")
+    if (first, second) == (("single", 1), ("single", 1)):
+        assert losses == expected
+    else:
+        assert difference(losses, expected) < 1e-5
+
+
+def test_a_run_goes_on_from_a_bucket_with_the_same_command(runs: Runs, tmp_path: Path, store: ObjectStore) -> None:
+    undisturbed = runs.trained(*SETTINGS, "parallel.num_processes=1")
+    copies = f"s3://runs/{tmp_path.name}"
+    words = [str(TINY), "--resume", "auto", *SETTINGS, "parallel.num_processes=1", "checkpoint.every=2"]
+    words.append(f"checkpoint.copies=[{copies}]")
+    one, two = (Machine(tmp_path / each, **store.variables) for each in ("one", "two"))
+    started = one.train(runs, *words)
+    started.run = one.scratch / "runs" / "tiny"
+    started.wait_for_step(10)
+    started.kill()
+    ended = two.train(runs, *words).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    moved = two.scratch / "runs" / "tiny"
+    assert events(moved, "start")[-1]["resumed_from"]
+    assert column(moved, "loss") == column(undisturbed, "loss")
+    # The first machine comes back: it takes what the other has done, and has nothing left to do but the end.
+    ended = one.train(runs, *words).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    back = one.scratch / "runs" / "tiny"
+    assert events(back, "start")[-1]["resumed_from"] == 24
+    assert column(back, "loss") == column(undisturbed, "loss")
+
+
+def test_places_that_cannot_be_used_are_refused_before_training(tmp_path: Path, store: ObjectStore) -> None:
+    def refused(where: str, **variables: str) -> str:
+        words = ("train", str(TINY), *SETTINGS, f"checkpoint.copies=['{where}']", "logging.run_directory=run")
+        ended = trainwright(*words, cwd=tmp_path, **{**store.variables, **variables})
+        assert not (tmp_path / "run").exists() and "Traceback" not in ended.stderr
+        return f"{ended.returncode}: {ended.stderr}"
+
+    assert "2: " in (said := refused("s3://no-such-bucket/runs")) and "does not exist" in said, said
+    assert "no-such-bucket" not in [each.split("/")[0] for each in store.files().ls("")]
+    assert "2: " in (said := refused("nosuch://bucket")) and "nosuch" in said, said
+    assert "2: " in (said := refused("s3://key:hidden@runs/x")) and "hidden" not in said, said
+    (tmp_path / "file").touch()
+    assert "2: " in (said := refused(str(tmp_path / "file"))) and "not a directory" in said, said
+    assert "3: " in (said := refused("s3://runs/x", AWS_ENDPOINT_URL="http://127.0.0.1:9")) and "cannot be" in said, (
+        said
+    )
+
+
+def test_keys_that_are_wrong_are_refused(tmp_path: Path) -> None:
+    with object_store() as store:
+        store.files().mkdir("runs")
+        store.refuse_keys()
+        words = ("train", str(TINY), *SETTINGS, "checkpoint.copies=['s3://runs/x']", "logging.run_directory=run")
+        ended = trainwright(*words, cwd=tmp_path, **store.variables)
+    assert ended.returncode == 2 and "refuses access" in ended.stderr and not (tmp_path / "run").exists(), ended.stderr
+
+
+def test_a_url_without_a_run_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "copies"
+    (place / "half" / "step-00000002").mkdir(parents=True)
+    for url, why in [("half", "no complete copy"), ("none", "no complete copy")]:
+        ended = trainwright("train", "--resume", f"file://{place}/{url}", cwd=tmp_path)
+        assert ended.returncode == 2 and why in ended.stderr, ended.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["copies"]
+
+
+def test_a_dry_run_of_a_stored_run_writes_nothing(runs: Runs, tmp_path: Path) -> None:
+    done = runs.trained(
+        *SETTINGS[:-1], "parallel.num_processes=1", "train.max_steps=2", f"checkpoint.copies=[{tmp_path / 'copies'}]"
+    )
+    url = f"file://{tmp_path / 'copies' / done.name}"
+    shown = trainwright("train", "--dry-run", "--resume", url, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert not list((tmp_path / "runs").glob("*"))
+    (tmp_path / "runs" / done.name).mkdir(parents=True)
+    (tmp_path / "runs" / done.name / "recipe.yaml").write_text((done / "recipe.yaml").read_text())
+    other = trainwright("train", "--resume", url, cwd=tmp_path)
+    assert other.returncode == 2 and "is another run" in other.stderr, other.stderr
+
+
+def test_copies_of_another_run_are_not_replaced(tmp_path: Path) -> None:
+    from tests.engine.test_copies import saved
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+
+    where = tmp_path / "copies"
+    for run, first in (("a", "one"), ("b", "two")):
+        directory = tmp_path / run / "run"
+        directory.mkdir(parents=True)
+        (directory / "events.jsonl").write_text(f'{{"event": "{first}"}}\n')
+        checkpoints = Checkpoints(directory / "checkpoints", keep_last=2, keep_best=False)
+        copies = Copies([str(where)], checkpoints.directory)
+        copies.add(saved(checkpoints, 1 if run == "a" else 2))
+        copies.wait()
+    (problem,) = copies.problems()
+    assert "another run" in problem
+    assert set(Place(str(where), "run").steps()) == {1}
+
+
+def test_a_key_in_a_url_is_refused() -> None:
+    for where in ("s3://key:secret@bucket/x", "https://store/x?sig=abc", "az://box/x?AccountKey=abc"):
+        with pytest.raises(RequestError, match="password or key") as caught:
+            Place(where, "run")
+        assert "secret" not in str(caught.value) and "abc" not in str(caught.value)
+
+
+class _Broken:
+    """A place for copies that fails until it is mended: a file is where its directory has to be."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_text("not a directory")
+
+
+def test_a_place_that_works_again_gets_the_copy_that_failed(tmp_path: Path) -> None:
+    from tests.engine.test_copies import saved
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+
+    broken = _Broken(tmp_path / "copies")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    copies = Copies([str(broken.path)], checkpoints.directory)
+    copies.add(saved(checkpoints, 1))
+    wait_for(lambda: bool(copies._problems))
+    broken.path.unlink()
+    wait_for(lambda: bool(copies._recovered))
+    assert len(copies.problems()) == 1, "told once, however often it was tried"
+    assert len(copies.recovered()) == 1
+    assert Place(str(broken.path), "run").is_complete("step-00000001")
+
+
+def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path) -> None:
+    from tests.engine.test_copies import saved
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    path = saved(checkpoints, 1)
+    tensors = path / "rank-00000.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    copies = Copies([str(tmp_path / "copies")], checkpoints.directory)
+    copies.add(path)
+    copies.wait()
+    (problem,) = copies.problems()
+    assert "damaged" in problem
+    assert not Place(str(tmp_path / "copies"), "run").is_complete("step-00000001")
+
+
+def test_events_are_copied_in_parts_that_make_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.engine.test_copies import saved
+    from trainwright.engine.checkpoints import stored_run
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+
+    monkeypatch.setattr(stored_run, "_SMALL", 16)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    for step in range(1, 9):
+        copies = Copies([str(tmp_path / "copies")], checkpoints.directory)  # a new one, as after each resume
+        copies.add(saved(checkpoints, step))
+        copies.wait()
+        checkpoints.prune(None)
+    place = Place(str(tmp_path / "copies"), "run")
+    stored = stored_run.StoredRun.of(place, "step-00000008")
+    assert stored is not None and 1 < len(stored.events) < 8
+    stored.write_events(place, tmp_path / "events.jsonl")
+    assert (tmp_path / "events.jsonl").read_bytes() == (tmp_path / "run" / "events.jsonl").read_bytes()
+    before = stored_run.StoredRun.of(place, "step-00000007")
+    assert before is not None
+    assert set(place.parts()) == {part.name for part in (*stored.events, *before.events)}
