@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.support.commands import wait_for
+
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
@@ -29,6 +31,10 @@ class Opened:
     def go(self, address: str) -> None:
         """Open an address and wait until it is loaded."""
         self.page.goto(address, wait_until="load")
+
+    def until(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true; the page's own policy may forbid Playwright's way of waiting."""
+        wait_for(lambda: self.page.evaluate(expression))
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window."""

@@ -44,7 +44,7 @@ class OpenTelemetry:
         self._meter = self._metrics.get_meter(_NAMESPACE)
         self._gauges: dict[str, Any] = {}
         self._tracer = self._spans.get_tracer(_NAMESPACE)
-        attributes = {"task": str(config.get("task", "")), "resumed": resumed}
+        attributes: dict[str, str | bool] = {"task": str(config.get("task", "")), "resumed": resumed}
         self._span = self._tracer.start_span("run", attributes=attributes)
         self._within = set_span_in_context(self._span)
 
