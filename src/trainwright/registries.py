@@ -117,6 +117,7 @@ OBSERVERS: Registry[Any] = Registry(
         "wandb": "trainwright.observe.trackers.wandb:wandb",
         "mlflow": "trainwright.observe.trackers.mlflow:mlflow",
         "trackio": "trainwright.observe.trackers.trackio:trackio",
+        "opentelemetry": "trainwright.observe.trackers.opentelemetry:opentelemetry",
     },
     kind="observer",
     required=("__call__",),

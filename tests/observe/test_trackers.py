@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import struct
@@ -9,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +207,88 @@ def test_prometheus_reads_the_newest_figures_while_the_run_trains(runs: Runs) ->
     time.sleep(0.1)
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+class Collector:
+    """Answers OTLP over HTTP, and keeps what it was sent."""
+
+    def __init__(self) -> None:
+        kept: dict[str, list[tuple[bytes, dict[str, str]]]] = {"/v1/metrics": [], "/v1/traces": []}
+
+        class Answers(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    body = gzip.decompress(body)
+                kept[self.path].append((body, dict(self.headers)))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                """Write nothing."""
+
+        self.kept = kept
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    found = Collector()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+def test_a_collector_gets_figures_and_spans_by_otlp(
+    run: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    from trainwright.observe.trackers.opentelemetry import opentelemetry
+
+    secret = "Bearer-of-a-secret"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"authorization={secret}")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    observer = opentelemetry(run)
+    checkpoint = {"event": "checkpoint", "time": 4.0, "step": 2, "path": "x", "seconds": 2.0, "blocked_seconds": 0.5}
+    for event in (START, step(1), step(2), evaluation(2), checkpoint, FINISH):
+        observer(event)
+
+    metrics = ExportMetricsServiceRequest.FromString(collector.kept["/v1/metrics"][-1][0])
+    (resource,) = metrics.resource_metrics
+    told = {each.key: each.value.string_value for each in resource.resource.attributes}
+    assert (told["service.name"], told["trainwright.run"]) == ("mine", run.name)
+    values = {m.name: m.gauge.data_points[0].as_double for s in resource.scope_metrics for m in s.metrics}
+    assert values["trainwright.train.loss"] == 0.5 and values["trainwright.evaluate.loss"] == 2.5
+    assert values["trainwright.step"] == 2.0
+
+    sent = [ExportTraceServiceRequest.FromString(body) for body, _ in collector.kept["/v1/traces"]]
+    spans = {span.name: span for each in sent for r in each.resource_spans for s in r.scope_spans for span in s.spans}
+    assert set(spans) == {"run", "evaluate", "checkpoint"}
+    assert {spans[name].parent_span_id for name in ("evaluate", "checkpoint")} == {spans["run"].span_id}
+    assert spans["checkpoint"].end_time_unix_nano - spans["checkpoint"].start_time_unix_nano == 2_000_000_000
+    assert {"status": "finished", "task": "sft"}.items() <= {
+        each.key: each.value.string_value for each in spans["run"].attributes
+    }.items()
+    assert collector.kept["/v1/traces"][0][1]["authorization"] == secret
+    _no_secrets(run, secret)
+
+
+@pytest.mark.slow
+def test_a_collector_that_is_down_does_not_stop_a_run(runs: Runs) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    run = runs.new_directory("run")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=4", "logging.tensorboard=false")
+    asked = ("logging.observers=[opentelemetry]", f"logging.run_directory={run}")
+    away = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
+    ended = runs.command("train", str(TINY), *fixed, *asked, **away).wait()
+    said = ended.stdout + ended.stderr
+    assert ended.code == 0 and said.count("warning: logging.observers: opentelemetry") == 1, said
+    assert "Traceback" not in said

@@ -1,66 +1,81 @@
-"""Pages in a real browser: everything is drawn, and nothing is complained about."""
+"""Pages in a real browser: everything is drawn, answers the pointer, fits, and asks no network for anything."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import trainwright as tw
 from tests.reports.test_reports import HOSTILE, evaluate, finished, start, step, written
+from tests.support.browser import Browser, Opened, Scheme, chromium
 
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
+pytestmark = pytest.mark.slow
 
 
-def opened(page: Path, directory: Path, width: int = 1280) -> tuple[str, list[str]]:
-    """The page without its scripts once they have run, and what they have written to the console."""
-    assert CHROMIUM is not None
-    quiet = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={directory}", "--enable-logging=stderr")
-    command = [
-        CHROMIUM,
-        *quiet,
-        f"--window-size={width},3000",
-        "--virtual-time-budget=8000",
-        "--dump-dom",
-        page.as_uri(),
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    shown = re.sub(r"<script.*?</script>", "", ended.stdout, flags=re.DOTALL)
-    return shown, [line for line in ended.stderr.splitlines() if "CONSOLE" in line]
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
 
 
-@pytest.mark.parametrize("width", [600, 1280])
-def test_every_chart_of_a_report_is_drawn_within_the_page(tmp_path: Path, width: int) -> None:
-    page, console = opened(tw.report(finished(tmp_path / "run")), tmp_path / "browser", width)
-    places = re.findall(r'id="chart-(\d+)"', page)
-    assert len(places) >= 7 and page.count("<svg") == len(places)
-    assert console == []
-    widths = [float(found) for found in re.findall(r'<svg[^>]*? width="([\d.]+)"', page)]
-    assert widths and max(widths) < width
-    assert 'aria-label="Training loss"' in page and 'aria-label="Vega visualization"' not in page
+def drawn(browser: Browser, page: Path, width: int = 1280, scheme: Scheme = "light") -> Opened:
+    """The page once all its charts are drawn."""
+    opened = browser.open(page.as_uri(), width, scheme=scheme)
+    opened.until("document.querySelectorAll('.chart svg').length === document.querySelectorAll('.chart').length")
+    return opened
 
 
-def test_runs_over_each_other_have_a_line_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_report_and_a_comparison_are_drawn_and_fit(
+    browser: Browser, tmp_path: Path, width: int, scheme: Scheme
+) -> None:
+    one, two = finished(tmp_path / "one"), finished(tmp_path / f"two{'-and-more' * 12}", 0.5)
+    compared = tw.compare(one, two, out=tmp_path / "page.html").page
+    assert compared is not None
+    for file, charts in ((tw.report(one), 7), (compared, 5)):
+        opened = drawn(browser, file, width, scheme)
+        page = opened.page
+        assert page.locator(".chart").count() >= charts
+        assert page.locator('[aria-label="Training loss"]').count() >= 1
+        assert opened.overflow() <= 0
+        outside = (
+            "[...document.querySelectorAll('.chart svg')].filter(e => e.getBoundingClientRect().right > innerWidth)"
+        )
+        assert page.evaluate(f"{outside}.length") == 0
+        assert (opened.complaints, opened.barriers()) == ([], [])
+        assert [each for each in opened.requests if not each.startswith(("file:", "data:"))] == []
+
+
+def test_a_curve_shows_values_and_is_zoomed_by_the_pointer(browser: Browser, tmp_path: Path) -> None:
+    opened = drawn(browser, tw.report(finished(tmp_path / "run")))
+    page = opened.page
+    chart = page.locator("#chart-0 svg")
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_selector("#vg-tooltip-element.visible")
+    labels = "[...document.querySelectorAll('#chart-0 .role-axis-label text')].map(e => e.textContent).join()"
+    before = page.evaluate(labels)
+    page.mouse.wheel(0, -600)
+    opened.until(f"{labels} !== {before!r}")
+    page.select_option("#axis", "tokens")
+    opened.until("document.querySelector('#chart-0 svg').textContent.includes('Tokens')")
+
+
+def test_runs_over_each_other_have_a_line_each(browser: Browser, tmp_path: Path) -> None:
     one, two = finished(tmp_path / "one"), finished(tmp_path / "two", 0.5)
     file = tw.compare(one, two, out=tmp_path / "page.html").page
     assert file is not None
-    page, console = opened(file, tmp_path / "browser")
-    assert console == []
-    drawn = re.search(r'<div id="chart-0".*?</svg>', page, re.DOTALL)
-    assert drawn is not None and len(re.findall(r'aria-roledescription="line mark"', drawn.group())) == 2
+    lines = drawn(browser, file).page.locator('#chart-0 [aria-roledescription="line mark"]')
+    assert lines.count() == 2
 
 
-def test_hostile_text_does_not_run(tmp_path: Path) -> None:
+def test_hostile_text_does_not_run(browser: Browser, tmp_path: Path) -> None:
     sample = {"event": "generate", "time": 105.0, "step": 1, "prompt": HOSTILE, "text": HOSTILE}
     run = written(
         tmp_path / "run", start(100.0), step(1, 101.0, metrics={HOSTILE: 1.0}), sample, evaluate(1, 102.0, 1.0)
     )
-    page, console = opened(tw.report(run), tmp_path / "browser")
-    assert console == [] and "<img" not in page
+    opened = drawn(browser, tw.report(run))
+    assert opened.complaints == [] and opened.page.locator("img").count() == 0

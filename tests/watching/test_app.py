@@ -125,7 +125,7 @@ def test_damage_and_deleted_runs(board: Board, client: TestClient, tmp_path: Pat
     with (tmp_path / "one" / "events.jsonl").open("a") as file:
         file.write("damaged\n")
     board.look()
-    assert "1 damaged lines" in client.get("/runs").json()["one"]["note"]
+    assert "1 damaged line left out" in client.get("/runs").json()["one"]["note"]
     shutil.rmtree(tmp_path / "one")
     board.look()
     assert list(client.get("/runs").json()) == [f"group/{NAME}"]
@@ -137,3 +137,29 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         listener.listen()
         done = trainwright("watch", str(tmp_path), "--port", str(listener.getsockname()[1]), cwd=tmp_path)
     assert done.returncode == 3 and "0 for any free one" in done.stderr
+
+
+def test_a_run_of_a_newer_version_and_an_incomplete_line_are_named(board: Board, tmp_path: Path) -> None:
+    run = write(
+        tmp_path / "new", {"event": "start", "time": 20.0, "resumed_from": 3, "versions": {"trainwright": "99.1"}}
+    )
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    board.look()
+    note = board.rows()["new"]["note"]
+    assert "written by trainwright 99.1, newer than this one" in note and "last line is incomplete" in note
+    assert board.rows()["one"]["note"] == ""
+
+
+def test_long_runs_have_a_row_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / name, {"event": "finish", "time": 15.0, "status": "finished", "step": 3})
+    monkeypatch.setattr("trainwright.watching.board._LITTLE_BYTES", 10)
+    monkeypatch.setattr("trainwright.watching.board._LOOK_SECONDS", 0.0)  # no time for long runs
+    board = Board(tmp_path)
+    assert not board.look()
+    assert [(row["read"], row["status"], row["step"]) for row in board.rows().values()] == [(0.0, "finished", 3)] * 2
+    monkeypatch.setattr("trainwright.watching.board._LOOK_SECONDS", 60.0)
+    board.curves(["two"], "loss", "step", 10)
+    assert board.look()
+    assert {row["read"] for row in board.rows().values()} == {1.0}

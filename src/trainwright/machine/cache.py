@@ -22,8 +22,8 @@ def cache_root() -> Path:
         raise MachineError("this user has no home directory to keep a cache in; set TRAINWRIGHT_CACHE to one") from None
 
 
-def try_write(file: Path, text: str) -> None:
+def try_write(file: Path, content: str | bytes) -> None:
     """Write ``file`` completely or not at all. A cache that cannot be written is not an error."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, text)
+        write_file(file, content)

@@ -8,16 +8,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
+import sys
 from array import array
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainwright.observe.reader import EventRecord, restored_numbers, resumed_step, superseded
 
 EVENTS = "events.jsonl"
-_CHUNK_BYTES = 2**22
-_BUCKETS = 2048
+_CHUNK_BYTES = 2**20
+_BUCKETS = 1024
+_GLANCE_BYTES = 2**16  # of the beginning and the end of a long file
+_FORMAT = 1  # of a state
 _CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time", "memory_bytes")
 
 
@@ -37,18 +42,36 @@ class Curves:
 
     def add(self, event: EventRecord, seconds: float) -> None:
         """Add a ``step`` event; ``seconds``: of training up to it."""
-        row = {"step": float(event["step"]), "tokens": _number(event.get("tokens")), "seconds": seconds}
+        row = (float(event["step"]), _number(event.get("tokens")), seconds)
         opens = not self._counts or self._counts[-1] >= self._width
         if opens and len(self._counts) >= 2 * _BUCKETS:
             self._halve()
             opens = self._counts[-1] >= self._width
         if opens:
             self._counts.append(0)
-        for name, column in self.positions.items():
-            column.append(row[name]) if opens else column.__setitem__(-1, row[name])
-        self._counts[-1] += 1
+        for place, column in zip(row, self.positions.values(), strict=True):
+            if opens:
+                column.append(place)
+            else:
+                column[-1] = place
+        count = self._counts[-1] = self._counts[-1] + 1
         for name in _CURVES:
-            self._add_value(name, _number(event.get(name)))
+            value = event.get(name)
+            if type(value) is not float:  # called for every step of every run: without a function where it need not be
+                value = _number(value)
+            if name not in self.values:
+                self._begin(name)
+            mean, low, high = self.values[name]
+            if count == 1:
+                mean.append(value)
+                low.append(value)
+                high.append(value)
+                continue
+            mean[-1] += (value - mean[-1]) / count
+            if value < low[-1]:
+                low[-1] = value
+            if value > high[-1]:
+                high[-1] = value
 
     def cut(self, step: int) -> float:
         """Drop what comes after ``step``; return the seconds of training up to there."""
@@ -77,16 +100,34 @@ class Curves:
             [_finite(max(high[i] for i in group)) for group in groups],
         ]
 
-    def _add_value(self, name: str, value: float) -> None:
-        if name not in self.values:
-            self.values[name] = (array("d"), array("d"), array("d"))
-        mean, low, high = self.values[name]
-        if len(mean) < len(self._counts):
-            for column in (mean, low, high):
-                column.append(value)
-            return
-        mean[-1] += (value - mean[-1]) / self._counts[-1]
-        low[-1], high[-1] = min(low[-1], value), max(high[-1], value)
+    def columns(self) -> Iterator[array[Any]]:
+        """Yield all columns, those of ``values`` in the order of its names."""
+        yield from self.positions.values()
+        for columns in self.values.values():
+            yield from columns
+        yield self._counts
+
+    def head(self) -> dict[str, Any]:
+        """Return what ``restored`` needs beside the columns."""
+        return {"names": list(self.values), "size": len(self._counts), "width": self._width}
+
+    @classmethod
+    def restored(cls, head: Mapping[str, Any], data: memoryview) -> Curves:
+        """Return the curves whose ``columns`` have these bytes. Raises ValueError if they are not as many."""
+        found = cls()
+        found.values = {name: (array("d"), array("d"), array("d")) for name in head["names"]}
+        found._width = int(head["width"])
+        size = int(head["size"])
+        for number, column in enumerate(found.columns()):
+            column.frombytes(data[8 * size * number : 8 * size * (number + 1)])
+            if len(column) != size:
+                raise ValueError("columns are cut off")
+        return found
+
+    def _begin(self, name: str) -> None:
+        before = len(self._counts) - (self._counts[-1] == 1)  # buckets without this curve
+        columns = array("d", [math.nan] * before)
+        self.values[name] = (columns, columns[:], columns[:])
 
     def _halve(self) -> None:
         """Join each two neighbouring buckets."""
@@ -155,12 +196,76 @@ class RunFollower:
             file.seek(self._offset)
             while part := file.read(_CHUNK_BYTES):
                 self._offset += len(part)
-                lines = (self._rest + part).split(b"\n")
-                self._rest = lines.pop()  # half a line, until the rest of it is written
-                for line in lines:
-                    self._take(line)
+                whole, end, rest = part.rpartition(b"\n")
+                if end:
+                    self._take_lines(self._rest + whole)
+                    self._rest = b""
+                self._rest += rest  # half a line, until the rest of it is written
                 self.version += 1
                 yield len(part)
+
+    @classmethod
+    def glanced(cls, directory: Path) -> RunFollower:
+        """Return what the first and the last events of a run say: enough for its status while the rest is read.
+
+        It has no goodput, and of a long run not all evaluations. Raises OSError if the file cannot be read.
+        """
+        found = cls(directory)
+        with (directory / EVENTS).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            parts = [file.read(2 * _GLANCE_BYTES)] if size <= 2 * _GLANCE_BYTES else [file.read(_GLANCE_BYTES)]
+            if size > 2 * _GLANCE_BYTES:
+                parts[0] = parts[0].rpartition(b"\n")[0]
+                file.seek(size - _GLANCE_BYTES)
+                parts.append(file.read().partition(b"\n")[2])
+        found._take_lines(b"\n".join(parts))
+        found._seconds = math.nan
+        return found
+
+    def unread(self) -> int:
+        """Return how many bytes of the file have not been read. Raises OSError if there is none."""
+        size = os.stat(self.directory / EVENTS).st_size
+        return size - self._offset if size >= self._offset else size
+
+    @property
+    def half_written(self) -> bool:
+        """Whether what was read ends within a line."""
+        return bool(self._rest.strip())
+
+    @property
+    def read_bytes(self) -> int:
+        """How much of the file has been read."""
+        return self._offset
+
+    def state(self) -> bytes:
+        """Return everything that was read, for ``restored``."""
+        names = ("start", "finish", "last_step", "events", "newest", "began", "changed", "damaged")
+        head = {
+            "format": [_FORMAT, sys.byteorder],
+            "fields": {name: getattr(self, name) for name in names},
+            "place": [self._offset, self._file, self._rest.decode("latin-1"), self._seconds],
+            "curves": self.curves.head(),
+        }
+        return json.dumps(head).encode() + b"\n" + b"".join(column.tobytes() for column in self.curves.columns())
+
+    @classmethod
+    def restored(cls, directory: Path, state: bytes) -> RunFollower:
+        """Return a follower that goes on from a ``state``.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not one, or of another version or kind of machine.
+        """
+        found = cls(directory)
+        line, _, columns = state.partition(b"\n")
+        head = json.loads(line)
+        if head["format"] != [_FORMAT, sys.byteorder]:
+            raise ValueError("the state is of another version")
+        for name, value in head["fields"].items():
+            setattr(found, name, value)
+        found._offset, found._file, rest, found._seconds = head["place"]
+        found._rest = rest.encode("latin-1")
+        found.curves = Curves.restored(head["curves"], memoryview(columns))
+        return found
 
     @property
     def step(self) -> int | None:
@@ -172,16 +277,33 @@ class RunFollower:
         """The seconds of the steps that count, of all seconds since the run began."""
         if self.last_step is None or self.began is None or self.changed is None:
             return None
-        return self._seconds / max(1e-9, self.changed - self.began)
+        share = self._seconds / max(1e-9, self.changed - self.began)
+        return min(1.0, share) if math.isfinite(share) else None
 
-    def _take(self, line: bytes) -> None:
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The median of the newest launch after its first two steps; of a long run, of the means of its buckets."""
+        if "tokens_per_second" not in self.curves.values:
+            return None
+        first = resumed_step(self.start) if self.start else None
+        begun = bisect_right(self.curves.positions["step"], -1 if first is None else first)
+        rates = [rate for rate in self.curves.values["tokens_per_second"][0][begun:] if math.isfinite(rate)]
+        return statistics.median(rates[2:] or rates) if rates else None
+
+    def _take_lines(self, lines: bytes) -> None:
+        # NaN and infinity, which JSON has as words.
+        words = b'nan"' in lines or b'inf"' in lines
+        for line in lines.decode("utf-8", "replace").split("\n"):
+            self._take(line, words)
+
+    def _take(self, line: str, words: bool) -> None:
         if not line.strip():
             return
         try:
             event = json.loads(line)
             kind = event["event"]
             if kind == "step":
-                self._take_step(restored_numbers(event))
+                self._take_step(restored_numbers(event) if words else event)
             else:
                 self._take_other(event, str(kind))
             moment = float(event["time"])
@@ -192,9 +314,9 @@ class RunFollower:
         self.changed, self.newest = moment, event
 
     def _take_step(self, event: EventRecord) -> None:
-        step, seconds = int(event["step"]), float(event["step_time"])
+        seconds = float(event["step_time"])
         self._seconds += seconds
-        self.curves.add({**event, "step": step}, self._seconds)
+        self.curves.add(event, self._seconds)
         self.last_step = event
 
     def _take_other(self, event: EventRecord, kind: str) -> None:

@@ -272,8 +272,8 @@ class LoggingSection(Section):
     )
     observers: list[Annotated[str, Registered(OBSERVERS, imports=False)]] = Field(
         [],
-        description="wandb, mlflow and trackio, observers of installed packages by name, or module:Name; each receives "
-        "the run's events.",
+        description="wandb, mlflow, trackio, opentelemetry, observers of installed packages by name, or module:Name; "
+        "each receives the run's events.",
     )
     prometheus: Annotated[int, Field(ge=1, le=65535)] | Annotated[str, Field(pattern=r"^[\w.-]+:\d{1,5}$")] | None = (
         Field(None, description="Serve the newest figures to Prometheus at this port of 127.0.0.1, or at HOST:PORT.")

@@ -35,7 +35,8 @@ def curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
                 places_here = {axis: _near(places_of[axis], step) for axis in AXES}
                 rows.append({**places_here, "step": step, "value": value, "run": name})
         shown = next(curves[curve] for curves in every if curve in curves)
-        charts.append(_lines(shown.title, shown.unit, rows, several=len(runs) > 1))
+        # The shape of a schedule shows on a linear axis; it may end close to 0.
+        charts.append(_lines(shown.title, shown.unit, rows, several=len(runs) > 1, linear=curve == "learning_rate"))
     return charts
 
 
@@ -155,10 +156,11 @@ def _lines(
     rows: list[dict[str, Any]],
     *,
     several: bool,
+    linear: bool = False,
     axis: tuple[str, str] = ("step", AXES["step"]),
 ) -> Specification:
     values = [row["value"] for row in rows]
-    logarithmic = min(values) > 0 and max(values) > _LOGARITHMIC * min(values)
+    logarithmic = not linear and min(values) > 0 and max(values) > _LOGARITHMIC * min(values)
     scale = {"type": "log" if logarithmic else "linear"}
     hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}}
     color = (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trainwright import __version__
 from trainwright.errors import RequestError
 from trainwright.machine.file_lock import is_locked
+from trainwright.observe.following import RunFollower
 from trainwright.observe.reader import EventRecord, read_log
 from trainwright.paths import user_path
 
@@ -50,6 +53,24 @@ class RunFigures:
             raise RequestError(f"{found} is not a run directory: it has no recipe.yaml")
         log = read_log(found / "events.jsonl")
         return cls(found, log.history, log.everything, log.damage, is_locked(found))
+
+    @classmethod
+    def followed(cls, run: RunFollower) -> RunFigures:
+        """Return the figures of a run that is followed, without its steps but the newest event."""
+        newest = [run.newest] if run.newest is not None and run.newest["event"] == "step" else []
+        try:
+            trains = is_locked(run.directory)
+        except OSError:  # deleted meanwhile
+            trains = False
+        return cls(run.directory, run.events, [*run.events, *newest], (), trains)
+
+    @property
+    def newer(self) -> str:
+        """Return a sentence if a newer version than this one has written the run; "" otherwise."""
+        written = str((self.start.get("versions") or {}).get("trainwright", ""))
+        if _numbers(written) <= _numbers(__version__):
+            return ""
+        return f"written by trainwright {written}, newer than this one ({__version__}), which may not know all of it"
 
     @property
     def name(self) -> str:
@@ -174,6 +195,10 @@ class RunFigures:
 
     def _of(self, kind: str) -> list[EventRecord]:
         return [event for event in self.events if event["event"] == kind]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 @dataclass(frozen=True)

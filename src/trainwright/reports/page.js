@@ -9,8 +9,8 @@ function configuration() {
     scale: { zero: false }, // bars begin at 0 nevertheless
     title: { color: ink, anchor: "start", fontSize: 14 },
     axis: { labelColor: ink, titleColor: ink, gridColor: line, domainColor: line, tickColor: line,
-      titleFontWeight: 400 },
-    legend: { labelColor: ink, titleColor: ink, labelLimit: 260 },
+      titleFontWeight: 400, labelFontSize: 11, titleFontSize: 12 },
+    legend: { labelColor: ink, titleColor: ink, labelFontSize: 12 },
     line: { color: dark.matches ? "#6ea8fe" : "#1f6feb" }, point: { color: dark.matches ? "#6ea8fe" : "#1f6feb" },
     bar: { color: dark.matches ? "#6ea8fe" : "#1f6feb" },
     range: { category: dark.matches
@@ -25,6 +25,15 @@ function draw() {
     if (x.field === "step") {
       x.field = axis; x.title = titles[axis];
       if (axis !== "step") x.axis = { format: ".3~s" };
+    }
+    const legend = wanted.encoding.color?.legend;
+    if (legend?.orient === "top") {  // as many beside each other as fit, and the chart higher by the other lines
+      const names = new Set(wanted.data.values.map(row => row[wanted.encoding.color.field]));
+      const room = document.getElementById("chart-" + index).clientWidth - 24;
+      const longest = 34 + 6.5 * Math.max(...[...names].map(name => String(name).length));
+      legend.columns = Math.max(1, Math.min(names.size, Math.floor(room / longest)));
+      legend.labelLimit = Math.max(60, room / legend.columns - 30);
+      wanted.height += 16 * (Math.ceil(names.size / legend.columns) - 1);
     }
     wanted.width = "container"; wanted.autosize = { type: "fit", contains: "padding" };
     const place = document.getElementById("chart-" + index);

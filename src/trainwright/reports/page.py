@@ -46,7 +46,8 @@ def _head(run: RunFigures) -> str:
     about = ", ".join(part for part in (run.task, run.model, str(run.start.get("strategy", ""))) if part)
     world = int(run.start.get("world_size", 0))
     on = f" on {text.plural(world, 'process', 'processes')}" if world else ""
-    damage = "".join(f'<p class="bad">{escaped(each)}; shown without it</p>' for each in run.damage[:20])
+    newer = f'<p class="warn">{escaped(run.newer)}</p>' if run.newer else ""
+    damage = newer + "".join(f'<p class="bad">{escaped(each)}; shown without it</p>' for each in run.damage[:20])
     return (
         f'<header><div class="head"><h1>{escaped(run.name)}</h1><span class="badge {tone}">{escaped(run.status)}</span>'
         f'</div><p class="soft">{escaped(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{damage}'

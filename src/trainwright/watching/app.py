@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
@@ -95,7 +96,7 @@ async def _changes(board: Board) -> AsyncIterator[str]:
     """Yield server-sent events with the rows that have changed and the runs that are gone."""
     sent: dict[str, Any] = {}
     while True:
-        rows = board.rows()
+        rows = await run_in_threadpool(board.rows)  # which may wait for a file
         changed = [row for name, row in rows.items() if sent.get(name) != row]
         gone = [name for name in sent if name not in rows]
         yield f"data: {json.dumps({'rows': changed, 'gone': gone})}\n\n" if changed or gone else ": nothing new\n\n"

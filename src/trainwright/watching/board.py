@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainwright import text
 from trainwright.api.seeing.runs import directories
-from trainwright.machine.file_lock import is_locked
 from trainwright.observe.following import RunFollower
+from trainwright.observe.kept import follower_of, keep
 from trainwright.reports.comparing import recipe_differences
 from trainwright.reports.figures import FLOPS, RunFigures
 
 AXES = ("step", "tokens", "seconds", "flops")
 _LOOK_SECONDS = 1.0
+_LITTLE_BYTES = 2**20  # of a run, read without delay
 _LOG_BYTES = 2**16  # the end of a log that is shown
 _NEWEST = 200  # events and samples of a run that are shown
 
@@ -34,6 +39,9 @@ class Board:
         self._rows: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()  # held while a part of a file is read
         self._ends = threading.Event()
+        self._kept: dict[str, int] = {}  # bytes that the cache has
+        self._glances: dict[str, dict[str, Any]] = {}  # rows of long runs, until they are read
+        self._asked: tuple[str, ...] = ()  # the runs that the page shows, which are read first
 
     def start(self) -> None:
         """Follow in a thread until ``close``."""
@@ -43,20 +51,28 @@ class Board:
         """End the thread."""
         self._ends.set()
 
-    def look(self) -> None:
-        """Read once what is new in every run."""
-        found = {str(each.relative_to(self.root)): each for each in directories(self.root)}
-        with self._lock:
-            for gone in self._followers.keys() - found.keys():
-                del self._followers[gone], self._recipes[gone]
-                self._rows.pop(gone, None)
-            for name in found.keys() - self._followers.keys():
-                self._followers[name] = RunFollower(found[name])
-                self._recipes[name] = RunFigures(found[name], [], [])
-        for name in found:
-            self._look_at(name, self._followers[name])
+    def look(self) -> bool:
+        """Read what is new in every run; return whether that was all.
+
+        First comes what little is new in each. Long runs that are new follow for a second, those on the page first.
+        """
+        self._find()
+        long = []
+        for name, follower in list(self._followers.items()):
             if self._ends.is_set():
-                return
+                return False
+            if _unread(follower) <= _LITTLE_BYTES:
+                self._look_at(name, follower, math.inf)
+                continue
+            long.append(name)
+            if name not in self._glances:
+                self._glance_at(name)
+        until = time.monotonic() + _LOOK_SECONDS
+        for name in sorted(long, key=lambda name: name not in self._asked):
+            if time.monotonic() >= until or self._ends.is_set():
+                return False
+            self._look_at(name, self._followers[name], until)
+        return True
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """Return the row of each run by its path, as far as they have been read."""
@@ -72,6 +88,7 @@ class Board:
 
         ``curve``: a field of steps, or ``validation/METRIC``.
         """
+        self._asked = tuple(names)
         with self._lock:
             return {name: self._curve(self._followers[name], curve, axis, most) for name in names}
 
@@ -83,7 +100,7 @@ class Board:
         """Return what one run is shown with: samples, events, validation metrics and names of logs."""
         with self._lock:
             follower = self._followers[name]
-            figures = self._figures(name)
+            figures = RunFigures.followed(follower)
             samples = [event for event in follower.events if event["event"] == "generate"]
             metrics = sorted({str(key) for event in figures.evaluations for key in event.get("metrics") or {}})
             return {
@@ -104,32 +121,66 @@ class Board:
             log.seek(max(0, size - _LOG_BYTES))
             return log.read().decode(errors="replace")
 
+    def _find(self) -> None:
+        found = {str(each.relative_to(self.root)): each for each in directories(self.root)}
+        with self._lock:
+            for gone in self._followers.keys() - found.keys():
+                del self._followers[gone], self._recipes[gone], self._kept[gone]
+                self._rows.pop(gone, None)
+                self._glances.pop(gone, None)
+        for name in found.keys() - self._followers.keys():
+            follower = follower_of(found[name])
+            with self._lock:
+                self._followers[name] = follower
+                self._recipes[name] = RunFigures(found[name], [], [])
+                self._kept[name] = follower.read_bytes
+
     def _follow(self) -> None:
         while not self._ends.is_set():
-            self.look()
-            self._ends.wait(_LOOK_SECONDS)
+            if self.look():
+                self._ends.wait(_LOOK_SECONDS)
 
-    def _look_at(self, name: str, follower: RunFollower) -> None:
+    def _glance_at(self, name: str) -> None:
+        """Show what the beginning and the end of a long run say."""
+        with suppress(OSError):
+            self._glances[name] = self._row(name, RunFollower.glanced(self._followers[name].directory), "")
+            self._show_reading(name)
+
+    def _show_reading(self, name: str) -> None:
+        follower = self._followers[name]
+        share = follower.read_bytes / max(1, follower.read_bytes + _unread(follower))
+        with self._lock:
+            self._rows[name] = {**self._glances[name], "read": share, "version": follower.version}
+
+    def _look_at(self, name: str, follower: RunFollower, until: float) -> None:
         damage = ""
         parts = follower.looks()
         try:
             while not self._ends.is_set():
-                with self._lock:
+                with self._lock:  # only for one part, as the page waits for it
                     if next(parts, None) is None:
                         break
-                    self._rows[name] = self._row(name, follower, damage)
+                if time.monotonic() >= until:
+                    break
         except FileNotFoundError:  # it has not begun, or was deleted
             pass
         except OSError as error:
             damage = f"events.jsonl: {error.strerror}"
+        if name in self._glances and not damage and _unread(follower) > _LITTLE_BYTES:
+            self._show_reading(name)
+            return
+        self._glances.pop(name, None)
         with self._lock:
             self._rows[name] = self._row(name, follower, damage)
+        self._kept[name] = keep(follower, self._kept[name])
 
     def _row(self, name: str, follower: RunFollower, damage: str) -> dict[str, Any]:
-        figures, known = self._figures(name), self._recipes[name]
-        notes = [damage] if damage else []
+        figures, known = RunFigures.followed(follower), self._recipes[name]
+        notes = [note for note in (damage, figures.newer) if note]
         if follower.damaged:
-            notes.append(f"events.jsonl: {follower.damaged} damaged lines are left out")
+            notes.append(f"events.jsonl: {text.plural(follower.damaged, 'damaged line', 'damaged lines')} left out")
+        if follower.half_written and not figures.trains:
+            notes.append("events.jsonl: its last line is incomplete")
         if not known.recipe:
             notes.append("recipe.yaml cannot be read")
         last = follower.last_step or {}
@@ -147,17 +198,8 @@ class Board:
             "changed": follower.changed,
             "version": follower.version,
             "note": "; ".join(notes),
+            "read": 1.0,
         }
-
-    def _figures(self, name: str) -> RunFigures:
-        """Return a run's figures; without its steps, which its curves have."""
-        follower = self._followers[name]
-        newest = [follower.newest] if follower.newest is not None and follower.newest["event"] == "step" else []
-        try:
-            trains = is_locked(follower.directory)
-        except OSError:  # deleted meanwhile
-            trains = False
-        return RunFigures(follower.directory, follower.events, [*follower.events, *newest], (), trains)
 
     def _curve(self, follower: RunFollower, curve: str, axis: str, most: int) -> list[list[float | None]]:
         by = "tokens" if axis == "flops" else axis
@@ -168,6 +210,13 @@ class Board:
             per_token = FLOPS * float((follower.start or {}).get("parameters", 0))
             found[0] = [None if place is None else place * per_token for place in found[0]]
         return found
+
+
+def _unread(follower: RunFollower) -> int:
+    try:
+        return follower.unread()
+    except OSError:  # it has not begun, or was deleted
+        return 0
 
 
 def _evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float | None]]:

@@ -27,7 +27,8 @@ let order = "changed", descending = true, opened = null, drawn = "";
 function shown(row, key) {
   if (key === "step") return row.step == null ? "" : row.steps ? `${row.step}/${row.steps}` : `${row.step}`;
   if (key === "goodput") return row.goodput == null ? "" : `${Math.round(100 * row.goodput)}%`;
-  if (key === "changed") return row.changed == null ? "" : new Date(1000 * row.changed).toLocaleString();
+  if (key === "changed") return row.changed == null ? "" : new Date(1000 * row.changed).toLocaleString("sv");  // 2026-01-31 23:59:59
+  if (key === "note" && row.read < 1) return [`reading, ${Math.floor(100 * row.read)}%`, row.note].filter(Boolean).join("; ");
   return typeof row[key] === "number" ? short(row[key]) : row[key] ?? "";
 }
 
@@ -111,7 +112,7 @@ function svg(tag, attributes, text) {
 
 function draw(curves) {
   const log = at("log").checked, width = Math.max(280, at("chart").clientWidth), height = 320;
-  const [left, right, top, bottom] = [64, 12, 12, 34];
+  const [left, right, top, bottom] = [64, 20, 12, 34];
   const usable = (x, y) => x != null && y != null && (!log || y > 0);
   const scaled = y => log ? Math.log10(y) : y;
   let xs = [], ys = [];
@@ -134,12 +135,13 @@ function draw(curves) {
   const up = y => height - bottom - (scaled(y) - y0) / (y1 - y0 || 1) * (height - top - bottom);
   const name = at("curve").selectedOptions[0].textContent, axis = at("axis").selectedOptions[0].textContent;
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} by ${axis}` });
-  for (let part = 0; part <= 4; part++) {
-    const y = height - bottom - part / 4 * (height - top - bottom), value = y0 + part / 4 * (y1 - y0);
+  const places = [ticks(x0, x1, width < 500 ? 4 : 8), log ? between(y0, y1) : ticks(y0, y1, 5)];
+  for (const x of places[0]) picture.append(svg("text", { x: across(x), y: height - 14, "text-anchor": "middle" },
+    Intl.NumberFormat("en", { notation: "compact" }).format(x)));
+  for (const value of places[1]) {
+    const y = up(log ? 10 ** value : value);
     picture.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y }),
       svg("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, short(log ? 10 ** value : value)));
-    if (part % 2 === 0) picture.append(svg("text", { x: left + part / 4 * (width - left - right), y: height - 14,
-      "text-anchor": ["start", "", "middle", "", "end"][part] }, Intl.NumberFormat("en", { notation: "compact" }).format(x0 + part / 4 * (x1 - x0))));
   }
   for (const [id, [places, means, lows, highs]] of Object.entries(curves)) {
     const color = selected.get(id), use = places.map((x, i) => i).filter(i => usable(places[i], means[i]));
@@ -150,6 +152,47 @@ function draw(curves) {
     if (use.length === 1) picture.append(svg("circle", { cx: across(places[use[0]]), cy: up(means[use[0]]), r: 3, fill: color }));
   }
   at("chart").replaceChildren(picture);
+  hover(picture, curves, { width, height, left, right, top, bottom, x0, x1, across });
+}
+
+// Round places between two values, about as many as are wanted.
+function ticks(from, to, wanted) {
+  const raw = (to - from || Math.abs(to) || 1) / wanted, power = 10 ** Math.floor(Math.log10(raw));
+  const step = power * [1, 2, 5, 10].find(each => each * power >= raw * 0.999);
+  const found = [];
+  for (let each = Math.ceil(from / step - 1e-9); each * step <= to + step * 1e-9; each++) found.push(each * step);
+  return found.length ? found : [from];
+}
+
+// Places of a logarithmic axis, as exponents: 1, 2 and 5 of each power of ten, or those powers alone.
+function between(from, to) {
+  const all = to - from > 3 ? [1] : [1, 2, 5], found = [];
+  for (let power = Math.floor(from); power <= Math.ceil(to); power++)
+    for (const each of all) { const y = power + Math.log10(each); if (y >= from && y <= to) found.push(y); }
+  return found.length > 1 ? found : ticks(from, to, 4);
+}
+
+function hover(picture, curves, { width, height, left, right, top, bottom, x0, x1, across }) {
+  const cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
+  picture.append(cursor);
+  const values = [...at("legend").children].map(entry => entry.appendChild(element("b")));
+  picture.onpointerleave = () => { cursor.setAttribute("visibility", "hidden"); for (const value of values) value.textContent = ""; };
+  picture.onpointermove = event => {
+    const box = picture.getBoundingClientRect();
+    const x = x0 + ((event.clientX - box.left) * width / box.width - left) / (width - left - right) * (x1 - x0 || 1);
+    let nearest = null;
+    Object.values(curves).forEach(([places, means], index) => {
+      let best = -1;
+      places.forEach((place, i) => {
+        if (place != null && means[i] != null && (best < 0 || Math.abs(place - x) < Math.abs(places[best] - x))) best = i;
+      });
+      values[index].textContent = best < 0 ? "" : short(means[best]);
+      if (best >= 0 && (nearest == null || Math.abs(places[best] - x) < Math.abs(nearest - x))) nearest = places[best];
+    });
+    if (nearest == null) return;
+    cursor.setAttribute("x1", across(nearest)); cursor.setAttribute("x2", across(nearest));
+    cursor.setAttribute("visibility", "visible");
+  };
 }
 
 async function show(id) {

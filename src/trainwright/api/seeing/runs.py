@@ -113,19 +113,25 @@ def _subdirectories(directory: Path) -> list[Path]:
 
 
 def _summary(directory: Path) -> RunSummary:
+    from trainwright.observe.following import RunFollower
+    from trainwright.observe.kept import read_run
     from trainwright.reports.figures import RunFigures
 
-    run = RunFigures.read(directory)
+    try:
+        read = read_run(directory)
+    except OSError:  # it has no events yet, or they cannot be read
+        read = RunFollower(directory)
+    run = RunFigures.followed(read)
     return RunSummary(
         directory,
         run.task,
         run.model,
         run.status,
-        run.step,
+        read.step or 0,
         int(run.start.get("max_steps", 0)),
         None if run.best is None else run.best[1],
-        run.tokens_per_second,
-        run.goodput,
-        None if not run.everything else run.everything[0].get("time"),
+        read.tokens_per_second,
+        read.goodput,
+        read.began,
         run.start.get("job"),
     )

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from trainwright.errors import RequestError
 from trainwright.observe.reader import EventRecord, resumed_step
@@ -33,6 +33,14 @@ class Tracker(Protocol):
         """End the run: ``finished`` or ``stopped``."""
 
 
+@runtime_checkable
+class SpanTracker(Protocol):
+    """A tracker that also records how long something took."""
+
+    def span(self, event: EventRecord) -> None:
+        """Record an ``evaluate`` or ``checkpoint`` event."""
+
+
 class TrackerObserver:
     """Pass a run's figures to a tracker in a thread, so that no step waits for it.
 
@@ -54,7 +62,7 @@ class TrackerObserver:
 
     def __call__(self, event: EventRecord) -> None:
         """Pass an event on; at the end of the run, wait until it has arrived, half a minute at most."""
-        if event["event"] not in ("start", "step", "evaluate", "finish"):
+        if event["event"] not in ("start", "step", "evaluate", "checkpoint", "finish"):
             return
         if self._thread is None:
             # A daemon: a run that fails must not wait for a tracker.
@@ -81,14 +89,22 @@ class TrackerObserver:
                 elif event["event"] == "finish":
                     tracker.end(str(event["status"]))
                     return
-                elif values := values_of(event):
-                    tracker.log(int(event["step"]), values)
+                else:
+                    if values := values_of(event):
+                        tracker.log(int(event["step"]), values)
+                    if isinstance(tracker, SpanTracker) and event["event"] in ("evaluate", "checkpoint"):
+                        tracker.span(event)
         except Exception as error:
             reason = str(error).strip().splitlines()
             self._say(f"failed ({type(error).__name__}: {reason[0] if reason else 'no reason given'}); the run goes on")
 
     def _say(self, what: str) -> None:
-        say(f"warning: logging.observers: {self._name} {what}")
+        say_of(self._name, what)
+
+
+def say_of(tracker: str, what: str) -> None:
+    """Tell the user what is wrong with a tracker."""
+    say(f"warning: logging.observers: {tracker} {what}")
 
 
 def values_of(event: EventRecord) -> Values:
@@ -103,7 +119,11 @@ def values_of(event: EventRecord) -> Values:
 
 def check_installed(tracker: str, module: str) -> None:
     """Raise RequestError if the library of a tracker is missing."""
-    if find_spec(module) is None:
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # not even the package of the module
+        found = None
+    if found is None:
         raise RequestError(
             f"logging: {tracker} is not installed; pip install 'trainwright[{tracker}]', or leave it out"
         )
