@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
 
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.launch.ending.exit_code import CODES_FILE
+from trainwright.errors import RequestError
+from trainwright.launch.ending.exit_code import CODES_FILE, recorded_code
 from trainwright.launch.ending.stop import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -56,12 +56,7 @@ def run_launcher(command: Sequence[str]) -> int:
             except FileNotFoundError:
                 raise RequestError(f"COMMAND: {command[0]}: program not found") from None
             code = programs[0].wait()
-        if code == EXIT_FINISHED:
-            return code
-        recorded = [int(line) for line in file.read_text(encoding="ascii").split()] if file.exists() else []
-    # Of a failure, processes that are stopped because of it may report the stop.
-    failures = [each for each in recorded if each != EXIT_STOPPED]
-    return [code if code >= 0 else 128 - code, *recorded, *failures][-1]
+        return recorded_code(file, code if code >= 0 else 128 - code)
 
 
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
