@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.commands import PATIENCE, descendants, environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference
-from trainwright.observe.reader import read_events
+from trainwright.observe.reader import read_log
 
 pytestmark = pytest.mark.slow
 
@@ -58,14 +58,15 @@ class Agents:
         finally:
             kill(agent)
 
-    def wait_for_sizes(self, *sizes: int) -> None:
-        """Until the launches had these sizes, and the last one has taken two steps."""
+    def wait_for_size(self, size: int, launches: int = 1) -> None:
+        """Until a launch of this size, after others, has taken two steps."""
         log = self.run / "events.jsonl"
 
         def reached() -> bool:
-            found = read_events(log) if log.exists() else []
+            found = read_log(log).everything if log.exists() else []
             starts = [event["world_size"] for event in found if event["event"] == "start"]
-            return starts == list(sizes) and [event["event"] for event in found[-2:]] == ["step", "step"]
+            steps = [event["event"] for event in found[-2:]] == ["step", "step"]
+            return len(starts) >= launches and starts[-1] == size and steps
 
         wait_for(reached)
 
@@ -103,9 +104,9 @@ def test_a_killed_worker_is_replaced_within_the_restarts_of_torchrun(runs: Runs,
     undisturbed = runs.trained(*LONG, "parallel.num_processes=2")
     agents = Agents(tmp_path, runs.directory / "cache", ("--nproc-per-node=2", "--max-restarts=2"), ())
     with agents.started() as agent:
-        agents.wait_for_sizes(2)
+        agents.wait_for_size(2)
         worker(agent, 1).kill()
-        agents.wait_for_sizes(2, 2)
+        agents.wait_for_size(2, launches=2)
         agents.hurry()
         assert agent.wait(PATIENCE) == 0, agents.output
     assert column(agents.run, "loss") == column(undisturbed, "loss")
@@ -122,11 +123,11 @@ def test_a_run_goes_on_with_the_nodes_that_are_there(runs: Runs, tmp_path: Path)
     with agents.started() as first:
         wait_for(lambda: _listens(port))
         with agents.started() as second:
-            agents.wait_for_sizes(2)
+            agents.wait_for_size(2)
             kill(second)
-            agents.wait_for_sizes(2, 1)
+            agents.wait_for_size(1)
         with agents.started() as again:
-            agents.wait_for_sizes(2, 1, 2)
+            agents.wait_for_size(2)
             agents.hurry()
             assert (first.wait(PATIENCE), again.wait(PATIENCE)) == (0, 0), agents.output
     assert difference(column(agents.run, "loss"), column(undisturbed, "loss")) < 1e-5
@@ -138,7 +139,8 @@ def test_what_fails_again_after_a_restart_ends_with_the_code_of_the_run(runs: Ru
     with agents.started() as agent:
         assert agent.wait(PATIENCE) == 4, agents.output
     assert "ValueError: this step always fails" in agents.output
-    assert [event["event"] for event in read_events(agents.run / "events.jsonl")].count("start") == 2
+    kinds = [event["event"] for event in read_log(agents.run / "events.jsonl").everything]
+    assert kinds.count("start") == 2
 
 
 def _listens(port: int) -> bool:

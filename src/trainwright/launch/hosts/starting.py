@@ -24,6 +24,8 @@ from trainwright.text import say
 
 # The nodes of a run notice by themselves that one has ended; what has not noticed after this time is ended from here.
 _ENDS_BY_ITSELF, _ENDS_AFTER_SIGNAL = 90.0, 60.0
+# What has just been started again knows nothing of a run that is over.
+_ENDS_AFTER_FIRST = 20.0
 _SAME_REQUEST_SECONDS = 1.0
 _AGAIN_SECONDS = 15.0
 _KILLED = 128  # and the number of a signal, as shells have it
@@ -157,17 +159,17 @@ class _Group:
     def wait(self) -> Ended:
         """Wait for all; what is left long after one has failed is ended."""
         failed: float | None = None
-        sent = False
+        sent, patience = False, _ENDS_AFTER_FIRST if self._may_lose else _ENDS_BY_ITSELF
         while None in (codes := [each.process.poll() for each in self._remotes]):
             now = time.monotonic()
             if self._may_lose and codes[0] is None:
                 self._replace(now)
-            elif failed is None and any(codes):
+            elif failed is None and (self._may_lose or any(codes)):
                 failed = now
-            if failed is not None and now - failed > _ENDS_BY_ITSELF and not sent:
+            if failed is not None and now - failed > patience and not sent:
                 self._send("TERM")
                 sent = True
-            if failed is not None and now - failed > _ENDS_BY_ITSELF + _ENDS_AFTER_SIGNAL:
+            if failed is not None and now - failed > patience + _ENDS_AFTER_SIGNAL:
                 break
             time.sleep(0.05)
         return self._ended()
