@@ -201,7 +201,7 @@ def test_kills_beyond_the_limit_end_all_nodes(runs: Runs) -> None:
 def test_a_run_begins_without_a_node_that_does_not_come(runs: Runs) -> None:
     undisturbed = runs.trained(*SETTINGS, TWO, "train.max_steps=30")
     them = cluster(runs, *SETTINGS, "parallel.num_processes={min: 2, max: 3}", "train.max_steps=30", nodes=3)
-    one, two = ended(*(them.start(node, "--rendezvous-timeout", "5") for node in (0, 2)))
+    one, two = ended(*(them.start(node, "--rendezvous-timeout", "20") for node in (0, 2)))
     assert (one.code, two.code) == (0, 0), one.stderr + two.stderr
     assert them.sizes() == [2]
     assert column(them.run, "loss") == column(undisturbed, "loss")

@@ -173,20 +173,20 @@ class Nodes:
 
         Raises:
             NodeFailed: a node that the run needs has failed, and no workers run here.
-            NodesLost: one has failed, and workers run here.
-            NodeDropped: node 0 goes on without this one.
+            NodesLost: one has failed or node 0 goes on without this one, and workers run here.
+            NodeDropped: node 0 goes on without this one, and no workers run here.
         """
         self.listen()
-        if self.running and (self._gone or any(report["kind"] == _FAILED for report in self._ended.values())):
+        failed = {index: report for index, report in self._ended.items() if report["kind"] == _FAILED}
+        if self.running and (failed or self._gone or self._dropped):
             raise NodesLost
         if self._over is not None:  # node 0 leaves
             return
         if self._dropped:
             raise NodeDropped
         preparing = self.launch is None
-        for index, report in self._ended.items():
-            if preparing and report["kind"] == _FAILED:
-                raise NodeFailed(f"{self._name(index)}: {report.get('text', 'failed')}", int(report["code"]))
+        for index, report in failed.items() if preparing else ():
+            raise NodeFailed(f"{self._name(index)}: {report.get('text', 'failed')}", int(report["code"]))
         for index, how in self._gone.items():
             if index == 0 or (preparing and not self._rules.may_lose):
                 raise NodeFailed(f"{self._name(index)} {how}{'' if preparing else _FIX}", EXIT_FAULT)
