@@ -12,7 +12,7 @@ from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
 from trainwright.errors import MachineError
 from trainwright.launch.ending.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, Stopping
-from trainwright.launch.group.elastic import Elastic
+from trainwright.launch.group.elastic import Elastic, devices_for
 from trainwright.planning.processes import in_words, usable_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.parallel import ProcessRange
@@ -64,7 +64,7 @@ def test_a_run_grows_and_shrinks_as_slots_change_and_when_it_is_resumed(runs: Ru
 
 def test_more_processes_wait_for_a_checkpoint_and_fewer_do_not(tmp_path: Path) -> None:
     now, stopping = [0.0], Stopping()
-    elastic = Elastic(tmp_path, (1, 2, 4), lambda: None, stopping, lambda: now[0])
+    elastic = Elastic(tmp_path, (1, 2, 4), devices_for(lambda: None), stopping, lambda: now[0])
     slots, flag = tmp_path / "slots", stopping.flags.resize
 
     def flags(seconds: int) -> list[int]:

@@ -108,9 +108,9 @@ def test_local_ranks_without_a_count_leave_the_machines_to_be_seen() -> None:
     ]
 
 
-def test_a_start_of_torchruns_has_a_name_of_its_own() -> None:
+def test_restarts_that_torchruns_agents_count_differently_do_not_part_the_ranks() -> None:
     again = read_environment({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert again.job != read_environment(TORCHRUN).job
+    assert again.job == read_environment(TORCHRUN).job
 
 
 def test_one_process_a_machine_without_local_ranks() -> None:

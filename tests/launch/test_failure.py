@@ -170,4 +170,6 @@ def test_a_rank_without_an_exception_has_the_code_of_what_ended_it(
 
 
 def test_a_lost_node_is_a_fault(tmp_path: Path) -> None:
-    assert first_failure(tmp_path, 2, {0: None}, False, gone="node 1 (b)").exit_code == EXIT_FAULT
+    failure = first_failure(tmp_path, 2, {0: None}, False, gone="node 1 (b) is gone")
+    assert (failure.exit_code, failure.cause) == (EXIT_FAULT, Cause.NODE)
+    assert failure.message.startswith("node 1 (b) is gone; ")

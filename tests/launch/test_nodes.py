@@ -135,6 +135,10 @@ def test_nodes_with_different_recipes_are_refused(runs: Runs, place: str) -> Non
             ("--nodes", "2", "--node-rank", "0", "--rendezvous", "a:1", "parallel.strategy=single"),
             "parallel.strategy",
         ),
+        (
+            ("--nodes", "2", "--node-rank", "0", "--rendezvous", "a:1", "parallel.num_processes={min: 1, max: 3}"),
+            "set max to 2",
+        ),
         (("--num-processes", "2", "parallel.num_processes=3"), "contradicts"),
         (("--num-processes", "2", "parallel.strategy=single"), "parallel.strategy"),
     ],
@@ -178,7 +182,7 @@ def test_node_0_that_dies_ends_the_others(runs: Runs, place: str) -> None:
 
 
 def test_a_worker_that_dies_is_the_first_error_on_all_nodes(runs: Runs, place: str) -> None:
-    nodes = start(runs, place, LONG, "--num-processes", "2")
+    nodes = start(runs, place, LONG, "--num-processes", "2", "faults.restarts=off")
     nodes[0].wait_for_step(3)
     workers = wait_for(lambda: [worker for worker in descendants(nodes[1].pid) if worker.name()])
     workers[-1].kill()

@@ -60,7 +60,7 @@ def test_the_members_of_a_job_meet(first: Rendezvous, place: tuple[str, int]) ->
     second = meet("rank", 1, 2, place, JOB, 10, FIX)
     second.post({"here": 1})
     first.post({"here": 0})
-    assert first.gather(10) == [{"here": 0}, {"here": 1}]
+    assert first.gather(10) == {0: {"here": 0}, 1: {"here": 1}}
     first.publish("word", "hello")
     assert second.wait_for("word", seconds=10) == "hello"
     second.peers.send("note", text="x")

@@ -136,6 +136,33 @@ def test_a_crash_that_repeats_is_not_the_machines(log: Path) -> None:
     assert isinstance(again, Failure) and again.exit_code == EXIT_TRAINING
 
 
+def test_the_same_different_collectives_are_recognized_whatever_their_numbers_and_ranks(log: Path) -> None:
+    clock = [100.0]
+    restarts = Restarts(log.parent, "9 per hour", lambda: clock[0])
+
+    def different(number: int, one: int, other: int, line: str = "b.py:9") -> Failure:
+        calls = f"rank {one} has entered all_reduce of float32[3] at a.py:1, and rank {other} broadcast at {line}"
+        text = f"the ranks have entered different collectives: as number {number}, {calls}"
+        return Failure(f"{text}\nrank {one} lost its connection: port {number}", EXIT_TRAINING, cause=Cause.ERROR)
+
+    at(7, log, clock)
+    assert isinstance(restarts.decide(different(90, 0, 1)), Restart)
+    for again in (different(31, 1, 0, "c.py:9"), different(32, 0, 1)):
+        clock[0] += 10
+        at(7, log, clock)
+        found = restarts.decide(again)
+    assert isinstance(found, Failure) and "the same error happened twice after step 7" in found.message
+
+
+def test_lost_nodes_are_counted_but_never_compared(log: Path) -> None:
+    restarts = Restarts(log.parent, "2 per hour")
+    lost = Failure("node 1 (b) is gone", EXIT_FAULT, cause=Cause.NODE)
+    for _ in range(2):
+        assert isinstance(restarts.decide(lost), Restart)
+    found = restarts.decide(lost)
+    assert isinstance(found, Failure) and found.exit_code == EXIT_FAULT and "allows 2 per hour" in found.message
+
+
 def test_kills_at_one_step_are_counted_but_never_compared(log: Path) -> None:
     clock = [100.0]
     restarts = Restarts(log.parent, "2 per hour", lambda: clock[0])

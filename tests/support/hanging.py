@@ -62,6 +62,8 @@ class Hanging(StepPolicy):
             calls = [lambda: dist.all_reduce(torch.ones(3)), lambda: dist.broadcast(torch.ones(5), src=0)]
             for call in reversed(calls) if self._is("order") else calls:
                 call()
+        if self.kind == "dtype":
+            dist.all_reduce(torch.ones(3, dtype=torch.float64 if self._is("dtype") else torch.float32))
         if self.kind == "shape":
             dist.all_reduce(torch.ones(1000000 if self._is("shape") else 3))
 

@@ -184,7 +184,7 @@ class Restart(Event):
     """The launcher restarts the run from its newest checkpoint after the failure ``detail``.
 
     Attributes:
-        cause: `process`, `connection`, `hang` or `error`.
+        cause: `process`, `crash`, `connection`, `hang`, `node` or `error`.
         number: counts the restarts of the run, from 1.
         allowed: ``faults.restarts``.
         after_step: the last step before the failure; None: before the first one.

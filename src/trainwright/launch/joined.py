@@ -30,7 +30,7 @@ from trainwright.errors import (
 )
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import deadline_of
-from trainwright.launch.ending.exit_code import record_exit_code
+from trainwright.launch.ending.exit_code import record_begun, record_exit_code
 from trainwright.launch.ending.requests import forget_stops
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
@@ -110,6 +110,7 @@ def run_joined(
         tell: called in every process with the exit code and the message of a failure, before the process ends.
     """
     terminal = lossy_text(os.dup(2), None, "replace")
+    record_begun()
     environment = read_environment(parent=options.launcher)
     if options.number:
         environment = replace(environment, job=f"{environment.job}-{options.number}")
@@ -187,8 +188,9 @@ def _accelerate() -> Translation | None:
 
 
 def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | None:
+    from trainwright.launch.group.meeting import meet_ranks
     from trainwright.launch.group.members import Member
-    from trainwright.launch.group.rendezvous import LOOPBACK, meet_ranks, set_interfaces
+    from trainwright.launch.group.rendezvous import LOOPBACK, set_interfaces
 
     if environment.size == 1:
         return None
@@ -225,7 +227,7 @@ class _Participant:
         if rendezvous is None:
             members = [Member.here(environment)]
         else:
-            members = [Member.read(posted) for posted in rendezvous.gather(self.options.seconds)]
+            members = [Member.read(posted) for posted in rendezvous.gather(self.options.seconds).values()]
         request = self._request(translation)
         if request.recipe.parallel.device == "cpu":
             members = [replace(member, gpus=()) for member in members]
@@ -322,7 +324,7 @@ class _Participant:
             environment.local_rank,
             place.local_size,
             place.gpu,
-            None if rendezvous is None else PrefixStore(f"job/{environment.job}", rendezvous.store),
+            None if rendezvous is None else PrefixStore(f"job{rendezvous.prefix}", rendezvous.store),
         )
 
     def leave_together(self, seconds: float = _LEAVE_SECONDS) -> None:

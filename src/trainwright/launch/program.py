@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,13 +17,15 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 from trainwright.activity import doing
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.launch.ending.exit_code import CODES_FILE
+from trainwright.errors import RequestError
+from trainwright.launch.ending.exit_code import CODES_FILE, recorded_code
 from trainwright.launch.ending.stop import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers, and dies of the others.
 _STOPS_OF_LAUNCHERS: Mapping[int, int] = dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU), signal.SIGTERM)
+_RANGE_OF_NODES = re.compile(r"--nnodes[= ]\d+:\d+")
+_SEPARATE_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def run_program(command: Sequence[str], **options: Any) -> int:
@@ -53,16 +56,22 @@ def run_launcher(command: Sequence[str]) -> int:
         file = Path(directory) / "codes"
         with passing_on(_STOPS_OF_LAUNCHERS) as (programs, _):
             try:
-                programs.append(started(command, env={**os.environ, CODES_FILE: str(file)}))
+                programs.append(started(command, env={**_variables(command), CODES_FILE: str(file)}))
             except FileNotFoundError:
                 raise RequestError(f"COMMAND: {command[0]}: program not found") from None
             code = programs[0].wait()
-        if code == EXIT_FINISHED:
-            return code
-        recorded = [int(line) for line in file.read_text(encoding="ascii").split()] if file.exists() else []
-    # Of a failure, processes that are stopped because of it may report the stop.
-    failures = [each for each in recorded if each != EXIT_STOPPED]
-    return [code if code >= 0 else 128 - code, *recorded, *failures][-1]
+        return recorded_code(file, code if code >= 0 else 128 - code)
+
+
+def _variables(command: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a launcher.
+
+    If torchrun's nodes may come and go, each round of its rendezvous is to have a store of its own: with the one that
+    torch 2.13 shares between rounds, a node that comes later waits in vain for its address
+    (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, ``next_rendezvous``).
+    """
+    words = " ".join([*command, f"--nnodes={os.environ.get('PET_NNODES', '')}"])
+    return {**(_SEPARATE_STORES if _RANGE_OF_NODES.search(words) else {}), **os.environ}
 
 
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

@@ -33,7 +33,7 @@ class Relaunch:
     """Decide whether to relaunch a run, and what its workers execute.
 
     Args:
-        resumed: what every worker executes then, given the event to report.
+        resumed: what every worker executes then, given the event that rank 0 reports; None where it is not.
         restarts: ``faults.restarts`` of the recipe.
         elastic: chooses the number of processes; None: it stays.
     """
@@ -41,7 +41,7 @@ class Relaunch:
     def __init__(
         self,
         run: Path,
-        resumed: Callable[[Event], Callable[[], int]],
+        resumed: Callable[[Event | None], Callable[[], int]],
         restarts: str,
         elastic: Elastic | None = None,
     ) -> None:

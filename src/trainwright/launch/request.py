@@ -264,10 +264,12 @@ def for_nodes(request: RunRequest, machine: Machine, nodes: int) -> RunRequest:
     processes = parallel.num_processes
     reasons = request.reasons
     if isinstance(processes, ProcessRange):
-        raise RequestError(
-            f"parallel.num_processes: {processes} processes on nodes that come and go need torchrun --nnodes=MIN:MAX, "
-            "which starts `python -m trainwright.worker RECIPE --resume auto`; with --nodes, set it to a number"
-        )
+        if processes.max % nodes:
+            raise RequestError(
+                f"parallel.num_processes: the largest number of {processes} processes cannot be divided over --nodes "
+                f"{nodes} equally; set max to {max(1, processes.max // nodes) * nodes}"
+            )
+        return request
     if processes == "auto":
         each, why = choose_processes(request.recipe, machine, nodes)
         processes = each * nodes

@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
-from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
+from trainwright.errors import EXIT_FINISHED, EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch.ending.requests import forget_stops
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
 from trainwright.launch.group.answering_gpus import show_answering_gpus
-from trainwright.launch.group.elastic import Elastic
+from trainwright.launch.group.elastic import Elastic, devices_for
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
 from trainwright.launch.slurm.orphaned import end_orphaned_step
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.launch.group.nodes import Nodes
+    from trainwright.launch.nodes.crew import Crew
+    from trainwright.launch.nodes.nodes import LinkedStopping, Nodes
     from trainwright.launch.request import RunRequest
     from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
@@ -62,7 +63,7 @@ def start(
         TrainwrightError: the run could not start, or failed.
     """
     processes = _most(resolved)
-    here = processes // (rendezvous.nodes if rendezvous else 1)
+    here = -(-processes // (rendezvous.nodes if rendezvous else 1))
     ignore_closed_output()
     check_limits(here, processes)
     prepare_environment(machine.cpu_cores, here, resolved.plan.chosen.choice.threads)
@@ -73,18 +74,52 @@ def start(
         with Stopping() as stopping:
             return _Launch(request, resolved, stopping, here, machine, counted=counted).train()
     # Imports torch, so it comes after the thread limit.
-    from trainwright.launch.group.nodes import LinkedStopping, NodeInfo, Nodes
+    from trainwright.launch.nodes.nodes import LinkedStopping, NodeDropped
+
+    with LinkedStopping() as linked:
+        while True:
+            try:
+                return _as_node(request, resolved, machine, rendezvous, linked, here)
+            except NodeDropped:
+                say("the other nodes go on without this one, which did not answer; joining them again", file=sys.stderr)
+
+
+def _as_node(
+    request: RunRequest,
+    resolved: Resolved,
+    machine: Machine,
+    rendezvous: NodeRendezvous,
+    linked: LinkedStopping,
+    here: int,
+) -> Path:
+    """Train as one of several nodes, with at most ``here`` processes; raise NodeDropped if the others go on without."""
+    from trainwright.launch.nodes.info import NodeInfo, NodeRules
+    from trainwright.launch.nodes.nodes import Nodes
     from trainwright.recipe.loading import dump_recipe
 
     mine = NodeInfo.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
-    with LinkedStopping() as linked:
-        with Activity(sys.stderr, f"waiting for the other nodes at {rendezvous.host}:{rendezvous.port}"):
-            place = rendezvous.host, rendezvous.port
-            nodes = Nodes.meet(rendezvous.node_rank, rendezvous.nodes, place, rendezvous.seconds, mine, linked)
-        try:
-            return _Launch(request, resolved, linked, here, machine, nodes).train()
-        finally:
-            nodes.leave()
+    rules = NodeRules(may_lose=bool(resolved.usable), on_hang=resolved.recipe.faults.on_hang)
+
+    def enough(number: int) -> bool:
+        return bool(resolved.usable) and number * here >= resolved.usable[0]
+
+    with Activity(sys.stderr, f"waiting for the other nodes at {rendezvous.host}:{rendezvous.port}"):
+        place = rendezvous.host, rendezvous.port
+        nodes = Nodes.meet(
+            rendezvous.node_rank, rendezvous.nodes, place, rendezvous.seconds, mine, linked, rules, enough
+        )
+    try:
+        run = _Launch(request, resolved, linked, here, machine, nodes).train()
+        nodes.over(EXIT_FINISHED)
+        return run
+    except Stopped:
+        nodes.over(EXIT_STOPPED)
+        raise
+    except TrainwrightError as error:
+        nodes.over(error.exit_code, str(error))
+        raise
+    finally:
+        nodes.leave()
 
 
 @dataclass
@@ -96,6 +131,7 @@ class _Launch:
         processes: on this machine.
         nodes: all nodes of the run, if there are several.
         elastic: chooses the number of processes, if the recipe leaves it open.
+        crew: chooses the nodes of each launch, if there are several.
     """
 
     request: RunRequest
@@ -106,6 +142,7 @@ class _Launch:
     nodes: Nodes | None = None
     counted: Callable[[], Resolved] | None = None
     elastic: Elastic | None = field(default=None, init=False)
+    crew: Crew | None = field(default=None, init=False)
 
     def train(self) -> Path:
         """Prepare the run directory, and run the workers of this machine to their end."""
@@ -145,7 +182,7 @@ class _Launch:
             if nodes is not None:
                 run = nodes.open(make)
                 nodes.reporting_failure(functools.partial(self._get_ready, run))
-                nodes.all_ready()
+                self._gather(run, nodes)
                 return run
             run = make()[0]
             self._get_ready(run)
@@ -154,13 +191,27 @@ class _Launch:
                     resolved = self.counted()
                 self._plan_again(run, resolved)
             if self.resolved.usable:
-                self.elastic = Elastic(run, self.resolved.usable, self._devices(), self.stopping)
+                self.elastic = Elastic(run, self.resolved.usable, devices_for(self._devices()), self.stopping)
                 self.processes = self.elastic.first()
             if request.run is None and self.resolved.plan.is_close:
                 from trainwright.launch.probe import fit
 
                 fit(run, self.stopping, self.processes)
         return run
+
+    def _gather(self, run: Path, nodes: Nodes) -> None:
+        """Wait for the other nodes, and begin the first launch with them."""
+        from trainwright.launch.nodes.crew import Crew
+
+        most, usable, devices = self.processes, self.resolved.usable, self._devices()
+
+        def room() -> int:
+            count = devices() if usable else None
+            return most if count is None else count
+
+        self.crew = Crew(run, nodes, usable or (_most(self.resolved),), room, self.stopping)
+        self.processes = self.crew.first()
+        self.elastic = self.crew.elastic
 
     def _get_ready(self, run: Path) -> None:
         preload_worker(self.resolved.recipe)
@@ -186,9 +237,12 @@ class _Launch:
         from trainwright.launch.relaunch import Relaunch, take_replan
         from trainwright.launch.run_worker import train
 
-        work = functools.partial(
-            train, run, may_change=self.nodes is None, watched=True, deadline=self.request.deadline
-        )
+        crew = self.crew
+        if not self.processes:
+            assert crew is not None, "only other nodes leave one without"
+            return crew.code
+        may_change = crew is None or crew.changes
+        work = functools.partial(train, run, may_change=may_change, watched=True, deadline=self.request.deadline)
         again = functools.partial(work, True)
         recipe = self.resolved.recipe
         elastic, limit = self.elastic, recipe.faults.restarts
@@ -197,13 +251,19 @@ class _Launch:
             launch,
             logs=run / "logs",
             stopping=self.stopping,
-            nodes=self.nodes,
+            crew=crew,
             relaunch=relaunch,
             watched=Watched(run, recipe.faults.on_hang, recipe.train.compile is True),
         )
-        code = launched(functools.partial(work, self.request.run is not None), processes=self.processes)
+        resumed = self.request.run is not None or (crew is not None and crew.has_launched)
+        code = launched(functools.partial(work, resumed), processes=self.processes)
         while code == EXIT_STOPPED and not self.stopping.requested:
-            if elastic is not None:  # nothing else ends its workers
+            if crew is not None:
+                if not crew.changes:
+                    break
+                if not (processes := crew.next()):
+                    return crew.code
+            elif elastic is not None:  # nothing else ends its workers
                 if not (processes := elastic.next()):
                     break
             elif (changed := take_replan(run)) is not None:

@@ -136,15 +136,34 @@ def test_the_rank_and_the_phase_of_a_hang_are_named(
     assert frame is None or f"in {frame}" in ended.stderr
 
 
-@pytest.mark.parametrize("kind", ["order", pytest.param("shape", marks=pytest.mark.slow)])
-def test_different_collectives_are_named_by_rank_and_line(runs: Runs, kind: str) -> None:
-    ended, _ = stops(runs, f"{kind}:1:4")
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("order", "ddp"),
+        *(pytest.param(kind, "ddp", marks=pytest.mark.slow) for kind in ("shape", "dtype")),
+        *(pytest.param(kind, "fsdp", marks=pytest.mark.slow) for kind in ("order", "shape", "dtype")),
+    ],
+)
+def test_different_collectives_are_named_by_rank_and_line(runs: Runs, kind: str, strategy: str) -> None:
+    """They are the run's own fault, and would occur again."""
+    ended = train(runs, f"{kind}:1:4", "faults.on_hang=stop", f"parallel.strategy={strategy}").wait()
+    assert ended.code == 4, ended.stdout + ended.stderr
     line = r"\S+/hanging\.py:\d+"
-    one = {"order": r"broadcast of float32\[5\]", "shape": r"all_reduce of float32\[1000000\]"}[kind]
+    ones = {"order": r"broadcast of float32\[5\]", "shape": r"all_reduce of float32\[1000000\]"}
+    one = ones.get(kind, r"all_reduce of float64\[3\]")
     three = r"all_reduce of float32\[3\]"
     pairs = [(three, one), (one, three)]
     found = [rf"rank [01] has entered {a} at {line}, and rank [01] {b} at {line}" for a, b in pairs]
     assert any(re.search(pattern, ended.stderr) for pattern in found), ended.stderr
+
+
+@pytest.mark.slow
+def test_different_collectives_that_repeat_at_the_same_step_are_not_retried_again(runs: Runs) -> None:
+    started = train(runs, "shape:1:4", "checkpoint.every=2")
+    ended = started.wait()
+    assert ended.code == 4, ended.stderr
+    assert "the same error happened twice after step" in ended.stderr
+    assert started.run is not None and len(events(started.run, "restart")) == 1
 
 
 @pytest.mark.slow

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.errors import EXIT_REQUEST, RequestError
+from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, RequestError
 
 if TYPE_CHECKING:
     from trainwright.api.training import TrainingRequest
     from trainwright.launch.hosts.names import Host
+
+# For the hosts that answer, when a run is started again without some of them.
+_RENDEZVOUS_SECONDS = 60
 
 
 def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | None) -> int:
@@ -23,12 +26,14 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     Raises:
         RequestError: the request is wrong or a host unknown; nothing is started.
         MachineError: a host cannot take part; nothing is started.
+        FaultError: a host was lost, and the run cannot go on with those that are left.
     """
     from trainwright.launch import run_directory
     from trainwright.launch.hosts.asking import ask
     from trainwright.launch.hosts.names import parse_hosts, processes_of, read_hostfile
     from trainwright.launch.hosts.starting import exports, run_on
     from trainwright.launch.request import request_of
+    from trainwright.recipe.sections.parallel import ProcessRange
     from trainwright.text import say
 
     options = {"--nodes": asked.nodes, "--node-rank": asked.node_rank, "--rendezvous": asked.rendezvous}
@@ -37,8 +42,15 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     if hosts is not None and hostfile is not None:
         raise RequestError("--hosts and --hostfile: pass only one of them")
     found = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
-    count = asked.num_processes or processes_of(found)
     request = request_of(asked.recipe, list(asked.overrides), asked.resume)  # a wrong recipe is told once, and here
+    written, slots = request.recipe.parallel.num_processes, processes_of(found)
+    may_lose = isinstance(written, ProcessRange) and asked.num_processes is None
+    if isinstance(written, ProcessRange) and may_lose and slots not in (None, written.max):
+        raise RequestError(
+            f"parallel.num_processes: {written} processes, but the hosts have {slots} slots; set max to {slots}, or "
+            "remove the slots"
+        )
+    count = None if may_lose else asked.num_processes or slots
     answers = ask(found, exports())
     run = request.run
     if run is None:
@@ -47,10 +59,20 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     logs.mkdir(exist_ok=True)
     say(f"{run}: on {', '.join(host.name for host in found)}; logs: {logs}/host-*.log", file=sys.stderr)
     common = [*_words(asked, run, begun=request.run is not None), *([f"--num-processes={count}"] if count else [])]
-    code = run_on(found, [[*common, *_place(found, i, answers[0].port)] for i in range(len(found))], logs)
-    if code == EXIT_REQUEST and request.run is None:
+    restarts, port = None, answers[0].port
+    while True:
+        ended = run_on(found, [[*common, *_place(found, i, port)] for i in range(len(found))], logs, may_lose=may_lose)
+        if ended.code != EXIT_FAULT or not ended.lost or (may_lose and found[0] not in ended.lost):
+            break
+        from trainwright.launch.hosts.again import Again
+
+        restarts = restarts or Again(run, request.recipe.faults.restarts, may_lose)
+        found, port = restarts.decide(found, ended.lost)
+        if may_lose and asked.rendezvous_timeout is None:
+            common = [*common, f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}"]
+    if ended.code == EXIT_REQUEST and request.run is None:
         run_directory.discard_unbegun(run, keep=request.in_place)
-    return code
+    return ended.code
 
 
 def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:

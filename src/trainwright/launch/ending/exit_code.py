@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
-from trainwright.errors import EXIT_FINISHED
+from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
 
 CODES_FILE = "TRAINWRIGHT_EXIT_CODES"
 
 
+_BEGUN = "begun"
+
+
+def record_begun() -> None:
+    """Tell the command that runs this process's launcher, if there is one, that this process runs."""
+    _record(_BEGUN)
+
+
 def record_exit_code(code: int) -> int:
     """Tell the command that runs this process's launcher, if there is one, with which code the run ends; return it."""
-    if (file := os.environ.get(CODES_FILE)) is not None and code != EXIT_FINISHED:
-        with suppress(OSError), open(file, "a", encoding="ascii") as out:
-            out.write(f"{code}\n")
+    if code != EXIT_FINISHED:
+        _record(str(code))
     return code
+
+
+def recorded_code(file: Path, launcher: int) -> int:
+    """Return the exit code of the run whose launcher has ended with the code ``launcher``, or else that code.
+
+    Args:
+        file: what the processes have recorded.
+    """
+    if launcher == EXIT_FINISHED or not file.exists():
+        return launcher
+    lines = file.read_text(encoding="ascii").split()
+    recorded = [int(line) for line in lines if line != _BEGUN]
+    if lines and not recorded:  # nothing that a process does itself ends it without a word
+        return EXIT_FAULT
+    # Of a failure, processes that are stopped because of it may report the stop.
+    failures = [each for each in recorded if each != EXIT_STOPPED]
+    return [launcher, *recorded, *failures][-1]
+
+
+def _record(line: str) -> None:
+    if (file := os.environ.get(CODES_FILE)) is not None:
+        with suppress(OSError), open(file, "a", encoding="ascii") as out:
+            out.write(f"{line}\n")

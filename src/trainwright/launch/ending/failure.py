@@ -41,11 +41,12 @@ class Cause(StrEnum):
     CRASH = "crash"  # crashed in native code, exited without an error, or was killed because memory ran out
     CONNECTION = "connection"
     HANG = "hang"
+    NODE = "node"  # a machine or its launcher is gone, or does not answer
     ERROR = "error"  # an exception that this program does not know
 
 
 # Their message is the same however often they happen, but they say nothing about what the run computes.
-FROM_OUTSIDE = (Cause.PROCESS, Cause.CONNECTION, Cause.HANG)
+FROM_OUTSIDE = (Cause.PROCESS, Cause.CONNECTION, Cause.HANG, Cause.NODE)
 
 
 class Ended(FaultError):
@@ -175,13 +176,15 @@ def first_failure(
 ) -> Failure:
     """Return the failure that caused the others.
 
-    `records` are those of `error_records` for all ranks, if not all are in `logs`. `gone` names a machine that was
-    lost. `exit_codes` maps ranks to exit codes as far as known, negative for signals. `out_of_memory` says that the
+    `records` are those of `error_records` for all ranks, if not all are in `logs`. `gone` says which machine was lost,
+    and how. `exit_codes` maps ranks to exit codes as far as known, negative for signals. `out_of_memory` says that the
     kernel killed a process for memory during the launch. An exception about a lost connection counts only if no rank
     raised another and none was killed.
     """
     records = error_records(logs, range(processes)) if records is None else records
     causes = {rank: r for rank, r in records.items() if not is_follow_up(r)}
+    if not causes and gone is not None:
+        return Failure(f"{gone}; the logs of its ranks are in {logs}", EXIT_FAULT, cause=Cause.NODE)
     silent = [
         rank
         for rank, code in sorted(exit_codes.items())
@@ -198,11 +201,6 @@ def first_failure(
         # Another machine may not have the crash in native code; memory runs out there too.
         exit_code = EXIT_FAULT if code < 0 and not killed else EXIT_TRAINING
         return Failure(message, exit_code, ran_out, Cause.PROCESS if outside else Cause.CRASH)
-    if not causes and gone is not None:
-        return Failure(
-            f"{gone} is gone: it was killed, lost its network or lost its power; the logs of its ranks are in {logs}",
-            EXIT_FAULT,
-        )
     candidates = causes or records
     if candidates:
         rank = min(candidates, key=lambda r: float(candidates[r]["time"]))

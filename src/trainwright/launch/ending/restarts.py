@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,10 @@ from trainwright.recipe.sections.fields import rate_of
 
 # Beside the logs of the launches that it is about.
 _FILE = Path("logs") / "restarts.json"
+# The lines of calls in a message of `hangs.judge.Conflict`; numbers and ranks are not the same in every launch.
+_DIFFERENT_CALLS = re.compile(
+    r"the ranks have entered different collectives: .* at (\S+), and rank \d+ .* at ([^\s;]+)"
+)
 
 
 class Restarts:
@@ -95,6 +100,9 @@ def _read(file: Path) -> tuple[list[float], list[tuple[int | None, str]]]:
 
 def _essence(message: str) -> str:
     """Return the part of a failure's message that is the same on every rank and in every launch."""
+    different = _DIFFERENT_CALLS.search(message)
+    if different is not None:
+        return "different collectives at " + " and ".join(sorted(different.groups()))
     lines = [line for line in message.splitlines() if line and not line[0].isspace() and "log: " not in line]
     return lines[-1].partition(" at 0x")[0] if lines else ""
 

@@ -1,7 +1,7 @@
-"""The number of processes of a run on one node whose recipe leaves it open: as many as there are devices for.
+"""The number of processes of a run whose recipe leaves it open: as many as there are devices for.
 
-The launcher looks before every launch, and while the workers run: if the number changes, the run goes on with another
-one from a checkpoint.
+The launcher, of several that of node 0, looks before every launch and while the workers run: if the number changes, the
+run goes on with another one from a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Elastic:
 
     Args:
         usable: the numbers that the run can go on with, in order.
-        devices: returns how many devices work now; None if a process needs none.
+        largest: returns the largest of some usable numbers that there are devices for now; None if there are too few.
     """
 
     def __init__(
         self,
         run: Path,
         usable: Sequence[int],
-        devices: Callable[[], int | None],
+        largest: Callable[[Sequence[int]], int | None],
         stopping: Stopping,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run, self._usable, self._devices = run, usable, devices
+        self._run, self._usable, self._largest = run, usable, largest
         self._stopping, self._clock = stopping, clock
         self._running = usable[-1]
         self._wanted: int | None = self._running
@@ -51,16 +51,15 @@ class Elastic:
 
     def available(self) -> int | None:
         """Return the largest usable number for which there are devices and slots; None if there are too few."""
-        limits = [limit for limit in (self._devices(), _slots(self._run)) if limit is not None]
-        free = min(limits, default=self._usable[-1])
-        return max((number for number in self._usable if number <= free), default=None)
+        slots = _slots(self._run)
+        return self._largest([number for number in self._usable if slots is None or number <= slots])
 
     def first(self) -> int:
         """Return the number of processes to begin with. Raises MachineError if there are too few devices."""
         if (number := self.available()) is None:
             raise MachineError(
-                f"parallel.num_processes: the run needs at least {self._usable[0]}, and there are fewer usable GPUs or "
-                f"slots ({self._run / SLOTS_FILE}); lower its min, or raise the slots"
+                f"parallel.num_processes: the run needs at least {self._usable[0]}, and there are fewer usable GPUs, "
+                f"nodes or slots ({self._run / SLOTS_FILE}); lower its min, or raise the slots"
             )
         self._running = self._wanted = number
         return number
@@ -100,12 +99,26 @@ class Elastic:
                 told = True
             if self._clock() > until:
                 raise FaultError(
-                    f"{_LEAST_SECONDS:.0f} s without enough GPUs or slots for {_processes(self._usable[0])}; resume "
-                    "the run when they are back"
+                    f"{_LEAST_SECONDS:.0f} s without enough GPUs, nodes or slots for {_processes(self._usable[0])}; "
+                    "resume the run when they are back"
                 )
             time.sleep(_LOOK_SECONDS)
         self._stopping.left = BEFORE_FIRST_STEP
         return 0
+
+
+def devices_for(count: Callable[[], int | None]) -> Callable[[Sequence[int]], int | None]:
+    """Return the argument ``largest`` for one node.
+
+    Args:
+        count: returns how many devices work now; None if a process needs none.
+    """
+
+    def largest(usable: Sequence[int]) -> int | None:
+        devices = count()
+        return max((number for number in usable if devices is None or number <= devices), default=None)
+
+    return largest
 
 
 def _slots(run: Path) -> int | None:

@@ -192,7 +192,6 @@ def _torch(given: Variables) -> LaunchEnvironment:
     local_size = given.number("LOCAL_WORLD_SIZE", default=size if here else local_rank + 1)
     counted = given.has("LOCAL_WORLD_SIZE") or not given.has("LOCAL_RANK")
     nodes = given.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)) if here or counted else size)
-    restart = given.text("TORCHELASTIC_RESTART_COUNT") or "0"
     name = _UNKNOWN
     if elastic:
         name = "accelerate launch" if given.has(_ACCELERATE) else "torchrun"
@@ -207,7 +206,7 @@ def _torch(given: Variables) -> LaunchEnvironment:
         address=given.text("MASTER_ADDR"),
         port=given.number("MASTER_PORT", default=0) or None,
         agent_store=given.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        job=f"{given.text('TORCHELASTIC_RUN_ID')}-{restart}" if elastic else None,
+        job=given.text("TORCHELASTIC_RUN_ID") if elastic else None,
     )
 
 

@@ -24,6 +24,7 @@ from trainwright.launch.group.identity import Job, differences
 Message = dict[str, Any]
 
 GONE = "gone"  # a peer ended without notice; created here, never sent by the peer itself
+_DIRECT = "direct"
 _HELLO, _BYE, _WELCOME, _REFUSED = "hello", "bye", "welcome", "refused"
 _SEND_SECONDS = 5.0
 # How long a listener may take to answer as peer 0 of this job; an earlier job may still be ending.
@@ -153,6 +154,28 @@ class Peers:
         """Send to all others. Messages that cannot be delivered are dropped."""
         self._send({"kind": kind, "peer": self.index, **content}, origin=None)
 
+    def send_direct(self, kind: str, **content: Any) -> None:
+        """Send to those that are connected now: from peer 0 to all others, from another one to peer 0 only."""
+        self._send({"kind": kind, "peer": self.index, _DIRECT: True, **content}, origin=None)
+
+    def connected(self) -> set[int]:
+        """Return the peers that are connected to this one."""
+        with self._lock:
+            return {line.peer for line in self._lines if line.peer is not None}
+
+    def drop(self, peer: int, kind: str) -> None:
+        """Take a peer for gone, as peer 0; it finds a message of this kind should it read again."""
+        with self._lock:
+            for line in [line for line in self._lines if line.peer == peer]:
+                line.send({"kind": kind, "peer": self.index})
+                self._drop(line)
+                self._send({"kind": GONE, "peer": peer}, origin=line)
+
+    def forget(self) -> None:
+        """Keep the messages so far from peers that join later."""
+        with self._lock:
+            self._history.clear()
+
     def poll(self, seconds: float = 0.0) -> list[Message]:
         """Return the messages of the others, waiting up to `seconds` for the first."""
         with self._lock:
@@ -231,7 +254,8 @@ class Peers:
             if message.get("peer") == line.peer:
                 self._drop(line)
             return []
-        self._send(message, origin=line)
+        if not message.get(_DIRECT):
+            self._send(message, origin=line)
         return [message]
 
     def _differences(self, message: Message) -> list[str]:
@@ -243,9 +267,9 @@ class Peers:
 
     def _send(self, message: Message, origin: _Line | None) -> None:
         with self._lock:
-            if self._listener is not None:
+            if self._listener is not None and not message.get(_DIRECT):
                 self._history.append(message)
-            elif origin is not None:
+            elif self._listener is None and origin is not None:
                 return  # only peer 0 forwards messages
             for line in self._lines:
                 if line is not origin and line.peer is not None:
@@ -260,6 +284,8 @@ class Peers:
 
     def _drop(self, line: _Line) -> None:
         self._lines.remove(line)
+        if line.peer:
+            self._members.discard(line.peer)  # it may come back
         line.socket.close()
 
     def _close_in_child(self) -> None:

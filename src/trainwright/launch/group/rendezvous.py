@@ -1,30 +1,26 @@
 """Rendezvous of the processes or machines of a run, at a store that index 0 hosts or the launcher has opened.
 
-No fixed port is assumed. On one machine a free port is chosen, and passed on in a small file that only this user can
-read; on several machines the launcher or the user names one, and the error for a port in use names it.
+The launcher or the user names a port, and the error for a port in use names it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.launch.group.environment import LaunchEnvironment, is_loopback
-from trainwright.launch.group.identity import WORDS, Job, job_of
+from trainwright.launch.group.environment import is_loopback
+from trainwright.launch.group.identity import WORDS, Job
 from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, Peers, Unreachable
 
@@ -32,16 +28,16 @@ LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = 600.0  # seconds
 
 _ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737)
-_PEERS_SECONDS = 30.0
 _STORE_TIMEOUT = timedelta(minutes=15)
-_POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
 class Rendezvous:
     """The members of a start, counted from 0: ranks or nodes. Member 0 collects, checks and decides.
 
     Attributes:
-        store: for further use, such as a process group; at store_port of the address.
+        store: for further use, such as a process group.
+        prefix: of the keys of this start in the store, which earlier ones may have used.
         peers: reports at once when a member is gone.
         early: messages of the others that arrived while member 0 waited for all of them.
     """
@@ -54,28 +50,10 @@ class Rendezvous:
         self.count = count
         self.address = address
         self.port = port
-        self.store: Store = store
-        self.store_port = int(store.port)
+        self.store, self.prefix = store, prefix
         self._keys = PrefixStore(f"trainwright/{noun}{prefix}", store)
         self.peers: Peers
         self.early: list[Message] = []
-
-    def join_peers(self, bind: str, address: str) -> None:
-        """Connect the members to each other after they have met at a store. Call once, right after."""
-        if self._keys.add(f"claim/{self.index}", 1) > 1:
-            raise MachineError(
-                f"{self.noun} {self.index} of the run at {self.address}:{self.port} is already there: two jobs use "
-                "one port; give each job its own port (MASTER_PORT, or the launcher's option)"
-            )
-        if self.index == 0:
-            self.peers = Peers.host(socket.create_server((bind, 0), backlog=4096))
-            self.publish("peers", [self.peers.port, self.peers.job])
-        else:
-            port, job = self.wait_for("peers")
-            try:
-                self.peers = Peers.join(self.index, address, port, job, _PEERS_SECONDS)
-            except (Unreachable, NotPeerZero) as error:
-                raise MachineError(f"{self.noun} 0 cannot be reached at port {port} of {address}: {error}") from None
 
     def listen(self) -> None:
         """Accept connections of other members; member 0 calls this while it waits."""
@@ -84,6 +62,10 @@ class Rendezvous:
     def publish(self, key: str, value: Any) -> None:
         """Set ``key`` for all members to read."""
         self._keys.set(key, json.dumps(value))
+
+    def is_published(self, key: str) -> bool:
+        """Return whether a member has set ``key``."""
+        return bool(self._keys.check([key]))
 
     def wait_for(self, key: str, meanwhile: Callable[[], None] = lambda: None, seconds: float | None = None) -> Any:
         """Return the value published under `key`; wait without limit if `seconds` is None.
@@ -100,22 +82,30 @@ class Rendezvous:
             meanwhile()
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(key)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def post(self, value: Any) -> None:
         """Publish this member's description for member 0's `gather`."""
         self.publish(f"member/{self.index}", value)
 
-    def gather(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
-        """Return what every member has posted. Raises MachineError naming those that did not arrive in time."""
+    def gather(
+        self,
+        seconds: float,
+        meanwhile: Callable[[], None] = lambda: None,
+        enough: Callable[[int], bool] = lambda number: False,
+    ) -> dict[int, Any]:
+        """Return what every member has posted, by its index; after `seconds` those that came, if they are enough.
+
+        Raises MachineError naming those that did not arrive in time.
+        """
         deadline = time.monotonic() + seconds
-        members: list[Any] = []
-        while len(members) < self.count:
+        members: dict[int, Any] = {}
+        for index in range(self.count):
             left = max(0.0, deadline - time.monotonic())
-            try:
-                members.append(self.wait_for(f"member/{len(members)}", meanwhile, left))
-            except TimeoutError:
-                raise self._missing(seconds) from None
+            with contextlib.suppress(TimeoutError):
+                members[index] = self.wait_for(f"member/{index}", meanwhile, left)
+        if len(members) < self.count and not enough(len(members)):
+            raise self._missing(seconds)
         return members
 
     def leave(self) -> None:
@@ -130,7 +120,7 @@ class Rendezvous:
         """Wait like wait_until_left, for `number` members."""
         deadline = time.monotonic() + seconds
         while self._keys.add("left", 0) < number and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         """Close the connections to the other members."""
@@ -143,32 +133,6 @@ class Rendezvous:
             f"{len(missing)} of {self.count} {self.noun}s did not come to {self.address}:{self.port} within "
             f"{seconds:g} s: {names}; start them, or increase --rendezvous-timeout"
         )
-
-
-def meet_ranks(
-    environment: LaunchEnvironment, arguments: Sequence[str] = (), seconds: float = DEFAULT_TIMEOUT
-) -> Rendezvous:
-    """Meet the other processes that the launcher started, at least one. All have the same ``arguments``.
-
-    Raises MachineError if the port is in use, the address is unknown, or rank 0 does not arrive.
-    """
-    address, port = environment.address, environment.port
-    if address is not None and port is not None and not environment.agent_store:
-        job = job_of(environment.size, arguments, environment.job_everywhere)
-        fix = "set MASTER_PORT to a free one, the same for every process of the job"
-        return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix)
-    if address is not None and port is not None:
-        if not is_loopback(address):
-            skip_reverse_lookups()
-        store = _join_store(address, port, seconds, "rank 0")
-    else:
-        store, port = _meet_by_file(environment, seconds)
-        address = LOOPBACK
-    # An earlier start may have used the launcher's store.
-    rendezvous = Rendezvous("rank", environment.rank, environment.size, store, address, port, f"/{environment.job}")
-    alone = environment.nodes == 1
-    rendezvous.join_peers(LOOPBACK if alone else "", LOOPBACK if alone else address)
-    return rendezvous
 
 
 def meet(
@@ -259,7 +223,7 @@ def _listen(address: str, port: int, fix: str) -> socket.socket:
     return listener
 
 
-def _join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
+def join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
     """Return a client of the store that `host`, a name for messages, opens at this address within `seconds`."""
     deadline = time.monotonic() + seconds
     # Try to connect here first: torch's own attempts cannot be interrupted.
@@ -269,7 +233,7 @@ def _join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
                 f"{host} did not open {address}:{port} within {seconds:g} s ({problem}); start it, or increase "
                 "--rendezvous-timeout"
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     return _client(address, port, host)
 
 
@@ -327,62 +291,3 @@ def _unreachable(address: str, port: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def _meet_by_file(environment: LaunchEnvironment, seconds: float) -> tuple[TCPStore, int]:
-    """Meet on one machine: rank 0 chooses a free port and writes it to a file for the others of the same job."""
-    if environment.nodes > 1 or environment.job is None:
-        example = "-x MASTER_ADDR=… -x MASTER_PORT=…" if environment.launcher == "mpirun" else "in every process"
-        raise MachineError(
-            f"{environment.launcher} sets no rendezvous address for the {environment.size} processes; set MASTER_ADDR "
-            f"to the name of rank 0's machine and MASTER_PORT to a free port ({example})"
-        )
-    path = _rendezvous_file(environment.job)
-    if environment.rank == 0:
-        store = host_store(LOOPBACK, 0, "")
-        with _written(path, {"port": store.port, **_identity(os.getpid())}):
-            # All have read it once all of them have reported.
-            waiting = PrefixStore("trainwright/file", store)
-            deadline = time.monotonic() + seconds
-            while waiting.add("read", 0) < environment.size - 1 and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-        return store, int(store.port)
-    port = _read_port(path, seconds)
-    store = _join_store(LOOPBACK, port, seconds, "rank 0")
-    PrefixStore("trainwright/file", store).add("read", 1)
-    return store, port
-
-
-def _rendezvous_file(job: str) -> Path:
-    digest = hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()[:20]
-    return Path(tempfile.gettempdir()) / f"trainwright-{digest}"
-
-
-@contextlib.contextmanager
-def _written(path: Path, content: dict[str, Any]) -> Any:
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(content, file)
-    scratch.replace(path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _read_port(path: Path, seconds: float) -> int:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            # A file left by a killed run belongs to a process that no longer exists.
-            if path.stat().st_uid == os.getuid() and _identity(int(content["pid"])).items() <= content.items():
-                return int(content["port"])
-        time.sleep(_POLL_SECONDS)
-    raise MachineError(f"rank 0 did not start on this machine within {seconds:g} s")
-
-
-def _identity(pid: int) -> dict[str, Any]:
-    return {"pid": pid, "started": psutil.Process(pid).create_time()}

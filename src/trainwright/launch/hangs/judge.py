@@ -13,7 +13,7 @@ from trainwright.text import span
 _PART, _PART_OF_FEW, _FEW = 0.25, 1.0, 3
 _MARGIN = 10.0
 # Reading, writing and gathering a model vary more.
-_STORAGE = {"checkpoint": 12.0, "export": 12.0, "loading": 12.0, "resuming": 12.0}
+STORAGE = {"checkpoint": 12.0, "export": 12.0, "loading": 12.0, "resuming": 12.0}
 # A phase that has not been seen yet may include compilation, downloads or the first access to slow storage.
 _FIRST = {
     "start": 3600.0,
@@ -32,7 +32,7 @@ _EXCHANGE = 120.0
 # Nobody suspends a single rank on purpose.
 _SUSPENDED = 10.0
 # Modules compile again when shapes change.
-_COMPILED, _COMPILED_MARGIN = ("forward", "backward"), 300.0
+_COMPILED, _COMPILED_MARGIN = ("forward", "backward", "evaluation", "generation", "replay"), 300.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def limit(beat: Beat, *, compiled: bool = False) -> float:
         return max(_EXCHANGE, 2 * times.longest)
     if not times.count:
         return _FIRST.get(phase, _FIRST_OTHERS)
-    margin = _COMPILED_MARGIN if compiled and phase in _COMPILED else _STORAGE.get(phase, _MARGIN)
+    margin = _COMPILED_MARGIN if compiled and phase in _COMPILED else STORAGE.get(phase, _MARGIN)
     return times.longest * (1 + (_PART_OF_FEW if times.count < _FEW else _PART)) + margin
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,29 +16,54 @@ class ProcessState:
     """The state of a process.
 
     Attributes:
-        suspended: stopped by a signal or a debugger.
+        suspended: stopped by a signal, while the process that started it runs.
+        paused: held by a debugger, or stopped together with the process that started it: somebody wants it so.
         on_disk: in an uninterruptible wait, normally for a disk or a network file system.
         used: seconds of CPU time of all its threads.
-        starved: seconds for which its main thread was ready but had no core; 0 where the kernel does not count them.
+        waited: seconds for which a thread was ready but had no core, by thread; empty where the kernel does not count.
     """
 
     suspended: bool
+    paused: bool
     on_disk: bool
     used: float
-    starved: float
+    waited: Mapping[int, float]
+
+    def starved(self, before: ProcessState) -> float:
+        """Return the most seconds since ``before`` for which one of its threads was ready but had no core."""
+        known = self.waited.keys() & before.waited.keys()
+        return max((self.waited[thread] - before.waited[thread] for thread in known), default=0.0)
 
 
-def state_of(pid: int) -> ProcessState | None:
-    """Return the state of a process; None if it has ended."""
+def state_of(pid: int, *, closely: bool = False) -> ProcessState | None:
+    """Return the state of a process; None if it has ended.
+
+    Args:
+        closely: look at all threads, which takes milliseconds where there are many; else at the main one.
+    """
     try:
         process = psutil.Process(pid)
         status, times = process.status(), process.cpu_times()
+        stopped = status == psutil.STATUS_STOPPED
+        paused = status == psutil.STATUS_TRACING_STOP or (stopped and _is_stopped(process.parent()))
     except psutil.Error:
         return None
     if status == psutil.STATUS_ZOMBIE:
         return None
-    suspended = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return ProcessState(suspended, status == psutil.STATUS_DISK_SLEEP, times.user + times.system, _starved(pid))
+    on_disk = status == psutil.STATUS_DISK_SLEEP
+    return ProcessState(stopped and not paused, paused, on_disk, times.user + times.system, _waited(pid, closely))
+
+
+def bytes_moved(pid: int) -> int:
+    """Return the bytes that a process and those that it has started have read and written so far."""
+    total = 0
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error, AttributeError, OSError):  # it has ended, or the system does not count
+                counted = each.io_counters()
+                total += int(counted.read_chars + counted.write_chars)
+    return total
 
 
 def seconds_asleep() -> float:
@@ -46,9 +73,22 @@ def seconds_asleep() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
-def _starved(pid: int) -> float:
+def _is_stopped(process: psutil.Process | None) -> bool:
+    return process is not None and process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+def _waited(pid: int, closely: bool) -> dict[int, float]:
+    tasks = Path(f"/proc/{pid}/task")
+    found: dict[int, float] = {}
+    for thread in _threads(tasks) if closely else (pid,):
+        with suppress(OSError, ValueError):
+            _, waited, _ = (tasks / str(thread) / "schedstat").read_text(encoding="ascii").split()
+            found[thread] = int(waited) / 1e9
+    return found
+
+
+def _threads(tasks: Path) -> Iterable[int]:
     try:
-        _, waited, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return 0.0
-    return int(waited) / 1e9
+        return [int(task.name) for task in tasks.iterdir()]
+    except OSError:
+        return []

@@ -15,9 +15,9 @@ from trainwright.engine.event_log import append_event
 from trainwright.engine.events import Fault, Notice
 from trainwright.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.launch.hangs.flight_recorder import remove_pipes, write_collectives
-from trainwright.launch.hangs.judge import Conflict, Seen, Verdict, conflict_of, judge
+from trainwright.launch.hangs.judge import STORAGE, Conflict, Seen, Verdict, conflict_of, judge
 from trainwright.launch.hangs.machines import Machines
-from trainwright.launch.hangs.processes import ProcessState, seconds_asleep, state_of
+from trainwright.launch.hangs.processes import ProcessState, bytes_moved, seconds_asleep, state_of
 from trainwright.launch.hangs.stacks import stacks_file, stacks_of, training_thread
 from trainwright.text import say, span
 
@@ -28,6 +28,8 @@ _LONGEST_GAP = 1.0
 _AFTER_SLEEP = 60.0
 # How long waiting for a disk is not counted.
 _DISK_SECONDS = 120.0
+# A rank without a mark for this time is looked at closely, which takes more.
+_QUIET = 3.0
 _KIND = "hang"
 
 
@@ -64,6 +66,7 @@ class _Rank:
     passed: float = 0.0  # seconds of the watcher's clock
     on_disk: float = 0.0
     suspended: float = 0.0
+    moved: int = 0  # bytes, while it reads or writes a model
 
     @property
     def seen(self) -> Seen:
@@ -128,7 +131,8 @@ class HangWatcher:
 
     def close(self) -> Conflict | None:
         """Remove the heartbeats; return how the collectives of the ranks differ, also of those that have ended."""
-        conflict = conflict_of(self._beats(self._ever))
+        everyone = {rank: seen.beat for rank, seen in self._everyone.items()}
+        conflict = conflict_of(everyone | self._beats(self._ever))
         if self._machines is not None:
             self._machines.close()
         if self._directory is not None:
@@ -142,10 +146,12 @@ class HangWatcher:
     def _look(self, passed: float) -> None:
         pids = self._processes()
         self._ever |= pids
-        states = {rank: state for rank, pid in pids.items() if (state := state_of(pid)) is not None}
+        quiet = {rank for rank, known in self._ranks.items() if known.quiet > _QUIET}
+        looked = {rank: state_of(pid, closely=rank in quiet) for rank, pid in pids.items()}
+        states = {rank: state for rank, state in looked.items() if state is not None}
         beats = self._beats({rank: pids[rank] for rank in states})
         known = {rank: self._ranks[rank] for rank in beats if rank in self._ranks}
-        starved = max([0.0, *(states[rank].starved - each.state.starved for rank, each in known.items())])
+        starved = max([0.0, *(states[rank].starved(each.state) for rank, each in known.items())])
         asleep, self._asleep = seconds_asleep() - self._asleep, seconds_asleep()
         for rank, beat in beats.items():
             before, state = known.get(rank), states[rank]
@@ -153,12 +159,16 @@ class HangWatcher:
                 self._ranks[rank] = _Rank(beat, state, state.used)
                 continue
             before.state = state
+            if state.paused:
+                continue
             before.passed += passed
             before.suspended = before.suspended + passed if state.suspended else 0.0
             if state.on_disk and before.on_disk < _DISK_SECONDS:
                 before.on_disk += passed
             else:
                 before.quiet += max(0.0, passed - starved)
+            if rank in quiet and beat.phase in STORAGE and (moved := bytes_moved(pids[rank])) != before.moved:
+                before.moved, before.quiet = moved, _QUIET
             if asleep > _CHECK_SECONDS:
                 before.quiet = -_AFTER_SLEEP
         for rank in self._ranks.keys() - beats.keys():

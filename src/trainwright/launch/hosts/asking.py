@@ -55,14 +55,19 @@ def ask(hosts: Sequence[Host], prepared: str) -> list[Answer]:
         RequestError: a host is not known.
         MachineError: one cannot be reached, lacks the directory or Trainwright, or has another time.
     """
-    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
-        answers = list(pool.map(lambda host: _ask(host, prepared), hosts))
+    answers = answers_of(hosts, prepared)
     problems = [each for each in answers if isinstance(each, TrainwrightError)]
     if problems:
         raise type(problems[0])("\n".join(str(each) for each in problems[:8]))
     found = [each for each in answers if isinstance(each, Answer)]
     check_clocks(hosts, [each.ahead for each in found])
     return found
+
+
+def answers_of(hosts: Sequence[Host], prepared: str) -> list[Answer | TrainwrightError]:
+    """Return the answer of each host, or why there is none."""
+    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
+        return list(pool.map(lambda host: _ask(host, prepared), hosts))
 
 
 def check_clocks(hosts: Sequence[Host], ahead: Sequence[float]) -> None:

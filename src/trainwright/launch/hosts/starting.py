@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -23,7 +24,11 @@ from trainwright.text import say
 
 # The nodes of a run notice by themselves that one has ended; what has not noticed after this time is ended from here.
 _ENDS_BY_ITSELF, _ENDS_AFTER_SIGNAL = 90.0, 60.0
+# What has just been started again knows nothing of a run that is over.
+_ENDS_AFTER_FIRST = 20.0
 _SAME_REQUEST_SECONDS = 1.0
+_AGAIN_SECONDS = 15.0
+_KILLED = 128  # and the number of a signal, as shells have it
 
 # Runs on the host. The names of signals arrive on its input; the input ends with the connection, however that ends.
 _SUPERVISED = """exec 3<&0
@@ -42,13 +47,24 @@ def exports() -> str:
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in captured(os.environ).items())
 
 
-def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path) -> int:
-    """Run a command on each host to its end; return the exit code of all.
+@dataclass(frozen=True)
+class Ended:
+    """How a command has ended on all hosts: its exit code, and the hosts that were lost, with how."""
+
+    code: int
+    lost: dict[Host, str]
+
+
+def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path, *, may_lose: bool = False) -> Ended:
+    """Run a command on each host to its end.
 
     The first host's output is shown as it is, that of the others with their names; all of it is appended to
     ``logs/host-NAME.log``. A stop signal is passed on; a second ctrl-C too, which kills.
+
+    Args:
+        may_lose: while the first host runs, the others may be lost: their commands are started again when they answer.
     """
-    group = _Group([_Remote(host, command, logs) for host, command in zip(hosts, commands, strict=True)])
+    group = _Group([_Remote(host, command, logs) for host, command in zip(hosts, commands, strict=True)], may_lose)
     before = {number: signal.signal(number, group.pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         return group.wait()
@@ -62,7 +78,7 @@ class _Remote:
     """The command on one host."""
 
     def __init__(self, host: Host, command: Sequence[str], logs: Path) -> None:
-        self.host = host
+        self.host, self._command, self._logs = host, command, logs
         script = f"cd {shlex.quote(os.getcwd())} || exit 3\n{exports()}\n"
         script += _SUPERVISED.format(command=shlex.join(command))
         self.process = subprocess.Popen(
@@ -76,6 +92,21 @@ class _Remote:
         pipes = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
         self._threads = [threading.Thread(target=self._gather, args=pipe, daemon=True) for pipe in pipes]
         self.prefix = ""
+
+    def again(self) -> _Remote:
+        """Return the command, started once more."""
+        self.hang_up()
+        return _Remote(self.host, self._command, self._logs)
+
+    @property
+    def lost(self) -> str | None:
+        """Say how the host or the command was lost; None if it runs or has ended by itself."""
+        code = self.process.poll()
+        if code == SSH_FAILED:
+            return "its connection was lost"
+        if code is not None and (code < 0 or code >= _KILLED):
+            return f"its command was killed (exit code {code})"
+        return None
 
     def begin(self, prefix: str) -> None:
         """Begin to show the output, each line after ``prefix``."""
@@ -107,11 +138,16 @@ class _Remote:
 
 
 class _Group:
-    def __init__(self, remotes: Sequence[_Remote]) -> None:
+    def __init__(self, remotes: list[_Remote], may_lose: bool) -> None:
         self._remotes = remotes
+        self._may_lose = may_lose
         self._signalled = 0.0
-        for i, remote in enumerate(remotes):
-            remote.begin(f"{remote.host.name}: " if i else "")
+        self._missing: dict[int, float] = {}  # the hosts that were lost, and when they are tried again
+        for i in range(len(remotes)):
+            self._begin(i)
+
+    def _begin(self, i: int) -> None:
+        self._remotes[i].begin(f"{self._remotes[i].host.name}: " if i else "")
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to all hosts; the same one within a second is the same request."""
@@ -120,25 +156,49 @@ class _Group:
             self._signalled = now
             self._send("INT" if number == signal.SIGINT else "TERM")
 
-    def wait(self) -> int:
+    def wait(self) -> Ended:
         """Wait for all; what is left long after one has failed is ended."""
         failed: float | None = None
-        sent = False
+        sent, patience = False, _ENDS_AFTER_FIRST if self._may_lose else _ENDS_BY_ITSELF
         while None in (codes := [each.process.poll() for each in self._remotes]):
             now = time.monotonic()
-            if failed is None and any(codes):
+            if self._may_lose and codes[0] is None:
+                self._replace(now)
+            elif failed is None and (self._may_lose or any(codes)):
                 failed = now
-            if failed is not None and now - failed > _ENDS_BY_ITSELF and not sent:
+            if failed is not None and now - failed > patience and not sent:
                 self._send("TERM")
                 sent = True
-            if failed is not None and now - failed > _ENDS_BY_ITSELF + _ENDS_AFTER_SIGNAL:
+            if failed is not None and now - failed > patience + _ENDS_AFTER_SIGNAL:
                 break
             time.sleep(0.05)
-        lost = [each for each in self._remotes if each.process.poll() in (None, SSH_FAILED)]
-        for each in lost:
-            how = "its connection was lost" if each.process.poll() == SSH_FAILED else "it did not end after the others"
-            say(f"{each.host.name}: {how}", file=sys.stderr)
-        return exit_code([EXIT_FAULT if each in lost else each.process.returncode for each in self._remotes])
+        return self._ended()
+
+    def _replace(self, now: float) -> None:
+        """Start the commands of hosts that were lost once more, now and then."""
+        for i, each in enumerate(self._remotes):
+            if i == 0 or each.lost is None or self._signalled:
+                continue
+            if i not in self._missing:
+                say(f"{each.host.name}: {each.lost}; it is tried again while the others go on", file=sys.stderr)
+            if now >= self._missing.setdefault(i, now + _AGAIN_SECONDS):
+                self._missing[i] = now + _AGAIN_SECONDS
+                self._remotes[i] = each.again()
+                self._begin(i)
+
+    def _ended(self) -> Ended:
+        first = self._remotes[0]
+        lost = {}
+        for each in self._remotes:
+            how = "it did not end after the others" if each.process.poll() is None else each.lost
+            if how is not None:
+                lost[each.host] = how
+        if self._may_lose and first.host not in lost:
+            return Ended(first.process.returncode, lost)
+        for host, how in lost.items():
+            say(f"{host.name}: {how}", file=sys.stderr)
+        codes = [EXIT_FAULT if each.host in lost else each.process.returncode for each in self._remotes]
+        return Ended(exit_code(codes), lost)
 
     def end(self) -> None:
         """End all connections."""
@@ -157,5 +217,5 @@ def exit_code(codes: Sequence[int]) -> int:
     """
     causes = [code for code in codes if code not in (0, EXIT_FAULT, EXIT_STOPPED)]
     if causes:
-        return causes[0] if 0 < causes[0] < 128 else EXIT_FAULT  # ended by a signal
+        return causes[0] if 0 < causes[0] < _KILLED else EXIT_FAULT
     return next((code for code in (EXIT_FAULT, EXIT_STOPPED) if code in codes), 0)

@@ -15,15 +15,16 @@ class FaultsSection(Section):
     restarts: Restarts = Field(
         "3 per hour",
         description="How often the run is restarted from its newest checkpoint if a process is killed, crashes, hangs "
-        "(on_hang: restart) or loses its connection: a number per hour or per day, or off. Errors of the recipe, the "
-        "data or the numbers are not retried, and an error that repeats at the same step ends the run.",
+        "(on_hang: restart) or loses its connection, or a node is lost and num_processes is a range: a number per hour "
+        "or per day, or off. Errors of the recipe, the data or the numbers are not retried, and an error that repeats "
+        "at the same step ends the run.",
     )
     on_hang: Literal["warn", "restart", "stop"] = Field(
         "warn",
         description="What to do if a process hangs: one that makes no progress for longer than its current phase has "
         "ever taken, and some seconds. The rank, the phase and the stack of every rank are printed. warn: wait on. "
         "restart: go on from the newest checkpoint, as often as faults.restarts allows. stop: end the run "
-        "with exit code 5.",
+        "with exit code 5. Of several nodes, also for one that does not answer for 30 s.",
     )
     on_non_finite: Literal["stop", "skip", "rewind"] = Field(
         "stop",

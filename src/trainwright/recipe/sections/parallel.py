@@ -62,7 +62,7 @@ class ParallelSection(Section):
         "auto",
         description="Number of worker processes. auto: one per GPU; on CPUs, the fastest number. {min: 1, max: 8}: as "
         "many as there are GPUs, and as the file slots in the run's directory allows; if that changes, the run goes on "
-        "with another number.",
+        "with another number. On several nodes, a total, divided equally over those that are there.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",

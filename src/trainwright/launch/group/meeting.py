@@ -1,0 +1,158 @@
+"""How the ranks that another launcher has started meet: at an address, at the launcher's store, or by a file.
+
+No fixed port is assumed. On one machine a free port is chosen, and passed on in a small file that only this user can
+read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from trainwright.errors import FaultError, MachineError
+from trainwright.launch.group.environment import LaunchEnvironment, is_loopback
+from trainwright.launch.group.identity import job_of
+from trainwright.launch.group.names import skip_reverse_lookups
+from trainwright.launch.group.peers import NotPeerZero, Peers, Unreachable
+from trainwright.launch.group.rendezvous import (
+    DEFAULT_TIMEOUT,
+    LOOPBACK,
+    POLL_SECONDS,
+    Rendezvous,
+    host_store,
+    join_store,
+    meet,
+)
+
+
+def meet_ranks(
+    environment: LaunchEnvironment, arguments: Sequence[str] = (), seconds: float = DEFAULT_TIMEOUT
+) -> Rendezvous:
+    """Meet the other processes that the launcher started, at least one. All have the same ``arguments``.
+
+    Raises MachineError if the port is in use, the address is unknown, or rank 0 does not arrive.
+    """
+    address, port = environment.address, environment.port
+    if address is not None and port is not None and not environment.agent_store:
+        job = job_of(environment.size, arguments, environment.job_everywhere)
+        fix = "set MASTER_PORT to a free one, the same for every process of the job"
+        return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix)
+    if address is not None and port is not None:
+        if not is_loopback(address):
+            skip_reverse_lookups()
+        store = join_store(address, port, seconds, "rank 0")
+    else:
+        store, port = _meet_by_file(environment, seconds)
+        address = LOOPBACK
+    return _join_round(environment, store, (address, port), seconds)
+
+
+def _join_round(environment: LaunchEnvironment, store: TCPStore, place: tuple[str, int], seconds: float) -> Rendezvous:
+    """Meet the other ranks of this start at a store that earlier ones of the job may have used.
+
+    Rank 0 names each start anew: the launchers on several machines may have counted different numbers of restarts.
+    """
+    alone, rank, size = environment.nodes == 1, environment.rank, environment.size
+    starts = PrefixStore(f"trainwright/starts/{environment.job}", store)
+    if rank == 0:
+        name = secrets.token_hex(8)
+        peers = Peers.host(socket.create_server((LOOPBACK if alone else "", 0), backlog=4096))
+        starts.set("newest", json.dumps([name, peers.port, peers.job]))
+    else:
+        name, peers = _newest_start(starts, rank, LOOPBACK if alone else place[0], seconds)
+    rendezvous = Rendezvous("rank", rank, size, store, *place, prefix=f"/{environment.job}/{name}")
+    rendezvous.peers = peers
+    return rendezvous
+
+
+def _newest_start(starts: Store, rank: int, address: str, seconds: float) -> tuple[str, Peers]:
+    """Return the name of the start whose rank 0 answers, and the connection to it."""
+    deadline, why = time.monotonic() + seconds, "it has not started"
+    while time.monotonic() < deadline:
+        try:
+            found = json.loads(starts.get("newest")) if starts.check(["newest"]) else None
+        except RuntimeError as error:  # torch's DistNetworkError is one
+            raise FaultError("the launcher's store is gone; see its output") from error
+        if found is not None:
+            name, port, job = found
+            try:
+                return name, Peers.join(rank, address, port, job, 0.0)
+            except Unreachable as error:  # of an earlier start
+                why = f"port {port} of {address}: {error}"
+            except NotPeerZero as error:
+                if "member" in (error.differs or ()):
+                    raise MachineError(f"rank {rank} is already there: two processes have the same rank") from None
+                why = f"port {port} of {address} is used by another program"
+        time.sleep(POLL_SECONDS)
+    raise MachineError(f"rank 0 cannot be reached within {seconds:g} s: {why}")
+
+
+def _meet_by_file(environment: LaunchEnvironment, seconds: float) -> tuple[TCPStore, int]:
+    """Meet on one machine: rank 0 chooses a free port and writes it to a file for the others of the same job."""
+    if environment.nodes > 1 or environment.job is None:
+        example = "-x MASTER_ADDR=… -x MASTER_PORT=…" if environment.launcher == "mpirun" else "in every process"
+        raise MachineError(
+            f"{environment.launcher} sets no rendezvous address for the {environment.size} processes; set MASTER_ADDR "
+            f"to the name of rank 0's machine and MASTER_PORT to a free port ({example})"
+        )
+    path = _rendezvous_file(environment.job)
+    if environment.rank == 0:
+        store = host_store(LOOPBACK, 0, "")
+        with _written(path, {"port": store.port, **_identity(os.getpid())}):
+            # All have read it once all of them have reported.
+            waiting = PrefixStore("trainwright/file", store)
+            deadline = time.monotonic() + seconds
+            while waiting.add("read", 0) < environment.size - 1 and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+        return store, int(store.port)
+    port = _read_port(path, seconds)
+    store = join_store(LOOPBACK, port, seconds, "rank 0")
+    PrefixStore("trainwright/file", store).add("read", 1)
+    return store, port
+
+
+def _rendezvous_file(job: str) -> Path:
+    digest = hashlib.sha256(f"{os.getuid()} {job}".encode()).hexdigest()[:20]
+    return Path(tempfile.gettempdir()) / f"trainwright-{digest}"
+
+
+@contextlib.contextmanager
+def _written(path: Path, content: dict[str, Any]) -> Any:
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(content, file)
+    scratch.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _read_port(path: Path, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            # A file left by a killed run belongs to a process that no longer exists.
+            if path.stat().st_uid == os.getuid() and _identity(int(content["pid"])).items() <= content.items():
+                return int(content["port"])
+        time.sleep(POLL_SECONDS)
+    raise MachineError(f"rank 0 did not start on this machine within {seconds:g} s")
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    return {"pid": pid, "started": psutil.Process(pid).create_time()}

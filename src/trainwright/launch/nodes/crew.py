@@ -1,0 +1,104 @@
+"""Which nodes run the next launch, and with how many processes: node 0 decides, the others follow.
+
+A launch begins when every node that is still there has ended the one before. Nodes that come back, or for which there
+is no use, wait for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, FaultError
+from trainwright.launch import run_directory
+from trainwright.launch.ending.stop import Stopping
+from trainwright.launch.group.elastic import Elastic
+from trainwright.launch.nodes.nodes import Nodes
+from trainwright.launch.nodes.spread import Spread, spread
+
+
+@dataclass
+class Crew:
+    """The nodes of a run, launch by launch.
+
+    Attributes:
+        usable: the numbers of processes on all nodes together that the run can go on with.
+        room: returns how many processes this node has room for.
+        elastic: chooses among several usable numbers, on node 0; set by ``first``.
+        code: how the run has ended, if there is no further launch.
+    """
+
+    run: Path
+    nodes: Nodes
+    usable: Sequence[int]
+    room: Callable[[], int]
+    stopping: Stopping
+    elastic: Elastic | None = field(default=None, init=False)
+    code: int = field(default=EXIT_FINISHED, init=False)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node decides."""
+        return self.nodes.index == 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether the run can go on with another number of processes."""
+        return len(self.usable) > 1
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether there was a launch before the newest one, perhaps without this node."""
+        return self.nodes.launch is not None and self.nodes.launch.number > 0
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether there can be a further launch with the nodes that are left."""
+        return self.changes or self.nodes.lost is None
+
+    def first(self) -> int:
+        """Return how many processes to begin with here, when all nodes are ready; 0 if none, see ``code``.
+
+        Raises:
+            MachineError: there are too few devices.
+        """
+        if self.leads and self.changes:
+            self.elastic = Elastic(self.run, self.usable, self._largest, self.stopping)
+        return self._next(None if self.elastic is None else self.elastic.first)
+
+    def next(self) -> int:
+        """Return how many processes to go on with here, after all nodes have ended a launch; 0 if none, see ``code``.
+
+        Raises:
+            FaultError: there were too few nodes for too long.
+        """
+        return self._next(None if self.elastic is None else self.elastic.next)
+
+    def _next(self, choose: Callable[[], int] | None) -> int:
+        if not self.leads:
+            found = self.nodes.follow(self.room())
+            if isinstance(found, int):
+                self.code = found
+                return 0
+            return found.spread.each
+        self.nodes.settle()
+        number = 0 if self.stopping.flag.value else self.usable[-1] if choose is None else choose()
+        if not number:
+            self.code = EXIT_STOPPED
+            return 0
+        where = self._spread([number])
+        if where is None:
+            raise FaultError(self.nodes.lost or f"there is no room for {number} processes on the nodes that are left")
+        self.nodes.begin(where, (self.run / run_directory.RECIPE).read_text(encoding="utf-8"))
+        return where.each
+
+    def _largest(self, usable: Sequence[int]) -> int | None:
+        """Return the largest of these numbers that there is room for."""
+        if not self.nodes.running:  # nothing else looks for nodes that come back
+            self.nodes.poll()
+        found = self._spread(usable)
+        return None if found is None else found.processes
+
+    def _spread(self, usable: Sequence[int]) -> Spread | None:
+        return spread(usable, {**self.nodes.rooms, 0: self.room()})

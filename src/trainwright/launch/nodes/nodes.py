@@ -1,0 +1,393 @@
+"""Several machines, each with our launcher: they meet at node 0, share one run, and end together.
+
+The user numbers the nodes. Node 0 hosts the store at host:port and creates the run directory, which all nodes can see.
+It decides which nodes run each launch of the workers (`crew.py`), as others may be lost and come back.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, Stopped, TrainwrightError
+from trainwright.launch.ending.failure import Failure, first_failure
+from trainwright.launch.ending.stop import Stopping
+from trainwright.launch.group.identity import job_of
+from trainwright.launch.group.peers import GONE, Message
+from trainwright.launch.group.rendezvous import Rendezvous, host_store, meet, set_interfaces
+from trainwright.launch.nodes.clocks import Clocks
+from trainwright.launch.nodes.info import (
+    NodeDropped,
+    NodeFailed,
+    NodeInfo,
+    NodeRules,
+    NodesLost,
+    check_machine,
+    check_same,
+    port_fix,
+    visible,
+)
+from trainwright.launch.nodes.silence import LIMIT, Silence
+from trainwright.launch.nodes.spread import Launch, Spread
+from trainwright.text import say
+
+_STOP, _KILLED, _FAILED, _FINISHED, _RUNS = "stop", "killed", "failed", "finished", "runs"
+# The messages between launches: a node waits for one, node 0 begins or refuses one, or the run is over.
+_READY, _LAUNCH, _REFUSED, _OVER, _DROPPED = "ready", "launch", "refused", "over", "dropped"
+# How long a failed node waits for the reports of the others, and node 0 at the end for their leaving.
+_REPORT_SECONDS, _LEAVE_SECONDS = 6.0, 5.0
+_POLL_SECONDS = 0.1
+_LOST = "is gone: it was killed, lost its network or lost its power"
+_FIX = "; resume the run with --resume, on the nodes that are left"
+_SILENT = f"has not answered for {LIMIT:.0f} s: it is suspended, hangs or has lost its network"
+
+
+class LinkedStopping(Stopping):
+    """Pass a stop request on one node to all nodes."""
+
+    nodes: Nodes | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Return whether a stop was requested on any node."""
+        if self.nodes is not None:
+            self.nodes.poll()
+        return bool(self.flag.value)
+
+
+class Nodes:
+    """All nodes of a run, seen from this one.
+
+    Attributes:
+        running: whether workers run here, so that the agent handles a lost node.
+        launch: the newest launch; None before the first.
+        rooms: how many processes each connected node has room for, if it has prepared the run.
+        waiting: those of the nodes that wait for the next launch.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, stopping: LinkedStopping, hosts: dict[int, str], mine: NodeInfo, rules: NodeRules
+    ) -> None:
+        self.rendezvous = rendezvous
+        self.index = rendezvous.index
+        self.running = False
+        self.launch: Launch | None = None
+        self.rooms: dict[int, int] = {}
+        self.waiting: set[int] = set()
+        self._mine, self._rules, self._stopping = mine, rules, stopping
+        self._hosts = hosts
+        self._expected = set(hosts)  # of the launch, and before the first one all that have arrived
+        self._ended: dict[int, Message] = {}  # the final report of each of them
+        self._gone: dict[int, str] = {}  # those that were lost, and how
+        self._over: Message | None = None
+        self._stop_sent = self._dropped = False
+        self._store = rendezvous.store  # of the workers, if it is hosted here
+        self._opened: list[str] = []  # the run directory
+        self._late = self.index != 0 and rendezvous.is_published("begun")
+        self._silence, self._clocks, self._warned = Silence(), Clocks(), set[int]()
+        stopping.nodes = self
+
+    @classmethod
+    def meet(
+        cls,
+        index: int,
+        count: int,
+        place: tuple[str, int],
+        seconds: float,
+        mine: NodeInfo,
+        stopping: LinkedStopping,
+        rules: NodeRules,
+        enough: Callable[[int], bool] = lambda number: False,
+    ) -> Nodes:
+        """Meet the other nodes at `place`, host and port of node 0, within `seconds`.
+
+        Args:
+            enough: whether the run can begin with so many nodes, if the others have not come by then.
+
+        Raises MachineError naming missing nodes, a port in use, or the differences between nodes.
+        """
+
+        def patient() -> None:
+            if stopping.flag.value:
+                raise Stopped()
+
+        def admit() -> None:
+            patient()
+            rendezvous.listen()
+
+        rendezvous = meet("node", index, count, place, job_of(count), seconds, port_fix(index, count, place), patient)
+        set_interfaces(place[0])
+        rendezvous.post(asdict(mine))
+        if index == 0:
+            try:
+                found = {i: NodeInfo(**posted) for i, posted in rendezvous.gather(seconds, admit, enough).items()}
+                check_same(found)
+            except TrainwrightError as error:
+                rendezvous.publish("met", {"refused": str(error), "exit_code": error.exit_code})
+                rendezvous.wait_until_left(2.0)
+                rendezvous.close()
+                raise
+            rendezvous.publish("met", {"hosts": {str(i): node.host for i, node in found.items()}})
+        reply = rendezvous.wait_for("met", patient)
+        if "refused" in reply:
+            rendezvous.leave()
+            rendezvous.close()
+            raise NodeFailed(f"node 0: {reply['refused']}", reply["exit_code"])
+        hosts = {int(i): host for i, host in reply["hosts"].items()} | {index: mine.host}
+        return cls(rendezvous, stopping, hosts, mine, rules)
+
+    def open(self, make: Callable[[], tuple[Path, str]]) -> Path:
+        """Return the run directory: node 0 creates it by `make`, which also returns its recipe's text; the others only
+        open it.
+        """
+        if self.index == 0:
+            run, recipe = self.reporting_failure(make)
+            self._opened = [str(run), str(run.absolute())]
+            self.rendezvous.publish("opened", [*self._opened, recipe])
+            return run
+        shown, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
+        found = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
+        return self.reporting_failure(lambda: visible(found, recipe, self.index))
+
+    def reporting_failure(self, work: Callable[[], Any]) -> Any:
+        """Return the result of `work`; report an exception to the other nodes before it is raised."""
+        try:
+            return work()
+        except NodeFailed:
+            raise
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, TrainwrightError) else EXIT_TRAINING
+            if not self._late:  # the run goes on without this node
+                self._report(_FAILED, text=str(error) or type(error).__name__, code=code)
+            raise
+
+    def poll(self) -> None:
+        """Process the messages of the others.
+
+        Raises:
+            NodeFailed: a node that the run needs has failed, and no workers run here.
+            NodesLost: one has failed or node 0 goes on without this one, and workers run here.
+            NodeDropped: node 0 goes on without this one, and no workers run here.
+        """
+        self.listen()
+        failed = {index: report for index, report in self._ended.items() if report["kind"] == _FAILED}
+        if self.running and (failed or self._gone or self._dropped):
+            raise NodesLost
+        if self._over is not None:  # node 0 leaves
+            return
+        if self._dropped:
+            raise NodeDropped
+        preparing = self.launch is None
+        for index, report in failed.items() if preparing else ():
+            raise NodeFailed(f"{self._name(index)}: {report.get('text', 'failed')}", int(report["code"]))
+        for index, how in self._gone.items():
+            if index == 0 or (preparing and not self._rules.may_lose):
+                raise NodeFailed(f"{self._name(index)} {how}{'' if preparing else _FIX}", EXIT_FAULT)
+
+    def begin(self, spread: Spread, recipe: str) -> Launch:
+        """Begin a launch on these nodes, as node 0.
+
+        Args:
+            recipe: text of the run's recipe, for nodes that arrive later.
+        """
+        number = 0 if self.launch is None else self.launch.number + 1
+        if number:  # process groups leave their keys in a store
+            self._store = host_store(self.rendezvous.address, 0, "")
+        launch = Launch(number, spread, int(self._store.port))
+        self.rendezvous.publish("opened", [*self._opened, recipe])
+        self.rendezvous.publish("begun", number)
+        self.rendezvous.peers.send_direct(
+            _LAUNCH, number=number, nodes=spread.nodes, each=spread.each, port=launch.port
+        )
+        self.rendezvous.peers.forget()
+        self._begun(launch)
+        return launch
+
+    def follow(self, room: int) -> Launch | int:
+        """Wait as another node for the next launch that it is part of; return the exit code if the run is over.
+
+        Args:
+            room: how many processes this node has room for.
+
+        Raises:
+            TrainwrightError: the run has failed, or node 0 is gone.
+            NodeDropped: node 0 went on without this one.
+        """
+        self.running, before = False, self.launch
+        self._ended.clear()
+        told = {"host": self._mine.host, "gpus": self._mine.gpus, "version": self._mine.version}
+        self.rendezvous.peers.send_direct(_READY, room=room, **told)
+        while self._over is None:
+            self.poll()
+            launch = self.launch
+            if launch is not None and launch is not before and self.index in launch.spread.nodes:
+                return launch
+            time.sleep(_POLL_SECONDS)
+        code, text = int(self._over["code"]), str(self._over["text"])
+        if text:
+            raise NodeFailed(text, code)
+        return code
+
+    def settle(self) -> None:
+        """Wait as node 0 until all nodes that are still there have prepared the run, or ended the launch."""
+        self.running = False
+        self._ended.clear()
+        while self._expected - self._gone.keys() - self.waiting - {0} and not self._stopping.flag.value:
+            self.poll()
+            time.sleep(_POLL_SECONDS)
+
+    def over(self, code: int, text: str = "") -> None:
+        """Tell nodes that wait for a launch how the run has ended, as node 0."""
+        if self.index == 0:
+            self.rendezvous.peers.send_direct(_OVER, code=code, text=text)
+
+    @property
+    def lost(self) -> str | None:
+        """Say which node of the launch is gone, and how; None if all are there."""
+        return next((f"{self._name(index)} {how}" for index, how in self._gone.items()), None)
+
+    def place(self) -> tuple[int, int]:
+        """Return the lowest rank here, and the number of ranks, in the current launch."""
+        assert self.launch is not None, "it has begun"
+        return self.launch.spread.first_rank(self.index), self.launch.spread.processes
+
+    def killed(self) -> None:
+        """Report that the user has asked to end without a checkpoint."""
+        self.rendezvous.peers.send(_KILLED)
+
+    def finish(self, codes: dict[int, int | None]) -> list[int]:
+        """Wait for the others to finish; return the exit codes of their workers. Raises NodesLost."""
+        self._report(_FINISHED, codes=codes)
+        while self._expected - self._ended.keys() - {self.index}:
+            self.poll()
+            time.sleep(_POLL_SECONDS)
+        self.running = False
+        return [int(code or 0) for report in self._ended.values() for code in report["codes"].values()]
+
+    def fail(
+        self, logs: Path, codes: dict[int, int | None], records: dict[int, dict[str, Any]], out_of_memory: bool
+    ) -> Failure:
+        """Report the failure here, collect those of the others, and return the first of all."""
+        mine = first_failure(logs, 0, codes, out_of_memory, records=records)
+        self._report(_FAILED, codes=codes, records=records, memory=out_of_memory, code=mine.exit_code)
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while self._expected - self._ended.keys() - self._gone.keys() - {self.index} and time.monotonic() < deadline:
+            self.listen()
+            if 0 in self._gone or self._dropped:
+                break
+            time.sleep(_POLL_SECONDS)
+        for report in self._ended.values():
+            codes |= {int(rank): code for rank, code in report.get("codes", {}).items()}
+            records |= {int(rank): record for rank, record in report.get("records", {}).items()}
+            out_of_memory |= bool(report.get("memory", False))
+        self.running = False
+        return first_failure(logs, 0, codes, out_of_memory, records=records, gone=self.lost)
+
+    def leave(self) -> None:
+        """Leave; must be called at the end in every case."""
+        self._stopping.nodes = None
+        peers, until = self.rendezvous.peers, time.monotonic() + _LEAVE_SECONDS
+        while self.index == 0 and peers.connected() and time.monotonic() < until:
+            peers.poll(_POLL_SECONDS)
+        self.rendezvous.close()
+
+    def listen(self) -> None:
+        """Process the messages of the others, pass a stop request on, and say that this node runs."""
+        early, self.rendezvous.early = self.rendezvous.early, []
+        for message in early + self.rendezvous.peers.poll():
+            if (peer := int(message["peer"])) != self.index:  # its own from before it was lost
+                self._hear(str(message["kind"]), peer, message)
+        there = self.rendezvous.peers.connected()
+        for index in (self._expected if self.index == 0 else {0}) - there - {self.index}:
+            self._forget(index, _LOST)
+        if self._stopping.flag.value and not self._stop_sent:
+            self._stop_sent = True
+            self.rendezvous.peers.send(_STOP)
+        if self._silence.is_time():
+            self.rendezvous.peers.send_direct(_RUNS, time=time.time())
+        watched = self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
+        for index in self._silence.silent(watched) if self.launch is not None else ():
+            self._is_silent(index)
+
+    def _hear(self, kind: str, peer: int, message: Message) -> None:
+        if kind == GONE:
+            self._forget(peer, _LOST)
+            return
+        self._silence.hear(peer)
+        if peer in self._warned:
+            self._warned.remove(peer)
+            say(f"{self._name(peer)} answers again", file=sys.stderr)
+        if kind in (_FAILED, _FINISHED):
+            if message["number"] == self._number and peer in self._expected and not self._late:
+                self._ended[peer] = message
+        elif kind == _RUNS and self.index == 0:
+            self._clocks.hear(self._name(peer), self._name(0), float(message["time"]))
+        elif kind == _READY and self.index == 0:
+            self._admit(peer, message)
+        elif kind == _LAUNCH:
+            spread = Spread(tuple(message["nodes"]), int(message["each"]))
+            self._begun(Launch(int(message["number"]), spread, int(message["port"])))
+        elif kind == _OVER or (kind == _REFUSED and message["node"] == self.index):
+            self._over = message
+        elif kind == _DROPPED:
+            self._dropped = True
+        elif kind == _STOP:
+            self._stop_sent = True
+            self._stopping.flag.value = 1
+        elif kind == _KILLED:
+            self._stopping.killed = True
+            self._stopping.flag.value = 1
+            if self.running:
+                raise SignalException("killed on another node", sigval=signal.SIGKILL)
+
+    def _admit(self, peer: int, message: Message) -> None:
+        try:
+            found = NodeInfo(message["host"], 0, message["gpus"], "", resume=False, version=message["version"])
+            check_machine(self._mine, peer, found)
+        except TrainwrightError as error:
+            self.rendezvous.peers.send_direct(_REFUSED, node=peer, text=str(error), code=error.exit_code)
+            return
+        self._hosts[peer] = str(message["host"])
+        self.rooms[peer] = int(message["room"])
+        self.waiting.add(peer)
+
+    def _forget(self, peer: int, how: str) -> None:
+        self.rooms.pop(peer, None)
+        self.waiting.discard(peer)
+        if peer in self._expected | {0} and self._ended.get(peer, {}).get("kind") != _FINISHED:
+            self._gone.setdefault(peer, how)
+
+    def _is_silent(self, peer: int) -> None:
+        if self._rules.on_hang == "warn":
+            if peer not in self._warned:
+                self._warned.add(peer)
+                goes_on = "waiting on; with faults.on_hang: restart, the run would go on without it"
+                say(f"warning: {self._name(peer)} {_SILENT}; {goes_on}", file=sys.stderr)
+            return
+        if self.index == 0:
+            self.rendezvous.peers.drop(peer, _DROPPED)
+        self._forget(peer, _SILENT)
+
+    def _begun(self, launch: Launch) -> None:
+        self.launch, self._late = launch, False
+        self._expected = set(launch.spread.nodes)
+        self.waiting -= self._expected
+        self._ended.clear()
+        self._gone.clear()
+
+    @property
+    def _number(self) -> int:
+        return -1 if self.launch is None else self.launch.number
+
+    def _report(self, kind: str, **content: Any) -> None:
+        self.rendezvous.peers.send(kind, number=self._number, **content)
+
+    def _name(self, index: int) -> str:
+        return f"node {index} ({self._hosts.get(index, 'unknown')})"

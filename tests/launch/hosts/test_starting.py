@@ -1,0 +1,101 @@
+"""Commands on hosts that are lost, without a run: a program stands for ssh, and starts what it is given here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import wait_for
+from trainwright.launch.hosts import starting
+from trainwright.launch.hosts.names import Host
+from trainwright.launch.hosts.starting import Ended, run_on
+
+HOSTS = [Host("one"), Host("two")]
+# What ssh is given ends with the command, which tells its process as the last line of a file.
+SSH = '#!/bin/sh\nfor last in "$@"; do :; done\nexec sh -c "$last"\n'
+COUNT = "echo $PPID $$ >>{name}; while ! [ -e {until} ]; do sleep 0.05; done; exit {code}"
+
+
+@pytest.fixture(autouse=True)
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("TRAINWRIGHT_SSH", shlex.quote(str(tmp_path / "ssh")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starting, "_AGAIN_SECONDS", 0.2)
+    monkeypatch.setattr(starting, "_ENDS_AFTER_FIRST", 0.5)
+
+
+def command(name: str, until: str, code: int = 0) -> list[str]:
+    return ["sh", "-c", COUNT.format(name=name, until=until, code=code)]
+
+
+def started(name: str) -> list[list[int]]:
+    """The processes of every start of a command: what stands for ssh, and the command."""
+    file = Path(name)
+    return [list(map(int, line.split())) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def kill(name: str, number: int) -> None:
+    """Kill a start of a command, ssh first."""
+    for pid in wait_for(lambda: len(started(name)) >= number and started(name)[number - 1]):
+        os.kill(pid, signal.SIGKILL)
+
+
+def beside(*steps: object) -> threading.Thread:
+    def work() -> None:
+        for step in steps:
+            step()  # type: ignore[operator]
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_host_that_is_lost_is_started_again_while_the_first_goes_on(tmp_path: Path) -> None:
+    thread = beside(
+        lambda: kill("two", 1),
+        lambda: kill("two", 2),
+        lambda: wait_for(lambda: len(started("two")) == 3),
+        lambda: Path("done").touch(),
+    )
+    ended = run_on(HOSTS, [command("one", "done"), command("two", "done")], tmp_path, may_lose=True)
+    thread.join()
+    assert ended == Ended(0, {})
+    assert len(started("one")) == 1
+
+
+def test_what_was_started_again_ends_with_the_first(tmp_path: Path) -> None:
+    thread = beside(
+        lambda: kill("two", 1), lambda: wait_for(lambda: len(started("two")) == 2), lambda: Path("done").touch()
+    )
+    ended = run_on(HOSTS, [command("one", "done", 75), command("two", "never")], tmp_path, may_lose=True)
+    thread.join()
+    assert ended.code == 75
+
+
+def test_the_first_host_is_not_started_again(tmp_path: Path) -> None:
+    thread = beside(lambda: kill("one", 1), lambda: Path("done").touch())
+    ended = run_on(HOSTS, [command("one", "never"), command("two", "done", 5)], tmp_path, may_lose=True)
+    thread.join()
+    assert ended.code == 5 and list(ended.lost) == HOSTS[:1]
+    assert "killed" in ended.lost[HOSTS[0]]
+
+
+def test_no_host_is_started_again_if_none_may_be_lost(tmp_path: Path) -> None:
+    thread = beside(lambda: kill("two", 1), lambda: Path("done").touch())
+    ended = run_on(HOSTS, [command("one", "done", 5), command("two", "never")], tmp_path)
+    thread.join()
+    assert ended.code == 5 and list(ended.lost) == HOSTS[1:]
+    assert len(started("two")) == 1
+
+
+def test_the_logs_of_hosts_are_appended_to(tmp_path: Path) -> None:
+    for word in ("before", "after"):
+        assert run_on(HOSTS[:1], [["echo", word]], tmp_path).code == 0
+    assert (tmp_path / "host-one.log").read_text() == "before\nafter\n"
