@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +158,53 @@ def test_a_kill_at_any_byte_loses_that_checkpoint_alone(background: tuple[Backgr
         value = 2.0 if made.path(2).exists() else 1.0
         shard = state(value)["model.3"]
         assert torch.equal(read("model.3", shard), shard.local)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_a_kill_at_any_moment_of_the_write_loses_that_checkpoint_alone(
+    background: tuple[Background, Checkpoints], seed: int
+) -> None:
+    """From the first byte to the rename: also while the file is read again and the manifest is written."""
+    one, made = background
+    begun = time.monotonic()
+    one.begin(1, state(1.0), {}, "", set())
+    assert one.flush() is not None
+    takes = time.monotonic() - begun
+    (writer,) = writers(os.getpgid(0))
+    killer = threading.Timer(random.Random(seed).uniform(0, takes), writer.kill)
+    one.begin(2, state(2.0), {}, "", set())
+    killer.start()
+    try:
+        one.flush()
+    except CheckpointError as error:
+        assert "killed by signal 9" in str(error)
+    killer.join()
+    found, refused = made.latest()
+    assert found is not None and not refused
+    with found.reader() as read:
+        shard = state(float(found.step))["model.3"]
+        assert torch.equal(read("model.3", shard), shard.local)
+
+
+def test_memory_for_the_copy_is_allocated_before_the_first_checkpoint() -> None:
+    writer = Writer()
+    try:
+        writer.allocate(48 * MIB)
+        memory = Path(f"/proc/{writer.pid}/fd")
+        files = [file for file in memory.iterdir() if "memfd:checkpoint" in os.readlink(file)]
+        assert files
+        wait_for(lambda: files[0].stat().st_blocks * 512 >= 48 * MIB)
+    finally:
+        writer.close()
+
+
+def test_a_run_is_ready_for_its_first_checkpoint_after_its_first_step(runs: Runs) -> None:
+    started = runs.train("parallel.num_processes=2", "checkpoint={every: 1000, background: true}", "train.max_steps=60")
+    started.wait_for_step(2)
+    wait_for(lambda: started.ended or len(writers(started.pid)) == 2)
+    ended = started.wait()
+    assert ended.code == 0, ended.stderr
+    wait_for(lambda: not writers(started.pid))
 
 
 def test_what_changes_once_the_copy_is_done_does_not_reach_the_checkpoint(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ class Background:
         if flight.completion is not None and flight.completion.done:
             return _COMPLETE
         return _PART if isinstance(flight.part, str) or flight.part.done else _WRITING
+
+    def get_ready(self, size: int) -> None:
+        """Start the process, and allocate memory for ``size`` bytes meanwhile, so that no checkpoint waits for it."""
+        with suppress(OSError):  # the first checkpoint will say it
+            self._writer = self._writer or Writer()
+            self._writer.allocate(size)
 
     def begin(
         self, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str, changing: Set[int]

@@ -59,6 +59,7 @@ class Checkpointing:
         places = training.recipe.checkpoint.copies if training.world.is_main else []
         self._copies = Copies(places, checkpoints.directory)
         self._worth: bool | None = None  # whether background writing is worth it; None: not known yet
+        self._is_ready = False
         self._blocked = 0.0  # seconds that training has waited for the checkpoint that is being written
         if training.recipe.checkpoint.background is True and training.task.base is not None:
             raise RequestError(
@@ -124,8 +125,21 @@ class Checkpointing:
             self._blocked += time.monotonic() - begun
 
     def advance(self, reports: Sequence[float]) -> None:
-        """Continue with the checkpoint that is being written as far as every rank's ``report`` allows."""
+        """Continue with the checkpoint that is being written as far as every rank's ``report`` allows; call it after
+        each step.
+        """
+        if not self._is_ready:
+            self._get_ready()
         self._conclude(lambda: self._background.advance(reports))
+
+    def _get_ready(self) -> None:
+        """Start the process that writes in the background, once the state has its size: after the first step."""
+        self._is_ready = True
+        if self._training.recipe.checkpoint.every is None:
+            return
+        shards = self._training.strategy.state()
+        if self._uses_background(shards):
+            self._background.get_ready(_own_bytes(shards))
 
     def close(self) -> None:
         """Complete the checkpoint that is being written, and end its process."""
@@ -161,16 +175,17 @@ class Checkpointing:
             self._saved(step, saved)
 
     def _saved(self, step: int, saved: SavedCheckpoint) -> None:
-        self.step = step
-        self._saving.took(self._blocked)
-        self._training.events.emit(
-            CheckpointWritten(step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=self._blocked)
-        )
+        self.step, begun = step, time.monotonic()
         if self._training.world.is_main:
             self._prune()
             self._copies.add(saved.path)
             self._tell_of_copies()
         self._training.world.barrier()  # it may have read and removed for long
+        self._blocked += time.monotonic() - begun
+        self._saving.took(self._blocked)
+        self._training.events.emit(
+            CheckpointWritten(step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=self._blocked)
+        )
 
     def _failed(self, error: CheckpointError, seconds: float, required: bool) -> None:
         self._saving.took(seconds)
@@ -192,7 +207,7 @@ class Checkpointing:
         if asked is True:
             return True
         if self._worth is None:
-            own = sum(one.local.numel() * one.local.element_size() for one in own_blocks(shards).values())
+            own = _own_bytes(shards)
             world = self._training.world
             self._worth = max(world.gather(own)) >= _BACKGROUND_BYTES and fits_host(world, own)
         return self._worth
@@ -293,6 +308,11 @@ class Checkpointing:
     def _tell(self, detail: str, action: str) -> None:
         step = self._training.progress.step
         self._training.events.emit(Fault(kind="checkpoint", rank=0, detail=detail, action=action, step=step))
+
+
+def _own_bytes(shards: Mapping[str, Shard]) -> int:
+    """Return the bytes of this rank's part of a state."""
+    return sum(one.local.numel() * one.local.element_size() for one in own_blocks(shards).values())
 
 
 def _floats(values: dict[str, Any]) -> dict[str, float]:

@@ -80,6 +80,12 @@ class Writer:
         """The id of the process."""
         return self._process.pid
 
+    def allocate(self, size: int) -> None:
+        """Begin to allocate memory for the copy of ``size`` bytes; copying needs no allocation then."""
+        if size and hasattr(os, "posix_fallocate"):
+            memory = self._memory
+            Task(lambda: os.posix_fallocate(memory, 0, size))
+
     def write(self, path: Path, tensors: Mapping[str, torch.Tensor], changing: Set[int]) -> Task:
         """Begin to copy tensors and then to write them to ``path``; the outcome is ``{"size": …, "sha256": …}``.
 
