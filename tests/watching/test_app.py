@@ -163,3 +163,17 @@ def test_long_runs_have_a_row_before_they_are_read(tmp_path: Path, monkeypatch: 
     board.curves(["two"], "loss", "step", 10)
     assert board.look()
     assert {row["read"] for row in board.rows().values()} == {1.0}
+
+
+def test_the_seconds_of_every_rank_are_given_by_category(board: Board, client: TestClient, tmp_path: Path) -> None:
+    assert client.get("/seconds", params={"run": "one"}).json() == {"categories": [], "ranks": []}
+    (tmp_path / "group" / NAME / "ledger").mkdir()
+    for rank in range(2):
+        spent = {"forward": 3.0 + rank, "exchange": 1.0, "waiting for ranks": 1.0 - rank, "start: imports": 5.0}
+        line = {"launch": 1, "rank": rank, "time": 20.0, "step": 3, "started": 10.0, "seconds": spent}
+        (tmp_path / "group" / NAME / "ledger" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
+    found = client.get("/seconds", params={"run": f"group/{NAME}"}).json()
+    assert found["categories"] == ["forward", "exchange", "waiting for ranks", "start: imports"]
+    assert [rank["seconds"]["forward"] for rank in found["ranks"]] == [3.0, 4.0]
+    assert found["ranks"][1]["goodput"] == pytest.approx(0.5)
+    assert client.get("/seconds", params={"run": "none"}).status_code == 404

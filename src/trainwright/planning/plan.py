@@ -80,11 +80,16 @@ class Plan:
         """Whether the chosen candidate is close to the memory limit and should be tried first."""
         return self.chosen.is_close
 
+    @property
+    def _peak_is_measured(self) -> bool:
+        """Whether the peak rate was measured on this machine, and is not from a datasheet."""
+        return self.calibrated or self.basis.measurement is not None
+
     def predicted(self) -> dict[str, float]:
         """Return the predictions that are compared with the run: bytes per process, seconds per step, threads per
         process.
 
-        ``calibrated`` and ``measured`` are 1 if times are from rates that the calibration or the quick measurement
+        ``mfu`` is over a measured peak rate, and left out without one. ``calibrated`` and ``measured`` are 1 if times are from rates that the calibration or the quick measurement
         found on this machine. ``correction``: the factor on the step time from this machine's own runs.
         """
         predicted: dict[str, float] = {
@@ -94,7 +99,7 @@ class Plan:
         if self.chosen.time is not None:
             predicted["step_time"] = self.chosen.time.seconds
             predicted["tokens_per_second"] = self.chosen.time.tokens_per_second
-            if self.chosen.time.mfu is not None:
+            if self.chosen.time.mfu is not None and self._peak_is_measured:
                 predicted["mfu"] = self.chosen.time.mfu
             predicted["calibrated"] = float(self.calibrated)
             predicted["correction"] = self.correction.seconds

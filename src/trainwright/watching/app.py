@@ -74,6 +74,7 @@ def application(board: Board, token: str) -> Starlette:
         Route("/curves", lambda request: _json(_curves(board, request))),
         Route("/differences", lambda request: _json(board.differences(request.query_params.getlist("run")))),
         Route("/details", lambda request: _json(board.details(_run(request)))),
+        Route("/seconds", lambda request: _json(board.seconds(_run(request)))),
         Route("/log", lambda request: _json(board.log(_run(request), request.query_params.get("file", "")))),
         Route("/checkpoint", lambda request: _json(_save(board, request)), methods=["POST"]),
         Route("/stop", lambda request: _json(stop(board.directory(_run(request)), timeout=0)), methods=["POST"]),

@@ -17,6 +17,7 @@ from trainwright.observe.following import RunFollower
 from trainwright.observe.kept import follower_of, keep
 from trainwright.reports.comparing import recipe_differences
 from trainwright.reports.figures import FLOPS, RunFigures
+from trainwright.watching.seconds import Seconds
 
 AXES = ("step", "tokens", "seconds", "flops")
 _LOOK_SECONDS = 1.0
@@ -39,6 +40,7 @@ class Board:
         self._rows: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()  # held while a part of a file is read
         self._ends = threading.Event()
+        self._seconds = Seconds()
         self._kept: dict[str, int] = {}  # bytes that the cache has
         self._glances: dict[str, dict[str, Any]] = {}  # rows of long runs, until they are read
         self._asked: tuple[str, ...] = ()  # the runs that the page shows, which are read first
@@ -110,6 +112,13 @@ class Board:
                 "metrics": metrics,
                 "logs": _logs(follower.directory),
             }
+
+    def seconds(self, name: str) -> dict[str, Any]:
+        """Return the seconds of every rank of a run by category. Raises KeyError if the run is gone."""
+        with self._lock:
+            follower = self._followers[name]
+            events = list(follower.events)
+        return self._seconds.of(follower.directory, events)
 
     def log(self, name: str, file: str) -> str:
         """Return the end of a log."""

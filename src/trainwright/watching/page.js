@@ -218,7 +218,31 @@ async function show(id) {
   at("file").replaceChildren(...found.logs.map(name => element("option", name)));
   const first = found.logs.includes(file) ? file : found.logs.find(name => name.startsWith("rank-"));
   if (first) at("file").value = first;
+  await time();
   await log();
+}
+
+// A row for each category, a column for each rank: few ranks fit a narrow window, and many scroll.
+async function time() {
+  const run = opened;
+  const { categories, ranks } = await ask("seconds", { run }).catch(() => ({ categories: [], ranks: [] }));
+  if (run !== opened) return;
+  at("time").hidden = !ranks.length;
+  at("ranks").replaceChildren(element("th", "Seconds"), ...ranks.map(each => element("th", `Rank ${each.rank}`)));
+  const whole = ranks.map(each => Object.values(each.seconds).reduce((a, b) => a + b, 0) || 1);
+  const lines = categories.map(category => {
+    const row = element("tr");
+    row.append(element("th", category, { scope: "row" }), ...ranks.map((each, i) => {
+      const value = each.seconds[category] ?? 0, cell = element("td", value ? short(value) : "", { className: "share" });
+      cell.style.setProperty("--share", value / whole[i]);
+      cell.title = `rank ${each.rank}, ${category}: ${(100 * value / whole[i]).toFixed(1)}%`;
+      return cell;
+    }));
+    return row;
+  });
+  const last = element("tr");
+  last.append(element("th", "goodput", { scope: "row" }), ...ranks.map(each => element("td", `${(100 * each.goodput).toFixed(1)}%`)));
+  at("seconds").replaceChildren(...lines, last);
 }
 
 async function log() {

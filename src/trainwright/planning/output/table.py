@@ -88,8 +88,8 @@ def words(plan: Plan) -> Iterator[str]:
     if chosen.choice.num_processes > 1 and plan.cluster.device == "cuda":
         speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} per device"
     if time.mfu is not None:
-        measured = " that was measured" if plan.cluster.device == "cpu" else ""
-        speed += f", {time.mfu:.0%} of the peak rate{measured}"
+        peak = "measured peak rate" if plan.cluster.device == "cpu" or plan.calibrated else "datasheet's peak rate"
+        speed += f", {time.mfu:.0%} of the {peak}"
     yield from _labelled("speed", [speed, _speed_interval(chosen.errors, time.tokens_per_second)])
     if plan.workload.steps is not None:
         yield from _labelled("run", [_run_line(plan)])
