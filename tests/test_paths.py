@@ -1,7 +1,11 @@
-"""A path of a user that does not exist is refused by every command that takes a path."""
+"""Paths of users, files that other machines write, and locks of directories."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,8 @@ import pytest
 from tests.support.commands import trainwright
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
+from trainwright.machine.file_lock import is_locked, lock_directory
+from trainwright.paths import appears, user_path, write_file
 
 
 def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +46,21 @@ def test_commands_end_with_2(words: tuple[str, ...], tmp_path: Path) -> None:
     assert ended.returncode == 2, ended.stderr
     assert "nosuchuser" in ended.stderr and "Traceback" not in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_machine_writes_may_be_seen_late(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("old")
+    assert not appears(file, "new", seconds=0.0)
+    assert not appears(tmp_path / "missing" / "recipe.yaml", "new", seconds=0.3)
+    threading.Timer(0.5, lambda: write_file(file, "new")).start()
+    assert appears(file, "new", seconds=60.0)
+
+
+def test_a_file_system_without_locks_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with lock_directory(tmp_path, "it is in use"):
+        assert not is_locked(tmp_path)

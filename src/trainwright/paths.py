@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from trainwright.errors import RequestError
+
+_LATE_SECONDS, _LOOK_SECONDS = 30.0, 0.2
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
@@ -34,3 +37,20 @@ def write_file(file: Path, content: str | bytes) -> None:
         with suppress(OSError):  # written in part if the disk is full
             scratch.unlink()
         raise
+
+
+def appears(file: Path, text: str, seconds: float = _LATE_SECONDS) -> bool:
+    """Return whether ``file`` has this text, as soon as it has, or after ``seconds``.
+
+    What another machine has written to a shared file system may be seen late: NFS keeps attributes and names that do
+    not exist for up to a minute (nfs(5), acregmax and acdirmax), and a file that was replaced can be stale (ESTALE).
+    """
+    end = time.monotonic() + seconds
+    while True:
+        with suppress(OSError, UnicodeDecodeError):
+            os.listdir(file.parent)  # asks the server for the directory again
+            if file.read_text(encoding="utf-8") == text:
+                return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_LOOK_SECONDS)

@@ -45,6 +45,7 @@ from trainwright.launch.process import (
 )
 from trainwright.launch.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
 from trainwright.machine.detect import detect
+from trainwright.paths import appears
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -281,8 +282,7 @@ class _Participant:
         if "refused" in decision:
             raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
         opened = Opened(**decision["opened"])
-        recipe = opened.path / run_directory.RECIPE
-        if not recipe.is_file() or recipe.read_text(encoding="utf-8") != opened.recipe:
+        if not appears(opened.path / run_directory.RECIPE, opened.recipe):
             raise MachineError(
                 f"rank {self.environment.rank} on {socket.gethostname()} does not see the run directory {opened.path}, "
                 "which rank 0 created; set logging.run_directory to a file system that all machines share"

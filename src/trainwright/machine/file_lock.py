@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -12,13 +13,16 @@ from pathlib import Path
 from trainwright.errors import RequestError
 
 _LOOKS = 0.05  # seconds between attempts
+# File systems of several machines may have no locks, or no server for them now.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
     """Lock ``directory``, which must exist; nothing is written, and a killed process releases the lock.
 
-    Processes that are forked meanwhile lock_directory the lock too until they end.
+    Processes that are forked meanwhile hold the lock too until they end. On a file system without locks nothing is
+    locked.
 
     Args:
         refusal: the message if another process holds the lock.
@@ -43,6 +47,9 @@ def is_locked(directory: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     finally:
         os.close(descriptor)
     return False
@@ -57,3 +64,7 @@ def _locked(descriptor: int, deadline: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_LOOKS)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return True  # a run must be possible there

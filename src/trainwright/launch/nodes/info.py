@@ -11,6 +11,7 @@ from trainwright import __version__
 from trainwright.errors import MachineError, RequestError, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.group.environment import node_of_srun
+from trainwright.paths import appears
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,7 @@ def _check_request(first: NodeInfo, index: int, node: NodeInfo) -> None:
 
 def visible(run: Path, recipe: str, node: int) -> Path:
     """Return the run directory. Raises MachineError if ``node``, this one, does not see it with this recipe."""
-    file = run / run_directory.RECIPE
-    if not file.is_file() or file.read_text(encoding="utf-8") != recipe:
+    if not appears(run / run_directory.RECIPE, recipe):
         raise MachineError(
             f"node {node} ({socket.gethostname()}) does not see the run directory {run}, which node 0 "
             "created; set logging.run_directory to a file system that all nodes share"
