@@ -37,6 +37,8 @@ _ALLOWED = {
     "support/interruptions.py": "tells Slurm when a job ends",
     "support/storm.py": "says how long a trial took, and gives up waiting for its end",
     "support/slurm.py": "names this machine to its controller",
+    "support/terminal.py": "says for how long a terminal showed nothing, and gives up waiting",
+    "engine/test_background_checkpoints.py": "kills at any moment of a write, as long as it takes here",
     "support/launch_entries.py": "has each worker say how many threads it was given",
     "models/test_recompute.py": "leaves out what takes a GPU",
     "machine/test_described.py": "tests the variable",

@@ -88,15 +88,16 @@ class Comparison:
             table.add_column("relative\ndifference", justify="right")
         for pair in self.steps:
             table.add_row(*self._row(pair), style="bold red" if self._difference_in(pair) else None)
-        # Wide enough for the table if output is not a terminal.
-        width = None if stream.isatty() else 120
+        # Wide enough for the table if output is not a terminal. Console would take the width of standard output.
+        width = text.columns(stream, 120)
         console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
-        if console.measure(table).maximum <= console.width:
+        unbounded = console.options.update(max_width=1_000)
+        if console.measure(table, options=unbounded).maximum <= width:
             console.print(table)
             return
         head = ["step", *(f"{name} {one}" for name in _CLOSE.values() for one in (*self.names, "relative difference"))]
         rows = [[f"step {pair[0]['step']}", *self._row(pair)[1:]] for pair in self.steps]
-        for line in text.table([head, *rows], console.width):
+        for line in text.table([head, *rows], width):
             text.say(line, file=stream)
 
     def _row(self, pair: tuple[EventRecord, EventRecord]) -> Sequence[str]:
