@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from support import fault_tables, watching_tables
+from support import fault_tables
 from support.tables import HEADER, Row, as_code, markdown, read, table
 
 ROOT = Path(__file__).parents[1]
@@ -141,11 +141,11 @@ def unlearning() -> str:
 
 
 def overhead() -> str:
-    rows, read = [], []
+    rows, measured = [], []
     names = {"single": "a loop", "ddp": "a loop with DDP", "fsdp": "a loop with FSDP2"}
     for name, target in (("single", "2%"), ("ddp", "3%"), ("fsdp", "3%")):
         results = read(f"engine_overhead_{name}")
-        read.append(results)
+        measured.append(results)
         strategy, processes = ("", "") if name == "single" else (f" --strategy {name}", ", 2 processes")
         rows.append(
             (
@@ -155,7 +155,7 @@ def overhead() -> str:
                 f"python bench/engine_overhead.py{strategy}",
             )
         )
-    return table(rows, *read)
+    return table(rows, *measured)
 
 
 def plan_memory() -> str:
@@ -252,13 +252,13 @@ def published() -> str:
 
 def adapters() -> str:
     rows: list[Row] = []
-    read = []
+    measured = []
     for file, command in (
         ("adapters", "python bench/adapters.py --data FILE"),
         ("adapters_full_packs", "python bench/adapters.py --data FILE, rows as long as a pack"),
     ):
         results = read(file)
-        read.append(results)
+        measured.append(results)
         for case in results["cases"]:
             rows.append(
                 (
@@ -269,15 +269,15 @@ def adapters() -> str:
                     command,
                 )
             )
-    return table(rows, *read)
+    return table(rows, *measured)
 
 
 def agents() -> str:
     rows: list[Row] = []
-    read = []
+    measured = []
     for name in ("darkroom", "darkroom-compressed", "darkroom-permuted", "key-to-door"):
         results = read(f"in_context_learning_{name}")
-        read.append(results)
+        measured.append(results)
         seeds = results["seeds"]
         first, last = ([seed["sampled"][end]["mean"] for seed in seeds] for end in ("first", "last"))
         minutes = [(seed["trained_in"] + seed["tried_in"]) / 60 for seed in seeds]
@@ -297,7 +297,7 @@ def agents() -> str:
         )
     for name, title in (("full", "the full context of 80 steps"), ("region", "the compressed context")):
         cache = read(f"in_context_cache_{name}")
-        read.append(cache)
+        measured.append(cache)
         quarters, options = cache["by_quarter"], ["--copies 1", f"--episodes {cache['episodes']}"]
         times = _numbers([quarter["milliseconds_a_step"] for quarter in quarters], ".1f")
         rows.append(
@@ -311,7 +311,7 @@ def agents() -> str:
                 " ".join(["python bench/in_context_cache.py --run RUN", *(options if name == "region" else [])]),
             )
         )
-    return table(rows, *read)
+    return table(rows, *measured)
 
 
 TARGETS = {
@@ -351,7 +351,6 @@ SECTIONS = {
     "Quickstart, recipes and start-up": (lambda: recorded("recipes"),),
     "Correctness": (planted_bugs, lambda: recorded("correctness")),
     "Faults": fault_tables.TABLES,
-    "Seeing a run": watching_tables.TABLES,
     "Memory predictions": (plan_memory,),
     "Step-time predictions": (plan_time, plan_regret, lambda: recorded("plans")),
     "Predictions of published runs": (published,),

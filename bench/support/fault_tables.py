@@ -170,4 +170,4 @@ def goodput() -> str:
     return table(rows, results)
 
 
-TABLES = (drills, faults, jobs, checkpoints, corruption, hangs, false_alarms, heartbeat, goodput)
+TABLES = (drills, faults, jobs, checkpoints, corruption)
