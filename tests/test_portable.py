@@ -54,7 +54,7 @@ _MEASURING = {
     "engine/measured.py": "what a run has had",
     "engine/out_of_memory.py": "what was free when memory ran out",
     "launch/group/members.py": "whether members of one job share cores",
-    "launch/run_worker.py": "the threads that a run has",
+    "launch/start_event.py": "the threads that a run has, and the names of its machines",
     "launch/nodes/nodes.py": "names this machine to others",
     "launch/nodes/info.py": "names this machine to others",
     "launch/joined.py": "names this machine to others",

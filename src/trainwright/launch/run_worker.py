@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import platform
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -21,7 +18,7 @@ from trainwright import heartbeat
 from trainwright.activity import Activity, doing
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.event_log import EventLog
-from trainwright.engine.events import Event, Notice, Observer, Start
+from trainwright.engine.events import Event, Notice, Observer
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
@@ -33,7 +30,7 @@ from trainwright.launch import run_directory
 from trainwright.launch.clusters.grace import stop_warning
 from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.ending.requests import STATE_BYTES, StopRequests
-from trainwright.launch.ending.stop import resize_requested, scheduler_job
+from trainwright.launch.ending.stop import resize_requested
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.hangs.flight_recorder import keep_collectives
 from trainwright.launch.hangs.stacks import write_stacks_on_signal
@@ -48,15 +45,14 @@ from trainwright.launch.process import (
 )
 from trainwright.launch.relaunch import is_replan_requested
 from trainwright.launch.slurm.scheduler import job_warning
+from trainwright.launch.start_event import DTYPES, start_event
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.numa import bind
 from trainwright.machine.usage.sample import Sampler
 from trainwright.models.adapters.files import check_libraries
-from trainwright.models.attention.described import describe_attention
-from trainwright.models.attention.packs import platform_of
-from trainwright.models.causal_lm import CausalLM, compile_blocks
+from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.ledger import LedgerWriter
@@ -77,7 +73,6 @@ from trainwright.tasks.registry import task_module
 from trainwright.text import say
 
 _NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS
-_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare(run: Path) -> None:
@@ -214,17 +209,7 @@ def run_worker(
     elastic = recipe.parallel.num_processes
     if isinstance(elastic, ProcessRange):
         recipe = with_processes(recipe, rank_info.size)
-    if recipe.parallel.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
-    if recipe.train.deterministic:
-        _use_deterministic_kernels()
-    _set_precision_of_fp32_products(recipe.train.tf32)
-    torch.set_num_threads(threads_allowed())
-    keep_freed_memory()
-    check_library(recipe.parallel.strategy)
-    deepspeed_config.check_file(recipe)
-    check_libraries(recipe.model.adapter)
-    _bind(machine, rank_info)
+    _configure(recipe, machine, rank_info)
     # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
     with Activity(console(), "mapping the data and building the model"):
         heartbeat.phase("loading")
@@ -282,7 +267,7 @@ def run_worker(
         heartbeat.phase("resuming")
         trainer.resume(checkpoint)
     events.announce("comparing the processes")
-    events.emit(_start(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout, launcher))
+    events.emit(start_event(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout, launcher))
     if reported is not None:
         events.emit(reported)
     with open_files_in_words():
@@ -294,6 +279,21 @@ def run_worker(
         heartbeat.finish()
         leave()  # not after a failure: it would wait for the other ranks before the error is reported
     return EXIT_FINISHED if finished else EXIT_STOPPED
+
+
+def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
+    """Set what holds for the whole process: visible GPUs, kernels, threads and cores; check the libraries."""
+    if recipe.parallel.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
+    if recipe.train.deterministic:
+        _use_deterministic_kernels()
+    _set_precision_of_fp32_products(recipe.train.tf32)
+    torch.set_num_threads(threads_allowed())
+    keep_freed_memory()
+    check_library(recipe.parallel.strategy)
+    deepspeed_config.check_file(recipe)
+    check_libraries(recipe.model.adapter)
+    _bind(machine, rank_info)
 
 
 def _timeout(recipe: Recipe) -> timedelta:
@@ -348,7 +348,7 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Model
     )
     if recipe.train.compile is True:
         compile_blocks(task.blocks())
-    dtype = _DTYPES[recipe.train.mixed_precision]
+    dtype = DTYPES[recipe.train.mixed_precision]
     optimizer = optimizer_factory(recipe.optimizer)
     setup = Setup(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights)
     strategy = build_strategy(setup)
@@ -364,74 +364,3 @@ def _keep_recipe(run: Path, world: World, asked: int | ProcessRange | Auto, reci
         with suppress(OSError):  # resuming with the old recipe would only run out of memory once more
             run_directory.change(run, text, reason)
     return text
-
-
-def _start(
-    recipe: Recipe,
-    task: Task,
-    trainer: Trainer,
-    run: Path,
-    sizes: tuple[int, int],
-    reasons: Sequence[str],
-    predicted: Mapping[str, float],
-    layout: ModelLayout,
-    launcher: str,
-) -> Start:
-    world = trainer.world
-    hosts: list[str] = world.gather(socket.gethostname())
-    first, steps = task.stream.global_batch(0), recipe.train.gradient_accumulation_steps
-    return Start(
-        task=recipe.task,
-        world_size=world.size,
-        strategy=trainer.strategy.name,
-        mixed_precision=recipe.train.mixed_precision,
-        tf32=recipe.train.tf32,
-        device=_device_name(world),
-        micro_batch_size=first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
-        gradient_accumulation_steps=len(first.for_rank(0, world.size)),
-        global_batch_size=recipe.train.global_batch_size,
-        parameters=sizes[0],
-        trainable_parameters=sizes[1],
-        resumed_from=trainer.progress.step or None,
-        pending=trainer.progress.pending,
-        max_steps=trainer.max_steps,
-        batch_varies=recipe.data.pack_length is not None or recipe.train.initial_batch_size is not None,
-        accumulation_asked=None if steps == "auto" else steps,
-        evaluate_every=recipe.evaluate.every,
-        checkpoint_every=recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,
-        threads=torch.get_num_threads(),
-        run_directory=str(run),
-        reasons=list(reasons),
-        predicted=predicted,
-        layout=layout.line(),
-        launcher=launcher,
-        job=scheduler_job(),
-        nodes=list(dict.fromkeys(hosts)),
-        gpus=world.size if world.device.type == "cuda" else 0,
-        attention=_attention(recipe, task, world),
-        versions=_versions(),
-        details=task.describe(),
-    )
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("trainwright", "torch", "transformers", "peft", "deepspeed", "bitsandbytes"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def _attention(recipe: Recipe, task: Task, world: World) -> list[str]:
-    """Return a line for each attention kernel of the model, with the reasons for its choice."""
-    model = next((module for module in task.module.modules() if isinstance(module, CausalLM)), None)
-    if model is None:
-        return []
-    kernels = platform_of(world.device.type, world.device.index or 0)
-    return describe_attention(model, _DTYPES[recipe.train.mixed_precision], recipe.data.max_length, kernels)
-
-
-def _device_name(world: World) -> str:
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_name(world.device)
-    return detect().cpu_name
