@@ -49,6 +49,15 @@ def test_steps_that_are_done_again_count_once(tmp_path: Path) -> None:
     assert follower.finish is None
 
 
+def test_the_fault_before_a_restart_is_still_told(tmp_path: Path) -> None:
+    fault = {"event": "fault", "time": 11.0, "step": 5, "kind": "process", "rank": 1, "detail": "", "action": "restart"}
+    add(tmp_path, start(), *(step(number) for number in range(1, 6)), fault, start(resumed_from=3, time=20.0))
+    follower = RunFollower(tmp_path)
+    follower.look()
+    assert [event["event"] for event in follower.everything] == ["start", "fault", "start"]
+    assert [event["event"] for event in follower.events] == ["start", "start"]
+
+
 def test_damage_is_counted_and_left_out(tmp_path: Path) -> None:
     add(tmp_path, start(), "\0\0{half\n", '["a list"]\n', '{"event": "step", "time": 1}\n', step(1))
     follower = RunFollower(tmp_path)

@@ -38,12 +38,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def facts(run: RunFollower) -> Any:
     curve = run.curves.points("loss", "tokens", 100)
-    return curve, run.events, run.start, run.last_step, run.goodput, run.damaged, run.changed, run.tokens_per_second
+    told = (run.events, run.everything)
+    return curve, told, run.start, run.last_step, run.goodput, run.damaged, run.changed, run.tokens_per_second
 
 
 def test_only_what_was_added_is_read_again(run: Path) -> None:
     assert kept.follower_of(run).unread() == 0
-    add(run, step(5, 9.0), {**START, "resumed_from": 3, "time": 20.0})
+    fault = {"event": "fault", "time": 19.0, "step": 5}
+    add(run, step(5, 9.0), fault, {**START, "resumed_from": 3, "time": 20.0})
     again = kept.follower_of(run)
     assert 0 < again.unread() < 400
     again.look()
@@ -79,7 +81,7 @@ def test_another_file_is_read_whole(run: Path, change: str) -> None:
 def test_a_damaged_cache_is_left_aside(run: Path) -> None:
     (file,) = (cache_root() / "events").iterdir()
     whole = file.read_bytes()
-    for damaged in (b"", b"\n", whole[:-8], whole[:40], whole.replace(b'"format": [1', b'"format": [0')):
+    for damaged in (b"", b"\n", whole[:-8], whole[:40], whole.replace(b'"format": [2', b'"format": [0')):
         file.write_bytes(damaged)
         assert kept.follower_of(run).read_bytes == 0
 

@@ -64,6 +64,27 @@ def test_a_curve_shows_values_and_is_zoomed_by_the_pointer(browser: Browser, tmp
     opened.until("document.querySelector('#chart-0 svg').textContent.includes('Tokens')")
 
 
+def test_a_zoom_by_the_wheel_and_a_drag_ends_with_a_double_click(browser: Browser, tmp_path: Path) -> None:
+    opened = drawn(browser, tw.report(finished(tmp_path / "run")))
+    page = opened.page
+    box = page.locator("#chart-0 svg").bounding_box()
+    middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    # The labels of the axes and their places, in an order of their own: Vega puts those that come back at the end.
+    labels = "[...document.querySelectorAll('#chart-0 .role-axis-label text')]"
+    domain = f"{labels}.map(e => e.textContent + e.getAttribute('transform')).sort().join()"
+    whole = page.evaluate(domain)
+    page.mouse.move(*middle)
+    page.mouse.wheel(0, -600)
+    opened.until(f"{domain} !== {whole!r}")
+    zoomed = page.evaluate(domain)
+    page.mouse.down()
+    page.mouse.move(middle[0] + 80, middle[1], steps=5)
+    page.mouse.up()
+    opened.until(f"{domain} !== {zoomed!r}")
+    page.mouse.dblclick(*middle)
+    opened.until(f"{domain} === {whole!r}")
+
+
 def test_runs_over_each_other_have_a_line_each(browser: Browser, tmp_path: Path) -> None:
     one, two = finished(tmp_path / "one"), finished(tmp_path / "two", 0.5)
     file = tw.compare(one, two, out=tmp_path / "page.html").page

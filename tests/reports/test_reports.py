@@ -16,6 +16,7 @@ from trainwright.errors import RequestError
 from trainwright.reports.charts import curve_charts
 from trainwright.reports.comparing import paired_differences, recipe_differences
 from trainwright.reports.figures import RunFigures, curves_of, thinned
+from trainwright.reports.html import prose
 from trainwright.reports.seconds import seconds_by_kind
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\x1b[31m'
@@ -108,6 +109,19 @@ def test_seconds_of_a_resumed_run_belong_to_what_they_were_used_for(tmp_path: Pa
     assert seconds_by_kind(RunFigures.read(run)) == pytest.approx(
         {"steps": 3.0, "repeated": 2.0, "evaluation": 0.5, "checkpoints": 0.25, "paused": 7.0, "other": 0.25}
     )
+
+
+def test_seconds_of_ranks_are_compared_in_one_unit(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run")
+    (run / "ledger").mkdir()
+    for rank, forward in enumerate((94.25, 122.5)):
+        line = {"launch": 1, "rank": rank, "time": 110.0, "step": 4, "started": 100.0, "seconds": {"forward": forward}}
+        (run / "ledger" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
+    assert "<td class=number>94.2</td><td class=number>122.5</td>" in tw.report(run).read_text()
+
+
+def test_commands_in_sentences_are_shown_as_code() -> None:
+    assert prose("run `a <b>` again") == "<p>Run <code>a &lt;b&gt;</code> again</p>"
 
 
 def test_a_long_curve_keeps_its_extremes() -> None:

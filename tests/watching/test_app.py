@@ -35,6 +35,15 @@ def write(run: Path, *events: dict[str, Any], rate: float = 0.1) -> Path:
     return run
 
 
+def write_ledger(run: Path) -> None:
+    """Write a ledger of two ranks."""
+    (run / "ledger").mkdir()
+    for rank in range(2):
+        spent = {"forward": 3.0 + rank, "exchange": 1.0, "waiting for ranks": 1.0 - rank, "start: imports": 5.0}
+        line = {"launch": 1, "rank": rank, "time": 20.0, "step": 3, "started": 10.0, "seconds": spent}
+        (run / "ledger" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
+
+
 @pytest.fixture
 def board(tmp_path: Path) -> Board:
     write(tmp_path / "one", EVALUATE, SAMPLE, {"event": "finish", "time": 15.0, "status": "finished", "step": 3})
@@ -121,6 +130,14 @@ def test_a_checkpoint_is_asked_of_a_run_that_trains(client: TestClient, tmp_path
     assert (tmp_path / "one" / "checkpoint").exists()
 
 
+def test_a_fault_is_shown_after_the_restart(board: Board, client: TestClient, tmp_path: Path) -> None:
+    fault = {"event": "fault", "time": 14.0, "step": 3, "kind": "process", "rank": 1, "detail": "", "action": "restart"}
+    write(tmp_path / "again", fault, {"event": "start", "time": 15.0, "resumed_from": 2})
+    board.look()
+    shown = client.get("/details", params={"run": "again"}).json()["events"]
+    assert [event["event"] for event in shown] == ["start", "fault", "start"]
+
+
 def test_damage_and_deleted_runs(board: Board, client: TestClient, tmp_path: Path) -> None:
     with (tmp_path / "one" / "events.jsonl").open("a") as file:
         file.write("damaged\n")
@@ -167,11 +184,7 @@ def test_long_runs_have_a_row_before_they_are_read(tmp_path: Path, monkeypatch: 
 
 def test_the_seconds_of_every_rank_are_given_by_category(board: Board, client: TestClient, tmp_path: Path) -> None:
     assert client.get("/seconds", params={"run": "one"}).json() == {"categories": [], "ranks": []}
-    (tmp_path / "group" / NAME / "ledger").mkdir()
-    for rank in range(2):
-        spent = {"forward": 3.0 + rank, "exchange": 1.0, "waiting for ranks": 1.0 - rank, "start: imports": 5.0}
-        line = {"launch": 1, "rank": rank, "time": 20.0, "step": 3, "started": 10.0, "seconds": spent}
-        (tmp_path / "group" / NAME / "ledger" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
+    write_ledger(tmp_path / "group" / NAME)
     found = client.get("/seconds", params={"run": f"group/{NAME}"}).json()
     assert found["categories"] == ["forward", "exchange", "waiting for ranks", "start: imports"]
     assert [rank["seconds"]["forward"] for rank in found["ranks"]] == [3.0, 4.0]

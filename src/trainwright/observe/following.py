@@ -22,7 +22,7 @@ EVENTS = "events.jsonl"
 _CHUNK_BYTES = 2**20
 _BUCKETS = 1024
 _GLANCE_BYTES = 2**16  # of the beginning and the end of a long file
-_FORMAT = 1  # of a state
+_FORMAT = 2  # of a state
 _CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time", "memory_bytes")
 
 
@@ -155,6 +155,7 @@ class RunFollower:
         finish: the ``finish`` event of the newest launch; None while it trains, and where it was killed.
         last_step: the newest ``step`` event that counts.
         events: all others that count, without steps.
+        everything: the same with those that a resumed run repeated, such as the fault before a restart.
         newest: the newest event of any kind.
         curves: the steps.
         began, changed: the times of the first and of the newest event.
@@ -172,6 +173,7 @@ class RunFollower:
         self.finish: EventRecord | None = None
         self.last_step: EventRecord | None = None
         self.events: list[EventRecord] = []
+        self.everything: list[EventRecord] = []
         self.newest: EventRecord | None = None
         self.curves = Curves()
         self.began: float | None = None
@@ -239,10 +241,11 @@ class RunFollower:
 
     def state(self) -> bytes:
         """Return everything that was read, for ``restored``."""
-        names = ("start", "finish", "last_step", "events", "newest", "began", "changed", "damaged")
+        names = ("start", "finish", "last_step", "newest", "began", "changed", "damaged")
         head = {
             "format": [_FORMAT, sys.byteorder],
             "fields": {name: getattr(self, name) for name in names},
+            "events": self.everything,
             "place": [self._offset, self._file, self._rest.decode("latin-1"), self._seconds],
             "curves": self.curves.head(),
         }
@@ -262,6 +265,8 @@ class RunFollower:
             raise ValueError("the state is of another version")
         for name, value in head["fields"].items():
             setattr(found, name, value)
+        for event in head["events"]:
+            found._append(event)
         found._offset, found._file, rest, found._seconds = head["place"]
         found._rest = rest.encode("latin-1")
         found.curves = Curves.restored(head["curves"], memoryview(columns))
@@ -323,7 +328,6 @@ class RunFollower:
         if kind in ("start", "rewind"):
             resumed = resumed_step(event)
             kept = -1 if resumed is None else resumed
-            self.events = [past for past in self.events if not superseded(past, event)]
             if self.step is not None and self.step > kept:
                 self._seconds = self.curves.cut(kept)
                 at = self.curves.positions["step"]
@@ -332,7 +336,13 @@ class RunFollower:
             self.start, self.finish = event, None
         elif kind == "finish":
             self.finish = event
-        self.events.append(restored_numbers(event) if kind == "evaluate" else event)
+        self._append(restored_numbers(event) if kind == "evaluate" else event)
+
+    def _append(self, event: EventRecord) -> None:
+        if event["event"] in ("start", "rewind"):
+            self.events = [past for past in self.events if not superseded(past, event)]
+        self.events.append(event)
+        self.everything.append(event)
 
 
 def _number(value: Any) -> float:

@@ -162,6 +162,8 @@ def _lines(
     values = [row["value"] for row in rows]
     logarithmic = not linear and min(values) > 0 and max(values) > _LOGARITHMIC * min(values)
     scale = {"type": "log" if logarithmic else "linear"}
+    # A line for each power of ten, not for its multiples too, as soon as there are some of them.
+    lines = {"axis": {"tickCount": 3}} if logarithmic else {}
     hover = {"name": "hover", "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}}
     color = (
         {"color": {"field": "run", "type": "nominal", "title": None, "legend": {"orient": "top"}}} if several else {}
@@ -180,7 +182,7 @@ def _lines(
                 "scale": {"nice": False},
                 "axis": {"tickMinStep": 1},
             },
-            "y": {"field": "value", "type": "quantitative", "title": unit or None, "scale": scale},
+            "y": {"field": "value", "type": "quantitative", "title": unit or None, "scale": scale, **lines},
             **color,
         },
         "layer": [

@@ -62,7 +62,7 @@ class RunFigures:
             trains = is_locked(run.directory)
         except OSError:  # deleted meanwhile
             trains = False
-        return cls(run.directory, run.events, [*run.events, *newest], (), trains)
+        return cls(run.directory, run.events, [*run.everything, *newest], (), trains)
 
     @property
     def newer(self) -> str:

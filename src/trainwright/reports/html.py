@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -26,21 +27,38 @@ def tiles(values: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="tiles">{items}</ul>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], text: Sequence[int] = ()) -> str:
-    """Return a table. ``text``: columns of longer text, whose line breaks are kept."""
-    shown = "".join(f'<th scope="col">{escaped(name)}</th>' for name in head)
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    text: Sequence[int] = (),
+    numbers: Sequence[int] = (),
+) -> str:
+    """Return a table.
+
+    Args:
+        text: columns of longer text, whose line breaks are kept.
+        numbers: columns of numbers that are compared with each other: on one line, and one below the other.
+    """
+    kinds = dict.fromkeys(text, " class=text dir=auto") | dict.fromkeys(numbers, " class=number")
+    shown = "".join(
+        f'<th scope="col"{kinds.get(column, "") if column in numbers else ""}>{escaped(name)}</th>'
+        for column, name in enumerate(head)
+    )
     lines = "".join(
         "<tr>"
-        + "".join(
-            f"<td{' class=text dir=auto' if column in text else ''}>{escaped(cell)}</td>"
-            for column, cell in enumerate(row)
-        )
+        + "".join(f"<td{kinds.get(column, '')}>{escaped(cell)}</td>" for column, cell in enumerate(row))
         + "</tr>"
         for row in rows
     )
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{shown}</tr></thead><tbody>{lines}</tbody></table></div>'
     )
+
+
+def prose(sentence: str) -> str:
+    """Return a sentence as a paragraph, with what is between backticks as code."""
+    inside = re.sub("`([^`]+)`", r"<code>\1</code>", escaped(sentence))
+    return f"<p>{inside[:1].upper()}{inside[1:]}</p>"
 
 
 def section(title: str, *parts: str) -> str:
@@ -86,7 +104,7 @@ class Page:
 AXIS_MENU = (
     '<p class="no-print"><label for="axis">Horizontal axis: </label><select id="axis">'
     + "".join(f'<option value="{name}">{title}</option>' for name, title in charts.AXES.items())
-    + "</select> <span class=soft>Scroll to zoom, drag to move, double-click to reset.</span></p>"
+    + '</select> <span class="soft hint">Scroll to zoom, drag to move, double-click to reset.</span></p>'
 )
 
 

@@ -13,7 +13,7 @@ function configuration() {
     legend: { labelColor: ink, titleColor: ink, labelFontSize: 12 },
     line: { color: dark.matches ? "#6ea8fe" : "#1f6feb" }, point: { color: dark.matches ? "#6ea8fe" : "#1f6feb" },
     bar: { color: dark.matches ? "#6ea8fe" : "#1f6feb" },
-    range: { category: dark.matches
+    range: { heatmap: dark.matches ? ["#1c2229", "#1f6feb", "#cfe2ff"] : ["#f6f8fa", "#6ea8fe", "#0a3069"], category: dark.matches
       ? ["#6ea8fe", "#f0a35e", "#56d364", "#d2a8ff", "#ff8a80", "#79dbe8", "#e3b341", "#ff9ecb"]
       : ["#1f6feb", "#c2570c", "#1a7f37", "#8250df", "#b42318", "#0a7b8a", "#8a5a00", "#bf3989"] } };
 }

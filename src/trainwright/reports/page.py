@@ -14,7 +14,7 @@ from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.reader import EventRecord
 from trainwright.reports.charts import curve_charts, pair_chart
 from trainwright.reports.figures import RunFigures
-from trainwright.reports.html import AXIS_MENU, Page, escaped, section, table, tiles
+from trainwright.reports.html import AXIS_MENU, Page, escaped, prose, section, table, tiles
 from trainwright.reports.seconds import machines, where_time_went
 
 _TONES = {"finished": "good", "training": "good", "stopped": "warn", "failed": "bad", "ended": "bad"}
@@ -76,7 +76,9 @@ def _samples(run: RunFigures) -> Iterator[str]:
     for prompt, events in run.samples.items():
         shown = events[-_SAMPLES:]
         more = f" (the last {_SAMPLES} of {len(events)})" if len(events) > _SAMPLES else ""
-        body = table(["Step", "Answer"], [(event["step"], event.get("text", "")) for event in shown], text=[1])
+        body = table(
+            ["Step", "Answer"], [(event["step"], event.get("text") or "(no text)") for event in shown], text=[1]
+        )
         yield f'<details open><summary dir="auto">{escaped(prompt)}{more}</summary>{body}</details>'
 
 
@@ -86,7 +88,7 @@ def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
     lines = list(compared(predicted, measured))
     if lines:
         yield table(["", "This run"], [(label.capitalize(), words) for label, words in lines])
-        yield "".join(f"<p>{escaped(why)}</p>" for why in reasons_of(predicted, measured))
+        yield "".join(prose(f"{why}.") for why in reasons_of(predicted, measured))
     charts = []
     chosen = plan.get("chosen") or {}
     if phases := _largest((chosen.get("memory") or {}).get("phases")):

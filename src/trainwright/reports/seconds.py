@@ -40,7 +40,9 @@ def where_time_went(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -
     yield f"<p>{goodput:.1%} of the time of all ranks was used for {', '.join(TRAINING[:-1])} and {TRAINING[-1]}.</p>"
     categories = [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)]
     heads = [f"Rank {rank.rank}" for rank in ledger] if len(ledger) <= _RANKS else ["Mean", "Least", "Most"]
-    yield table(["", *heads], [_of_category(name, ledger) for name in categories])
+    yield table(
+        ["Seconds", *heads], [_of_category(name, ledger) for name in categories], numbers=range(1, len(heads) + 1)
+    )
     shares = [
         {"rank": rank.rank, "part": name, "share": rank.seconds.get(name, 0.0) / max(rank.wall, 1e-9)}
         for rank in ledger
@@ -53,7 +55,8 @@ def _of_category(name: str, ledger: Sequence[RankLedger]) -> tuple[str, ...]:
     """Return a row of the table: the seconds of every rank, or a summary of many."""
     values = [rank.seconds.get(name, 0.0) for rank in ledger]
     shown = values if len(values) <= _RANKS else [statistics.fmean(values), min(values), max(values)]
-    return (name.capitalize(), *(text.span(value) if value else "" for value in shown))
+    # All in one unit, as ranks are compared.
+    return (name.capitalize(), *(f"{value:,.{1 if value >= 10 else 2}f}" if value else "" for value in shown))
 
 
 def machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:

@@ -17,17 +17,35 @@ const element = (tag, text = "", properties = {}) => Object.assign(document.crea
 const short = value => value == null ? "" : Number(value).toLocaleString("en", { maximumSignificantDigits: 4 });
 const COLUMNS = [
   ["name", "Run"], ["status", "Status"], ["step", "Step"], ["best", "Best loss"], ["speed", "Tokens/s"],
-  ["goodput", "Goodput"], ["changed", "Last event"], ["task", "Task"], ["model", "Model"], ["note", "Note"],
+  ["goodput", "Goodput"], ["changed", "Last event"], ["task", "Task"], ["model", "Model"],
 ];
 const CURVES = ["loss", "validation/loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time", "memory_bytes"];
 const COLORS = ["#1f77d0", "#d9541e", "#2a9d50", "#9457c9", "#c4426f", "#8a7a12", "#1595a3", "#7a6a5a"];
 const rows = new Map(), selected = new Map();  // id to row; id to color
+const stopping = new Set();  // ids of runs that were asked to stop and still train
 let order = "changed", descending = true, opened = null, drawn = "";
+let pointer = null, point = () => {};  // where the picture is pointed at, and what shows the values there
+
+// Show an element for each item. Those of before stay, so that what is open or focused, and a click, outlast updates.
+function keep(place, items, key, make, fill = () => {}) {
+  const had = new Map([...place.children].map(child => [child.dataset.key, child])), focused = document.activeElement;
+  const wanted = new Map(items.map(item => {
+    const found = had.get(key(item)) ?? make(item);
+    found.dataset.key = key(item);
+    fill(found, item);
+    return [found.dataset.key, found];
+  }));
+  for (const child of [...place.children]) if (wanted.get(child.dataset.key) !== child) child.remove();
+  [...wanted.values()].forEach((each, i) => { if (place.children[i] !== each) place.insertBefore(each, place.children[i] ?? null); });
+  if (focused !== document.activeElement && place.contains(focused)) focused.focus({ preventScroll: true });
+}
+
+const moment = seconds => new Date(1000 * seconds).toLocaleString("sv");  // 2026-01-31 23:59:59
 
 function shown(row, key) {
   if (key === "step") return row.step == null ? "" : row.steps ? `${row.step}/${row.steps}` : `${row.step}`;
   if (key === "goodput") return row.goodput == null ? "" : `${Math.round(100 * row.goodput)}%`;
-  if (key === "changed") return row.changed == null ? "" : new Date(1000 * row.changed).toLocaleString("sv");  // 2026-01-31 23:59:59
+  if (key === "changed") return row.changed == null ? "" : moment(row.changed);
   if (key === "note" && row.read < 1) return [`reading, ${Math.floor(100 * row.read)}%`, row.note].filter(Boolean).join("; ");
   return typeof row[key] === "number" ? short(row[key]) : row[key] ?? "";
 }
@@ -42,33 +60,33 @@ function table() {
     const sign = typeof x === "number" ? x - y : String(x).localeCompare(String(y));
     return descending ? -sign : sign;
   });
-  const focused = document.activeElement?.dataset?.key;
-  at("runs").replaceChildren(...kept.map(line));
-  if (focused) [...at("runs").querySelectorAll("[data-key]")].find(each => each.dataset.key === focused)?.focus();
+  keep(at("runs"), kept, row => row.id, line, fill);
   for (const head of at("head").children) if (head.dataset.by)
     head.ariaSort = head.dataset.by === order ? descending ? "descending" : "ascending" : "none";
   at("state").textContent = `${kept.length} of ${rows.size} runs`;
 }
 
 function line(row) {
-  const choice = element("input", "", { type: "checkbox", checked: selected.has(row.id), ariaLabel: `Show the curves of ${row.name}` });
-  choice.dataset.key = `choice ${row.id}`;
-  choice.onchange = () => choose(row.id, choice.checked);
-  const cells = COLUMNS.map(([key]) => {
-    const cell = element("td", key === "name" ? "" : shown(row, key), { className: key });
-    if (key === "status") cell.className = row.status;
-    if (key === "name") {
-      const open = element("button", row.name, { type: "button", dir: "auto", onclick: () => show(row.id) });
-      open.dataset.key = `open ${row.id}`;
-      cell.append(open);
-    }
-    return cell;
-  });
-  const first = element("td");
-  first.append(choice);
-  const found = element("tr");
-  found.append(first, ...cells);
+  const found = element("tr"), first = found.appendChild(element("td"));
+  first.append(element("input", "", { type: "checkbox", ariaLabel: `Show the curves of ${row.name}`,
+    onchange: event => choose(row.id, event.target.checked) }));
+  for (const [key] of COLUMNS) {
+    const cell = found.appendChild(element("td", "", { className: key }));
+    if (key === "name") cell.append(
+      element("button", row.name, { type: "button", dir: "auto", onclick: () => show(row.id) }), element("div", "", { className: "note" }));
+  }
   return found;
+}
+
+function fill(found, row) {
+  found.querySelector("input").checked = selected.has(row.id);
+  COLUMNS.forEach(([key], i) => {
+    const cell = key === "name" ? found.querySelector(".note") : found.children[i + 1];
+    const text = shown(row, key === "name" ? "note" : key);
+    if (cell.textContent !== text) cell.textContent = text;
+    if (key === "status") cell.className = row.status;
+    if (key === "model") cell.title = text;  // the cell cuts long ones
+  });
 }
 
 function choose(id, wanted) {
@@ -126,6 +144,7 @@ function draw(curves) {
     return entry;
   }));
   if (!xs.length) {
+    point = () => {};
     at("chart").replaceChildren(element("p", selected.size ? "No values yet." : "Tick runs in the table to draw their curves over each other.", { className: "soft empty" }));
     return;
   }
@@ -176,10 +195,12 @@ function hover(picture, curves, { width, height, left, right, top, bottom, x0, x
   const cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
   picture.append(cursor);
   const values = [...at("legend").children].map(entry => entry.appendChild(element("b")));
-  picture.onpointerleave = () => { cursor.setAttribute("visibility", "hidden"); for (const value of values) value.textContent = ""; };
-  picture.onpointermove = event => {
+  point = () => {
+    cursor.setAttribute("visibility", "hidden");
+    for (const value of values) value.textContent = "";
+    if (pointer == null) return;
     const box = picture.getBoundingClientRect();
-    const x = x0 + ((event.clientX - box.left) * width / box.width - left) / (width - left - right) * (x1 - x0 || 1);
+    const x = x0 + ((pointer - box.left) * width / box.width - left) / (width - left - right) * (x1 - x0 || 1);
     let nearest = null;
     Object.values(curves).forEach(([places, means], index) => {
       let best = -1;
@@ -193,6 +214,7 @@ function hover(picture, curves, { width, height, left, right, top, bottom, x0, x
     cursor.setAttribute("x1", across(nearest)); cursor.setAttribute("x2", across(nearest));
     cursor.setAttribute("visibility", "visible");
   };
+  point();
 }
 
 async function show(id) {
@@ -203,19 +225,26 @@ async function show(id) {
   if (opened !== id) return;
   at("details").hidden = false;
   at("title").textContent = found.row?.name ?? id;
-  at("stop").disabled = at("checkpoint").disabled = found.row?.status !== "training";
-  at("samples").replaceChildren(...(found.samples.length ? found.samples.slice().reverse().map(each => {
+  const trains = found.row?.status === "training";
+  if (!trains) stopping.delete(id);
+  at("checkpoint").disabled = !trains;
+  at("stop").disabled = !trains || stopping.has(id);
+  keep(at("samples"), found.samples.slice().reverse(), each => JSON.stringify(each), each => {
     const sample = element("details");
-    sample.append(element("summary", `Step ${each.step}: ${each.prompt}`), element("pre", each.text));
+    sample.append(element("summary", `Step ${each.step}: ${each.prompt}`), element("pre", each.text || "(no text)"));
     return sample;
-  }) : [element("p", "None yet.", { className: "soft" })]));
-  at("events").replaceChildren(...found.events.map(each => {
-    const told = [each.event, each.step != null ? `step ${each.step}` : "", each.kind, each.rank != null ? `rank ${each.rank}` : "",
-      each.detail, each.action, each.message, each.status];
-    return element("li", told.filter(Boolean).join(" · "), { className: each.event === "fault" ? "failed" : "" });
-  }));
+  });
+  if (!found.samples.length) at("samples").append(element("p", "None yet.", { className: "soft" }));
+  keep(at("events"), found.events, each => JSON.stringify(each), each => {
+    const told = [each.event, each.step != null ? `step ${each.step}` : "", each.resumed_from != null ? `from ${each.resumed_from}` : "",
+      each.kind, each.rank != null ? `rank ${each.rank}` : "", each.detail, each.action, each.message, each.status];
+    const entry = element("li", "", { className: each.event === "fault" ? "failed" : "" });
+    if (each.time != null) entry.append(element("time", moment(each.time), { className: "soft" }), " ");
+    entry.append(told.filter(Boolean).join(" · "));
+    return entry;
+  });
   const file = at("file").value;
-  at("file").replaceChildren(...found.logs.map(name => element("option", name)));
+  keep(at("file"), found.logs, name => name, name => element("option", name));
   const first = found.logs.includes(file) ? file : found.logs.find(name => name.startsWith("rank-"));
   if (first) at("file").value = first;
   await time();
@@ -230,11 +259,12 @@ async function time() {
   at("time").hidden = !ranks.length;
   at("ranks").replaceChildren(element("th", "Seconds"), ...ranks.map(each => element("th", `Rank ${each.rank}`)));
   const whole = ranks.map(each => Object.values(each.seconds).reduce((a, b) => a + b, 0) || 1);
+  const most = Math.max(...ranks.map((each, i) => Math.max(...Object.values(each.seconds)) / whole[i]));
   const lines = categories.map(category => {
     const row = element("tr");
     row.append(element("th", category, { scope: "row" }), ...ranks.map((each, i) => {
       const value = each.seconds[category] ?? 0, cell = element("td", value ? short(value) : "", { className: "share" });
-      cell.style.setProperty("--share", value / whole[i]);
+      cell.style.setProperty("--share", value / whole[i] / most);
       cell.title = `rank ${each.rank}, ${category}: ${(100 * value / whole[i]).toFixed(1)}%`;
       return cell;
     }));
@@ -247,11 +277,15 @@ async function time() {
 
 async function log() {
   const file = at("file").value;
-  if (file) at("text").textContent = await ask("log", { run: opened, file }).catch(error => error.message);
+  if (!file) return;
+  const text = await ask("log", { run: opened, file }).catch(error => error.message), place = at("text");
+  const follows = place.scrollTop + place.clientHeight >= place.scrollHeight - 4;  // unless scrolled up
+  if (place.textContent !== text) place.textContent = text;
+  if (follows) place.scrollTop = place.scrollHeight;
 }
 
 at("head").append(element("th", "", { ariaLabel: "Curves" }), ...COLUMNS.map(([key, title]) => {
-  const head = element("th");
+  const head = element("th", "", { className: key });
   head.dataset.by = key;
   head.append(element("button", title, { type: "button", onclick: () => {
     [order, descending] = [key, order === key ? !descending : typeof [...rows.values()][0]?.[key] === "number"];
@@ -264,9 +298,13 @@ at("status").append(...["training", "finished", "stopped", "failed", "ended"].ma
 for (const id of ["filter", "status"]) at(id).oninput = table;
 for (const id of ["curve", "axis", "log"]) at(id).oninput = refresh;
 at("file").onchange = log;
+at("chart").onpointermove = event => { pointer = event.clientX; point(); };
+at("chart").onpointerleave = () => { pointer = null; point(); };
 at("stop").onclick = async () => {
+  const run = opened;
+  stopping.add(run);
   at("stop").disabled = true;
-  at("answer").textContent = await ask("stop", { run: opened }, "POST").catch(error => error.message);
+  at("answer").textContent = await ask("stop", { run }, "POST").catch(error => { stopping.delete(run); return error.message; });
 };
 at("checkpoint").onclick = async () => {
   at("answer").textContent = await ask("checkpoint", { run: opened }, "POST").catch(error => error.message);
