@@ -157,7 +157,7 @@ class Heartbeat:
         self._marks = self._entered = 0
         self._waiting = False
         self._step = self._micro_batch = -1
-        self._phase = "start"
+        self._phase = self._outer = "start"
         self._phase_bytes = b"start"
         self._collective = (b"", b"", b"")
         self._times: dict[str, tuple[int, int, float]] = {}  # place in the file, count, longest
@@ -200,6 +200,15 @@ class Heartbeat:
         if step >= 0:
             self.newest_step = step
         self._write()
+
+    def begin_within(self, name: str) -> None:
+        """Begin a phase within the present one, which goes on with `end_within`."""
+        self._outer = self._phase
+        self.phase(name, self._step, self._micro_batch)
+
+    def end_within(self) -> None:
+        """End the inner phase."""
+        self.phase(self._outer, self._step, self._micro_batch)
 
     def enter(self, name: str, tensor: str, line: str, *, counted: bool, same_shape: bool) -> None:
         """Enter a collective; ``counted``: all ranks take part."""

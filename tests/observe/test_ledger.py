@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.runs import ON_ROWS, Runs
 from trainwright.heartbeat import Heartbeat, Use
 from trainwright.observe.ledger import LedgerWriter, by_category, rank_file, read_ledger
 
@@ -39,6 +40,23 @@ def test_time_in_collectives_is_exchange_as_far_as_no_other_rank_was_waited_for(
         }
     )
     assert by_category(spent, behind=9.0)["waiting for ranks"] == 2.0
+
+
+def test_a_phase_within_another_is_not_part_of_it() -> None:
+    own, uses = Heartbeat(None), []
+    own.changed = lambda use, step, micro_batch: uses.append((use.phase, step, micro_batch))
+    own.phase("backward", 3, 1)
+    own.begin_within("compilation")
+    own.end_within()
+    own.phase("optimizer", 3)
+    assert uses == [("backward", 3, 1), ("compilation", 3, 1), ("backward", 3, 1), ("optimizer", 3, -1)]
+
+
+@pytest.mark.slow
+def test_compilation_is_no_part_of_the_passes(runs: Runs) -> None:
+    run = runs.trained(ON_ROWS, "train.max_steps=3", "data.validation=null", "train.compile=true")
+    (ledger,) = read_ledger(run)
+    assert ledger.seconds["compilation"] > ledger.seconds["forward"] + ledger.seconds["backward"]
 
 
 def test_what_a_killed_launch_did_after_its_checkpoint_is_repeated_and_the_time_between_launches_stopped(

@@ -320,6 +320,15 @@ def _follow_device(world: World) -> None:
         own.spent.follow_device(lambda: torch.cuda.current_stream(world.device).record_event(_timed_event()))
 
 
+def _report_compilation() -> None:
+    """Have the heartbeat tell compilation, which happens within the first passes and when shapes change, from them."""
+    from torch._dynamo.callback import on_compile_end, on_compile_start  # takes seconds
+
+    if (own := heartbeat.own()) is not None:
+        on_compile_start(lambda _: own.begin_within("compilation"))
+        on_compile_end(lambda _: own.end_within())
+
+
 def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
@@ -347,6 +356,7 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Model
         task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
     )
     if recipe.train.compile is True:
+        _report_compilation()
         compile_blocks(task.blocks())
     dtype = DTYPES[recipe.train.mixed_precision]
     optimizer = optimizer_factory(recipe.optimizer)

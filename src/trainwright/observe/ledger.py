@@ -44,12 +44,13 @@ _STEP = {"data": "data", "forward": "forward", "backward": "backward", "gradient
     "profile": OTHER,
     "step policies and observers": OTHER,
 }
-_OUTSIDE_STEPS = {name: name for name in ("evaluation", "generation", "checkpoint", "export")}
+# Compilation is part of the first passes; the price of all later ones.
+_OUTSIDE_STEPS = {name: name for name in ("evaluation", "generation", "checkpoint", "export", "compilation")}
 # In the order in which they are shown.
 CATEGORIES = (
     *TRAINING,
     *("data", WAITING, "evaluation", "generation", "checkpoint", "export", REPEATED, STOPPED),
-    *(*_START.values(), OTHER),
+    *(*_START.values(), "compilation", OTHER),
 )
 # Seconds between two lines: a part of the time of the launch, within bounds.
 _PART, _LEAST, _MOST = 1 / 60, 1.0, 30.0

@@ -21,6 +21,7 @@ _FIRST = {
     "resuming": 7200.0,
     "joining": 3600.0,
     "setup": 3600.0,
+    "compilation": 3600.0,
     "checkpoint": 3600.0,
     "export": 7200.0,
     "evaluation": 1800.0,
@@ -32,7 +33,7 @@ _EXCHANGE = 120.0
 # Nobody suspends a single rank on purpose.
 _SUSPENDED = 10.0
 # Modules compile again when shapes change.
-_COMPILED, _COMPILED_MARGIN = ("forward", "backward", "evaluation", "generation", "replay"), 300.0
+_COMPILED, _COMPILED_MARGIN = ("compilation", "forward", "backward", "evaluation", "generation", "replay"), 300.0
 
 
 @dataclass(frozen=True)
