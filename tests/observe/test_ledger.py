@@ -118,13 +118,27 @@ def test_the_launch_that_resumes_loses_nothing_however_seldom_it_writes(tmp_path
     assert ledger.seconds == pytest.approx({"forward": 36.0, "repeated": 2.0, "stopped": 8.0, "other": 4.0})
 
 
+def test_a_step_that_has_not_ended_is_repeated_too(tmp_path: Path) -> None:
+    run = written(tmp_path, line(1, 113.0, 100.0, forward=13.0), line(2, 150.0, 130.0, forward=20.0))
+    killed = [started(100.0, None), *steps(1, 5, 100.0), {"event": "restart", "time": 113.5, "after_step": 5}]
+    (ledger,) = read_ledger(run, [*killed, started(131.0, 5)])
+    assert ledger.seconds == pytest.approx({"forward": 30.0, "repeated": 3.0, "stopped": 17.0})
+
+
+def test_a_launch_that_ended_by_itself_lost_nothing(tmp_path: Path) -> None:
+    run = written(tmp_path, line(1, 113.0, 100.0, forward=13.0), line(2, 150.0, 130.0, forward=20.0))
+    stopped = [started(100.0, None), *steps(1, 5, 100.0), {"event": "finish", "time": 111.0, "step": 5}]
+    (ledger,) = read_ledger(run, [*stopped, started(131.0, 5)])
+    assert ledger.seconds == pytest.approx({"forward": 33.0, "stopped": 17.0})
+
+
 def test_ranks_that_leave_and_come_back_were_stopped_meanwhile(tmp_path: Path) -> None:
     launches = {0: (100.0, 130.0, 160.0), 1: (100.0, 160.0), 2: (100.0, 160.0)}
     for rank, begun in launches.items():
         written(tmp_path, *(line(n, at + 20.0, at, forward=18.0, data=2.0) for n, at in enumerate(begun, 1)), rank=rank)
-    # On three ranks up to step 9, of which 8 and 9 are lost; on one from step 7 on; on three again, nothing is lost.
+    # On three ranks up to step 9, of which 8 and 9 are lost; on one up to a stop at step 14; on three again.
     events = [started(102.0, None), *steps(1, 9, 102.0), started(132.0, 7), *steps(8, 14, 132.0)]
-    events += [started(162.0, 14), *steps(15, 20, 162.0)]
+    events += [{"event": "finish", "time": 148.0, "step": 14}, started(162.0, 14), *steps(15, 20, 162.0)]
     ledgers = read_ledger(tmp_path, events)
     assert [dict(each.seconds) for each in ledgers] == [
         pytest.approx({"forward": 54.0 - 3.6, "data": 6.0 - 0.4, "repeated": 4.0, "stopped": 20.0}),

@@ -51,6 +51,8 @@ CATEGORIES = (
     *("data", WAITING, "evaluation", "generation", "checkpoint", "export", REPEATED, STOPPED),
     *(*_START.values(), OTHER),
 )
+# Events of the rank that trains, unlike those of the launcher and of policies.
+_WORK = ("start", "rewind", "step", "evaluate", "generate", "checkpoint", "finish")
 # Seconds between two lines: a part of the time of the launch, within bounds.
 _PART, _LEAST, _MOST = 1 / 60, 1.0, 30.0
 _TAIL_BYTES = 2**16
@@ -243,12 +245,16 @@ class _Lost(NamedTuple):
 
 
 def _lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
+    """Yield what each launch and rewind lost: what came after the last event that still counts, also of a step that has
+    not ended; nothing after a launch that ended by itself.
+    """
     history: list[EventRecord] = []
     for event in events:
         if event["event"] in ("start", "rewind"):
             gone = [superseded(past, event) for past in history]
-            if True in gone:
-                kept = history[max(0, gone.index(True) - 1)]
+            first = gone.index(True) if True in gone else len(history)
+            kept = next((past for past in reversed(history[:first]) if past["event"] in _WORK), None)
+            if kept is not None and kept["event"] != "finish":
                 times = float(kept.get("time", 0.0)), float(event.get("time", 0.0))
                 yield _Lost(*times, by_start=event["event"] == "start")
             history = [past for past, is_gone in zip(history, gone, strict=True) if not is_gone]
