@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.kernel_files import State
+from trainwright.machine import detect
+from trainwright.machine.measured import calibration
 from trainwright.machine.usage import gpu
 from trainwright.machine.usage.causes import causes_of, in_words
 from trainwright.machine.usage.counters import Counters, clocks
@@ -218,3 +220,7 @@ def test_without_nvidias_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
     assert gpu.gpu_of("0000:17:00.0") == {}
     assert "gpu" not in Sampler("0000:17:00.0")()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found, nvml = detect._gpus()
+    assert found == () and "nvidia-ml-py cannot be imported" in str(nvml.error)
+    assert calibration._driver() is None

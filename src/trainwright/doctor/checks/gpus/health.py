@@ -49,8 +49,10 @@ _OF_PROGRAMS = (13, 31, 43, 45)
 
 def check(context: CheckContext) -> CheckResult:
     """Read counters of errors, temperatures, clocks and other programs of each GPU."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError as error:
+        raise CannotCheck(f"the package nvidia-ml-py cannot be imported ({error}): pip install nvidia-ml-py") from None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
