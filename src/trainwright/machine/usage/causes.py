@@ -68,6 +68,7 @@ def in_words(causes: Sequence[Cause]) -> str:
 
 def _of_cores(found: Mapping[str, float]) -> Iterator[Cause]:
     throttled, waited, stolen = (found.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
+    waited *= 1 - found.get("asleep", 0.0)  # of the whole time, not only of that in which it had work
     if throttled >= QUOTA:
         words = (
             f"the container's limit on CPU time stopped the process in {throttled:.0%} of its periods: it may use "
