@@ -51,7 +51,8 @@ LINES = [
     f"stopped after a checkpoint; continue with: trainwright train --resume {RUN}",
     f'  in Python      AutoModelForCausalLM.from_pretrained("{RUN}/final")',
     f"  curves         tensorboard --logdir {RUN}/tensorboard",
-    "chosen         parallel.strategy ddp: the fastest that fits; fsdp 1.62 times the step time: communication",
+    "chosen         parallel.strategy ddp: the fastest that fits; fsdp would take 1.62 times as long per step, mostly "
+    "because of communication",
     f"error: {RUN}/rows.jsonl: no such file; write it with `trainwright data prepare raw.json --out {RUN}` first",
 ]
 

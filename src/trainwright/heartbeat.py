@@ -292,6 +292,11 @@ def own() -> Heartbeat | None:
     return _own
 
 
+def in_collectives() -> float:
+    """Return the seconds that this process has spent in collectives so far."""
+    return 0.0 if _own is None else sum(seconds for use, seconds in _own.spent.read().items() if use.waiting)
+
+
 def phase(name: str, step: int = -1, micro_batch: int = -1) -> None:
     """Report that a phase begins."""
     if _own is not None:

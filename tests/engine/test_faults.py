@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.commands import PATIENCE, descendants, started, wait_for
+from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, difference, events
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
+from trainwright.observe.reader import read_log
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
@@ -199,6 +201,10 @@ def test_a_run_that_rewinds_is_the_run_without_the_batch(runs: Runs, poisoned: t
     assert rewind["left_out"] == [bad]
     assert rewind["resumed_from"] == (bad - 1) // 4 * 4 if bad > 4 else "no checkpoint" in fault["action"]
     assert steps_of(rewound) == {step: loss for step, loss in losses.items() if step != bad}
+    (ledger,) = whole_ledger(rewound, ranks=1)
+    undone = [event for event in read_log(rewound / "events.jsonl").everything if event["time"] < rewind["time"]]
+    kept = [event["time"] for event in undone if event.get("step", 0) <= (rewind["resumed_from"] or 0)]
+    assert ledger.seconds["repeated"] >= rewind["time"] - max(kept) - 0.01
     one, other = (load_file(run / "final" / "model.safetensors") for run in (rewound, skipped))
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=0, equal_nan=True, msg=name)

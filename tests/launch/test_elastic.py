@@ -9,10 +9,12 @@ import pytest
 
 from tests.launch.test_restarts import kill
 from tests.support.commands import wait_for
+from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
 from trainwright.errors import MachineError
 from trainwright.launch.ending.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, Stopping
 from trainwright.launch.group.elastic import Elastic, devices_for
+from trainwright.observe.reader import read_log
 from trainwright.planning.processes import in_words, usable_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.parallel import ProcessRange
@@ -60,6 +62,12 @@ def test_a_run_grows_and_shrinks_as_slots_change_and_when_it_is_resumed(runs: Ru
     assert sizes(run) == [3, 1, 2, 3]
     assert not events(run, "restart")
     assert difference(column(run, "loss"), column(undisturbed, "loss")) < 1e-5
+    ledger = whole_ledger(run, ranks=3)
+    starts = [event["time"] for event in events(run, "start")]
+    assert [each.lines[-1].launch for each in ledger] == [4, 3, 2]
+    times = [event["time"] for event in read_log(run / "events.jsonl").everything]
+    for rank, back in ((1, 2), (2, 3)):  # away since there was one process
+        assert ledger[rank].seconds["stopped"] > max(time for time in times if time < starts[back]) - starts[1]
 
 
 def test_more_processes_wait_for_a_checkpoint_and_fewer_do_not(tmp_path: Path) -> None:

@@ -244,7 +244,12 @@ def test_far_from_the_plan_is_told_in_times_with_what_is_known_of_why() -> None:
     assert "step time 0.01 s predicted, 4.22 s measured (422 times the plan)" in found
     assert "speed 1,000 tokens/s predicted, 2 tokens/s measured (0.0024 times the plan)" in found
     told = "\n".join(found)
-    for part in ("waited for a core 85%", "limit on CPU time", "virtual machine gave 20%", "1 thread per process, but"):
+    for part in (
+        "waited for a core 85%",
+        "limit on CPU time",
+        "virtual machine gave 20%",
+        "1 thread per process, where",
+    ):
         assert part in told
     assert "only the first steps" in told and "`trainwright machine calibrate`" in told
     assert "other programs use this machine" in told

@@ -93,6 +93,79 @@ def test_a_rewind_repeats_within_a_launch(tmp_path: Path) -> None:
     assert ledger.seconds == pytest.approx({"forward": 14.0, "repeated": 6.0})
 
 
+def steps(first: int, last: int, at: float, each: float = 2.0) -> list[dict[str, Any]]:
+    """The events of steps that end one after another from a time on."""
+    return [{"event": "step", "time": at + each * (n - first + 1), "step": n} for n in range(first, last + 1)]
+
+
+def started(at: float, resumed_from: int | None) -> dict[str, Any]:
+    return {"event": "start", "time": at, "resumed_from": resumed_from}
+
+
+def test_what_is_undone_twice_is_repeated_once(tmp_path: Path) -> None:
+    run = written(tmp_path, line(1, 130.0, 100.0, forward=30.0))
+    events = [started(100.0, None), *steps(1, 5, 100.0), {"event": "rewind", "time": 110.0, "resumed_from": 4}]
+    events += [*steps(5, 7, 110.0), {"event": "rewind", "time": 116.0, "resumed_from": 2}, *steps(3, 9, 116.0)]
+    (ledger,) = read_ledger(run, events)
+    # Since step 2, at 104: of these 12 seconds, 2 had been repeated already.
+    assert ledger.seconds == pytest.approx({"forward": 18.0, "repeated": 12.0})
+
+
+def test_a_launch_that_resumes_before_the_one_that_it_follows_repeats_what_both_did(tmp_path: Path) -> None:
+    run = written(
+        tmp_path,
+        line(1, 102.0, 100.0, **{"start: imports": 2.0}),
+        line(1, 112.0, 100.0, forward=10.0, **{"start: imports": 2.0}),
+        line(2, 122.0, 120.0, **{"start: imports": 2.0}),
+        line(2, 130.0, 120.0, forward=8.0, **{"start: imports": 2.0}),
+        line(3, 143.0, 140.0, **{"start: imports": 3.0}),  # it ended before anything was trained
+        line(4, 170.0, 150.0, forward=16.0, **{"start: imports": 4.0}),
+    )
+    events = [started(102.0, None), *steps(1, 5, 102.0)]
+    events += [started(122.0, 4), *steps(5, 8, 122.0)]  # step 5 is repeated
+    events += [started(154.0, 2), *steps(3, 10, 154.0)]  # the checkpoint of step 4 was damaged
+    (ledger,) = read_ledger(run, events)
+    expected = {"forward": 4.0 + 16.0, "repeated": 6.0 + 8.0, "stopped": 8.0 + 10.0 + 7.0, "start: imports": 11.0}
+    assert ledger.seconds == pytest.approx(expected)
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall) == 70.0
+
+
+def test_the_launch_that_resumes_loses_nothing_however_seldom_it_writes(tmp_path: Path) -> None:
+    run = written(tmp_path, line(1, 112.0, 100.0, forward=12.0), line(2, 150.0, 120.0, forward=26.0, other=4.0))
+    (ledger,) = read_ledger(run, [started(100.0, None), *steps(1, 6, 100.0), started(124.0, 5), *steps(6, 9, 124.0)])
+    assert ledger.seconds == pytest.approx({"forward": 36.0, "repeated": 2.0, "stopped": 8.0, "other": 4.0})
+
+
+def test_a_step_that_has_not_ended_is_repeated_too(tmp_path: Path) -> None:
+    run = written(tmp_path, line(1, 113.0, 100.0, forward=13.0), line(2, 150.0, 130.0, forward=20.0))
+    killed = [started(100.0, None), *steps(1, 5, 100.0), {"event": "restart", "time": 113.5, "after_step": 5}]
+    (ledger,) = read_ledger(run, [*killed, started(131.0, 5)])
+    assert ledger.seconds == pytest.approx({"forward": 30.0, "repeated": 3.0, "stopped": 17.0})
+
+
+def test_a_launch_that_ended_by_itself_lost_nothing(tmp_path: Path) -> None:
+    run = written(tmp_path, line(1, 113.0, 100.0, forward=13.0), line(2, 150.0, 130.0, forward=20.0))
+    stopped = [started(100.0, None), *steps(1, 5, 100.0), {"event": "finish", "time": 111.0, "step": 5}]
+    (ledger,) = read_ledger(run, [*stopped, started(131.0, 5)])
+    assert ledger.seconds == pytest.approx({"forward": 33.0, "stopped": 17.0})
+
+
+def test_ranks_that_leave_and_come_back_were_stopped_meanwhile(tmp_path: Path) -> None:
+    launches = {0: (100.0, 130.0, 160.0), 1: (100.0, 160.0), 2: (100.0, 160.0)}
+    for rank, begun in launches.items():
+        written(tmp_path, *(line(n, at + 20.0, at, forward=18.0, data=2.0) for n, at in enumerate(begun, 1)), rank=rank)
+    # On three ranks up to step 9, of which 8 and 9 are lost; on one up to a stop at step 14; on three again.
+    events = [started(102.0, None), *steps(1, 9, 102.0), started(132.0, 7), *steps(8, 14, 132.0)]
+    events += [{"event": "finish", "time": 148.0, "step": 14}, started(162.0, 14), *steps(15, 20, 162.0)]
+    ledgers = read_ledger(tmp_path, events)
+    assert [dict(each.seconds) for each in ledgers] == [
+        pytest.approx({"forward": 54.0 - 3.6, "data": 6.0 - 0.4, "repeated": 4.0, "stopped": 20.0}),
+        *2 * [pytest.approx({"forward": 36.0 - 3.6, "data": 4.0 - 0.4, "repeated": 4.0, "stopped": 40.0})],
+    ]
+    for each in ledgers:
+        assert sum(each.seconds.values()) == pytest.approx(each.wall) == 80.0
+
+
 def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     run = written(tmp_path, '{"format": 1, "launch": 1, "ra', line(1, 110.0, 100.0, forward=10.0), "[]", "{}")
     assert [(each.rank, dict(each.seconds)) for each in read_ledger(run)] == [(0, {"forward": 10.0})]

@@ -30,6 +30,11 @@ Refusal = Callable[..., list[str]]
         ("model.adapter.lora_alpha=8", "did you mean alpha?"),
         ("model.load_in_4bit=true", "did you mean model.adapter.quantisation: nf4?"),
         ("model.model_name_or_path=x", "did you mean name?"),
+        ("model.adapter.name=lora", "did you mean type?"),
+        ("model.adapter.method=nf4", "did you mean quantisation?"),
+        ("model.adapter.name=unsloth", "did you mean optimizer.name?"),
+        ("optimizer.algorithm=adamw", "did you mean name?"),
+        ("optimizer.lr_policy=cosine", "did you mean schedule?"),
         ("output_dir=out", "did you mean logging.run_directory?"),
         ("checkpoint.save-steps=10", "did you mean every?"),
         ("deepspeed=zero.json", "did you mean parallel.deepspeed_config?"),
@@ -42,6 +47,11 @@ Refusal = Callable[..., list[str]]
 )
 def test_names_of_other_tools_are_answered_with_ours(refusal: Refusal, override: str, meant: str) -> None:
     assert refusal("", override)[0].endswith(meant)
+
+
+@pytest.mark.parametrize("value", ["none", "auto", "7", "[lora]"])
+def test_a_value_that_is_no_word_of_one_key_only_suggests_none(refusal: Refusal, value: str) -> None:
+    assert "model.adapter.method: unknown key; choose from type, " in refusal("", f"model.adapter.method={value}")[0]
 
 
 def test_every_name_of_other_tools_leads_to_a_key_of_the_schema() -> None:

@@ -13,11 +13,12 @@ import pytest
 import trainwright as tw
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.errors import RequestError
+from trainwright.observe.ledger import LedgerLine, RankLedger
 from trainwright.reports.charts import curve_charts
 from trainwright.reports.comparing import paired_differences, recipe_differences
 from trainwright.reports.figures import RunFigures, curves_of, thinned
-from trainwright.reports.html import prose
-from trainwright.reports.seconds import seconds_by_kind
+from trainwright.reports.html import Page, prose
+from trainwright.reports.seconds import machines, seconds_by_kind
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\x1b[31m'
 
@@ -222,3 +223,24 @@ def test_a_real_run_writes_its_report(runs: Runs) -> None:
     page = (run / "report.html").read_text()
     for shown in ("What is a list?", "Predicted and measured", "Where the time went", "max_steps: 3", "<td>torch</td>"):
         assert shown in page
+
+
+def test_what_machines_did_is_drawn_where_it_is_something() -> None:
+    samples = [
+        {
+            "cpu": 1.0,
+            "waited": 0.02,
+            "swap_in": 0,
+            "gpu": {"clock": 1200, "limited": ["heat (driver)", "its power limit"]},
+        },
+        {"cpu": 1.0, "waited": 0.3, "swap_in": 0, "gpu": {"clock": 1700, "limited": ["heat (driver)"]}},
+        {"cpu": 1.0, "gpu": "damaged"},
+    ]
+    lines = [LedgerLine(1, 110.0 + n, n, 100.0, {}, system) for n, system in enumerate(samples)]
+    page = Page("machines")
+    page.add("".join(machines([RankLedger(3, lines, {}, 12.0)], page)))
+    shown = page.render()
+    assert "Cores used by each process" in shown and "Waiting for a core" in shown and "Clock of each GPU" in shown
+    assert "Read from swap" not in shown and "Temperature of" not in shown
+    assert "<td>Rank 3</td><td>heat (driver)</td><td>100%</td>" in shown
+    assert "<td>Rank 3</td><td>its power limit</td><td>50%</td>" in shown

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import time
 from statistics import mean, median
 
 import torch
 
-from trainwright.machine.measured.contention import CpuContention, usable_cores
+from trainwright import heartbeat
+from trainwright.machine.usage.counters import Counters
+from trainwright.machine.usage.own_process import OwnProcess
 
 # The first steps are slower than the rest: memory is allocated, kernels are chosen or compiled.
 _WARM_UP_STEPS = 2
@@ -16,17 +18,18 @@ _WARM_UP_STEPS = 2
 class RunMeasurements:
     """Collect the measured time and memory of the steps in this process."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, processes: int = 1) -> None:
         self._device = device
+        self._process = OwnProcess(torch.get_num_threads(), processes)
         self._seconds: list[float] = []
         self._rates: list[float] = []
         self._memory_bytes = 0
-        self._before: CpuContention | None = None
+        self._before: tuple[Counters, float] | None = None
 
     def step(self, seconds: float, tokens: int, memory_bytes: int) -> None:
         """Record one step: its time, its tokens, and the largest peak of any rank so far."""
         if self._before is None or len(self._seconds) == _WARM_UP_STEPS - 1:
-            self._before = CpuContention.now()
+            self._before = self._process.counters(), heartbeat.in_collectives()
         self._seconds.append(seconds)
         self._rates.append(tokens / seconds)
         self._memory_bytes = max(self._memory_bytes, memory_bytes)
@@ -38,11 +41,12 @@ class RunMeasurements:
         ``tokens_per_second``: the median of the steps. ``step_time``: of a step with the mean number of tokens at that
         speed, as plans predict it: steps differ in their tokens. ``tensors_bytes`` is added to ``memory_bytes`` if the
         latter counts only tensors, as on a GPU. ``steps``: the number of steps after the first, 0 if the speed is of
-        the first ones. ``threads`` of this process, the number of ``processes`` and ``cores``, and what kept it from
-        computing: see `CpuContention.since`.
+        the first ones. ``threads`` of this process, the number of ``processes`` and ``cores``, the part of the time
+        ``in_collectives``, and what kept it from computing: see `Counters.since`.
         """
         if not self._seconds or self._before is None:
             return {}
+        before, waited = self._before
         found: dict[str, float] = {"memory_bytes": self._memory_bytes}
         if self._device.type == "cuda":
             found["tensors_bytes"] = self._memory_bytes
@@ -53,8 +57,6 @@ class RunMeasurements:
             "step_time": tokens / rate if rate else median(seconds),
             "tokens_per_second": rate,
             "steps": max(0, len(self._seconds) - _WARM_UP_STEPS),
-            "threads": torch.get_num_threads(),
-            "processes": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            "cores": usable_cores(),
-            **CpuContention.now().since(self._before),
+            "in_collectives": (heartbeat.in_collectives() - waited) / max(time.monotonic() - before.wall, 1e-6),
+            **self._process.since(before),
         }

@@ -80,7 +80,7 @@ class Trainer:
             self.training, self.checkpoints, self._policies, lambda: self._replay.checked or None
         )
         self._passes = StepPasses(self.training, self._halving, self._replay, self._policies, self._requests)
-        self._measured = RunMeasurements(self.world.device)
+        self._measured = RunMeasurements(self.world.device, self.world.local_size)
 
     @property
     def progress(self) -> TrainingProgress:

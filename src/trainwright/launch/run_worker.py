@@ -50,6 +50,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.numa import bind
+from trainwright.machine.usage.own_process import OwnProcess
 from trainwright.machine.usage.sample import Sampler
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.causal_lm import compile_blocks
@@ -119,7 +120,8 @@ def train(
     with Activity(console(), "looking at the machine"):
         own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert own is not None, "it has begun"
-    with LedgerWriter(run, rank_info.rank, own, Sampler(None if gpu is None else gpu.address)):
+    sampler = Sampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
+    with LedgerWriter(run, rank_info.rank, own, sampler):
         return run_worker(
             run,
             cache=cache_root(),
@@ -233,9 +235,11 @@ def run_worker(
     resized = resize_requested if isinstance(elastic, ProcessRange) and may_change else None
     may_change = may_change and recipe.train.replan == "auto"
     if trial_steps is None and world.is_main:
+        gpu = None if world.device.type == "cpu" else world.device.index
+        own_process = OwnProcess(torch.get_num_threads(), world.local_size, gpu)
         watched = Watched.of(run, run_directory.plan_of(run), may_change)
         if watched is not None and watched.chosen.get("num_processes", world.size) == world.size:
-            events.follow(PlanWatch(watched, events.emit))
+            events.follow(PlanWatch(watched, events.emit, own_process))
     asked = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
     if asked is not None:
         events.follow(asked)

@@ -76,8 +76,10 @@ def _gpus() -> tuple[tuple[Gpu, ...], Nvml]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return (), Nvml()
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError as error:  # an installation without its dependencies
+        return (), Nvml(error=f"the package nvidia-ml-py cannot be imported ({error})")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

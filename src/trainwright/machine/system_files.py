@@ -8,6 +8,7 @@ from pathlib import Path
 def read(path: Path) -> str:
     """Return the content of a file; empty if it does not exist or cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with open(path, "rb", buffering=0) as file:
+            return file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""

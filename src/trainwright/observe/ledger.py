@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from trainwright.heartbeat import Heartbeat, Use
 from trainwright.machine.usage.sample import process_age
@@ -52,6 +52,8 @@ CATEGORIES = (
     *("data", WAITING, "evaluation", "generation", "checkpoint", "export", REPEATED, STOPPED),
     *(*_START.values(), "compilation", OTHER),
 )
+# Events of the rank that trains, unlike those of the launcher and of policies.
+_WORK = ("start", "rewind", "step", "evaluate", "generate", "checkpoint", "finish")
 # Seconds between two lines: a part of the time of the launch, within bounds.
 _PART, _LEAST, _MOST = 1 / 60, 1.0, 30.0
 _TAIL_BYTES = 2**16
@@ -212,7 +214,8 @@ def _lines(data: bytes) -> Iterator[LedgerLine]:
             line = json.loads(text)
             seconds = {str(name): float(value) for name, value in line["seconds"].items()}
             times = float(line["time"]), int(line["step"]), float(line["started"])
-            yield LedgerLine(int(line["launch"]), *times, seconds, line.get("system") or {})
+            system = line.get("system")
+            yield LedgerLine(int(line["launch"]), *times, seconds, system if isinstance(system, dict) else {})
 
 
 def _tail(file: Path) -> bytes:
@@ -224,25 +227,58 @@ def _tail(file: Path) -> bytes:
         return b""
 
 
-def _lost(events: Iterable[EventRecord]) -> Iterator[tuple[float, float]]:
-    """Yield the times between which a run did what it had to repeat, because it went back to an earlier step."""
+class _Lost(NamedTuple):
+    """The time in which a run did what it had to repeat, because it went back to an earlier step.
+
+    Attributes:
+        by_start: whether a new launch went back, so that nothing of that launch itself is lost.
+    """
+
+    begun: float
+    ended: float
+    by_start: bool
+
+    def within(self, launch: Sequence[LedgerLine]) -> tuple[float, float] | None:
+        """Return the part of this time that belongs to a launch, if any does."""
+        begun, ended = max(self.begun, launch[0].started), min(self.ended, launch[-1].time)
+        is_other = not self.by_start or launch[-1].time <= self.ended
+        return (begun, ended) if is_other and begun < ended else None
+
+
+def _lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
+    """Yield what each launch and rewind lost: what came after the last event that still counts, also of a step that has
+    not ended; nothing after a launch that ended by itself.
+    """
     history: list[EventRecord] = []
     for event in events:
         if event["event"] in ("start", "rewind"):
             gone = [superseded(past, event) for past in history]
-            if True in gone:
-                kept = history[max(0, gone.index(True) - 1)]
-                yield float(kept.get("time", 0.0)), float(event.get("time", 0.0))
+            first = gone.index(True) if True in gone else len(history)
+            kept = next((past for past in reversed(history[:first]) if past["event"] in _WORK), None)
+            if kept is not None and kept["event"] != "finish":
+                times = float(kept.get("time", 0.0)), float(event.get("time", 0.0))
+                yield _Lost(*times, by_start=event["event"] == "start")
             history = [past for past, is_gone in zip(history, gone, strict=True) if not is_gone]
         history.append(event)
 
 
-def _rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[tuple[float, float]]) -> RankLedger:
+def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return spans of time that do not overlap: what was repeated may be undone again, with what was before it."""
+    merged: list[tuple[float, float]] = []
+    for begun, ended in sorted(spans):
+        if merged and begun <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(ended, merged[-1][1])
+        else:
+            merged.append((begun, ended))
+    return merged
+
+
+def _rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_Lost]) -> RankLedger:
     launches = [list(group) for _, group in groupby(lines, lambda line: line.launch)]
     seconds: dict[str, float] = defaultdict(float)
     for launch in launches:
         whole = dict(launch[-1].seconds)
-        for begun, ended in lost:
+        for begun, ended in _merged(part for each in lost if (part := each.within(launch)) is not None):
             for name, value in _between(launch, begun, ended).items():
                 if not name.startswith("start"):
                     whole[name] -= value
@@ -256,11 +292,8 @@ def _rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[tuple[fl
 
 
 def _between(launch: Sequence[LedgerLine], begun: float, ended: float) -> dict[str, float]:
-    """Return the seconds of a launch between two times, by category; 0 if it had not started, or had ended."""
-    last = launch[-1]
-    if not launch[0].started <= begun < last.time:
-        return {}
-    at, until = _at(launch, begun), _at(launch, min(ended, last.time))
+    """Return the seconds of a launch between two times of it, by category."""
+    at, until = _at(launch, begun), _at(launch, ended)
     return {name: until.get(name, 0.0) - at.get(name, 0.0) for name in until}
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from trainwright import text
-from trainwright.text import plural
+from trainwright.machine.usage.causes import causes_of
 
 # From this factor between measured and planned step time on, reasons are given.
 _FAR = 1.5
-# From these fractions of the time on, something counts as a reason.
-WAITED, THROTTLED, STOLEN = 0.1, 0.1, 0.05
 
 
 def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -39,32 +37,11 @@ def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) ->
     expected, found = predicted.get("step_time"), measured.get("step_time")
     if not expected or found is None or found < _FAR * expected:
         return
-    if measured.get("throttled", 0.0) >= THROTTLED:
-        yield (
-            f"the container's limit on CPU time stopped the run in {measured['throttled']:.0%} of its periods: it may "
-            "use fewer cores than it sees"
-        )
-    if measured.get("waited", 0.0) >= WAITED:
-        yield f"the process waited for a core {measured['waited']:.0%} of the time: {_other_load(measured)}"
-    if measured.get("stolen", 0.0) >= STOLEN:
-        yield f"the host of this virtual machine gave {measured['stolen']:.0%} of its CPU time to others"
-    planned, threads = predicted.get("threads"), measured.get("threads")
-    if planned is not None and threads is not None and threads < planned:
-        counted = plural(int(threads), "thread")
-        yield (
-            f"{counted} per process, but the plan assumed {planned:.0f}: OMP_NUM_THREADS is set, or there are fewer "
-            "cores"
-        )
+    causes = causes_of(
+        measured, elsewhere=measured.get("in_collectives", 0.0), planned_threads=predicted.get("threads")
+    )
+    yield from (cause.words for cause in causes)
     if measured.get("steps") == 0:
         yield "only the first steps were measured, which are slower than the rest"
     if predicted.get("calibrated") == 0 and not predicted.get("measured"):
         yield "the plan's times are from nominal rates; `trainwright machine calibrate` measures those of this machine"
-
-
-def _other_load(measured: Mapping[str, float]) -> str:
-    """Return what else uses the cores."""
-    processes, threads, cores = (int(measured.get(name, 0)) for name in ("processes", "threads", "cores"))
-    if not processes * threads > cores > 0:
-        return "other programs use this machine"
-    own = f"{plural(processes, 'process', 'processes')} of {plural(threads, 'thread')}"
-    return f"{own} share {plural(cores, 'core')}; lower OMP_NUM_THREADS or parallel.num_processes"

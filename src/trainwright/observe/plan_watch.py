@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from trainwright import heartbeat
 from trainwright.engine.events import Event, Notice
 from trainwright.machine.cache import try_write
 from trainwright.machine.detect import detect
-from trainwright.machine.measured.contention import CpuContention
 from trainwright.machine.measured.own_runs import remember, run_of
-from trainwright.observe.plan_comparison import STOLEN, THROTTLED, WAITED
+from trainwright.machine.usage.causes import Cause, causes_of, in_words
+from trainwright.machine.usage.counters import Counters
+from trainwright.machine.usage.own_process import OwnProcess
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.registries import STRATEGIES
 
@@ -27,7 +28,8 @@ _WARM_UP, _JUDGED = 2, 10
 _WRONG = 1.3  # factor of the time, in either direction
 _WORTH = 1.2
 _LEAST = 0.01
-_FAULTS = 200  # pages per step read from disk: memory is short
+# Causes that are of one run, and say nothing about the next.
+_PASSING = ("quota", "load", "own threads", "hypervisor", "memory", "heat")
 _KEYS = {
     "train": ("micro_batch_size", "activation_checkpointing"),
     "parallel": ("strategy", "num_processes", "replicate_size", "reshard_after_forward"),
@@ -63,14 +65,14 @@ class Watched:
 
 
 class PlanWatch:
-    """Observer of rank 0's events; ``emit`` records further events."""
+    """Observer of rank 0's events; ``emit`` records further events. ``process``: the one of rank 0."""
 
-    def __init__(self, watched: Watched, emit: Callable[[Event], None]) -> None:
+    def __init__(self, watched: Watched, emit: Callable[[Event], None], process: OwnProcess) -> None:
         self._watched = watched
         self._emit = emit
+        self._process = process
         self._steps: list[tuple[float, float]] = []  # seconds, and tokens per second
-        self._before: CpuContention | None = None
-        self._faults = 0
+        self._before: tuple[Counters, float] | None = None
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Compare the steps of an event with the plan."""
@@ -82,7 +84,7 @@ class PlanWatch:
     def _step(self, event: Mapping[str, Any]) -> None:
         self._steps.append((float(event["step_time"]), float(event["tokens_per_second"])))
         if len(self._steps) == _WARM_UP:
-            self._before, self._faults = CpuContention.now(), _page_faults()
+            self._before = self._process.counters(), heartbeat.in_collectives()
         if len(self._steps) == _WARM_UP + _JUDGED:
             self._judge(int(event["step"]))
 
@@ -94,9 +96,9 @@ class PlanWatch:
         found = tokens / median(rate for _, rate in judged)
         if expected / _WRONG <= found <= expected * _WRONG:
             return
-        cause, slower = _outside(CpuContention.now().since(self._before), (_page_faults() - self._faults) / _JUDGED)
-        cause = cause or self._inside()
-        offer = None if found < expected else self._offer(found, min(slower, found / expected))
+        causes = self._outside() if found > expected else []
+        cause = in_words(causes) if causes else self._inside()
+        offer = None if found < expected else self._offer(found, min(_slowed(causes), found / expected))
         message = (
             f"the plan expected {expected:.3g} s per step, and the first {_JUDGED} took {found:.3g} s each: {cause}"
         )
@@ -105,8 +107,16 @@ class PlanWatch:
             if self._watched.replan:
                 message += "; the run switches after its next checkpoint (train.replan: auto)"
                 try_write(self._watched.run / REPLAN, json.dumps(offer))
-        details = {"step": step, "predicted": expected, "measured": found, "cause": cause, "offer": offer}
+        shown = {"cause": cause, "causes": [each.kind for each in causes], "offer": offer}
+        details = {"step": step, "predicted": expected, "measured": found, **shown}
         self._emit(Notice(message=message, kind="plan", details=details))
+
+    def _outside(self) -> list[Cause]:
+        """Return the causes outside the prediction that make steps slow, largest first."""
+        assert self._before is not None
+        before, waited = self._before
+        threads = self._watched.predicted.get("threads")
+        return self._process.causes(before, elsewhere=heartbeat.in_collectives() - waited, planned_threads=threads)
 
     def _inside(self) -> str:
         if self._watched.chosen.get("compile"):
@@ -131,8 +141,8 @@ class PlanWatch:
     def _finish(self, measured: Mapping[str, float]) -> None:
         """Record the measurement, unless something else slowed the run down."""
         machine = detect()
-        disturbed = measured.get("waited", 0.0) >= WAITED or measured.get("throttled", 0.0) >= THROTTLED
-        if disturbed or measured.get("steps", 0) < _JUDGED or not machine.is_here:
+        causes = causes_of(measured, elsewhere=measured.get("in_collectives", 0.0))
+        if any(cause.kind in _PASSING for cause in causes) or measured.get("steps", 0) < _JUDGED or not machine.is_here:
             return
         predicted = self._watched.predicted
         plain = predicted["tokens_per_second"] * (predicted.get("correction") or 1.0)
@@ -143,23 +153,11 @@ class PlanWatch:
             remember(machine, run)
 
 
-def _outside(waiting: Mapping[str, float], faults: float) -> tuple[str | None, float]:
-    """Return the known cause outside the prediction that makes steps slow, and by what factor."""
-    throttled, waited, stolen = (waiting.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
-    for share, least, reason in (
-        (throttled, THROTTLED, f"the container's limit on CPU time stopped the run in {throttled:.0%} of its periods"),
-        (waited, WAITED, f"other programs use the cores, for which the process waited {waited:.0%} of the time"),
-        (stolen, STOLEN, f"the host of this virtual machine gave {stolen:.0%} of its CPU time to others"),
-    ):
-        if share >= least:
-            return reason, 1 / max(_LEAST, 1 - share)
-    if faults > _FAULTS:
-        return f"memory is low: {faults:.0f} pages per step were read from disk", math.inf
-    return None, 1.0
-
-
-def _page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+def _slowed(causes: Sequence[Cause]) -> float:
+    """Return the factor by which causes make steps slower."""
+    if any(cause.kind == "memory" for cause in causes):
+        return math.inf
+    return math.prod(1 / max(_LEAST, 1 - cause.share) for cause in causes)
 
 
 def _differs(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:

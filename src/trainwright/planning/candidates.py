@@ -36,13 +36,27 @@ class ParallelLayout:
         return self.offload_parameters or self.offload_optimizer
 
     def describe(self, processes: int) -> str:
-        """Return the name shown in tables: `fsdp 4x8` is four replicas, each over eight devices."""
+        """Return the name shown in tables: `fsdp 4x8` is four replicas, each over eight devices, and `fsdp whole` keeps
+        the gathered weights between forward and backward.
+        """
         name = self.strategy
         if self.replicate_size > 1:
             name += f" {self.replicate_size}x{processes // self.replicate_size}"
         if not self.reshard_after_forward:
-            name += " kept"
+            name += " whole"
         return name + " offload" * self.offloads
+
+    def in_words(self, processes: int) -> str:
+        """Return the name shown in sentences, with the recipe's keys."""
+        settings = []
+        if not self.reshard_after_forward:
+            settings.append("parallel.reshard_after_forward=false")
+        if self.offload_parameters:
+            settings.append("parallel.offload_parameters=true")
+        if self.offload_optimizer:
+            settings.append("parallel.offload_optimizer=true")
+        replicas = f" {self.replicate_size}x{processes // self.replicate_size}" * (self.replicate_size > 1)
+        return f"{self.strategy}{replicas}{' with ' * bool(settings)}{' and '.join(settings)}"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def reasons_of(
     if "num_processes" not in constraints.fixed:
         yield f"parallel.num_processes {choice.num_processes}: {_why_processes(searched, found, workload, cluster)}"
     if "strategy" not in constraints.fixed:
-        yield f"parallel.strategy {chosen.layout.describe(choice.num_processes)}: {_why_strategy(searched, found)}"
+        yield f"parallel.strategy {chosen.layout.in_words(choice.num_processes)}: {_why_strategy(searched, found)}"
     if precision is not None:
         yield f"train.mixed_precision {precision[0]}: {precision[1]}"
     if "activation_checkpointing" not in constraints.fixed:
@@ -76,9 +76,9 @@ def verdict(candidate: Candidate, best: Candidate | None) -> str:
         return "chosen"
     ratio = candidate.time.seconds / best.time.seconds
     if ratio < 1.02:
-        return "same speed, more complex"
+        return "is as fast, and more complex"
     part = _slower_part(candidate, best)
-    return f"{ratio:.2f} times the step time{f': {part}' if part else ''}"
+    return f"would take {ratio:.2f} times as long per step{f', mostly because of {part}' if part else ''}"
 
 
 def same_place(one: Choice, other: Choice) -> bool:
@@ -90,7 +90,7 @@ def same_place(one: Choice, other: Choice) -> bool:
 def shortage(nearest: Candidate, cluster: Cluster, out: Sequence[Suggestion]) -> str:
     """Return why nothing fits, by how much, and the suggestions."""
     choice = nearest.choice
-    name = nearest.layout.describe(choice.num_processes)
+    name = nearest.layout.in_words(choice.num_processes)
     if nearest.missing is not None and nearest.fits:
         text = f"parallel.strategy: {choice.strategy} fits {cluster.name}, but {nearest.missing}"
     else:
@@ -171,7 +171,7 @@ def _why_strategy(chosen: Candidate, found: SearchResult) -> str:
     others = [one for one in found.candidates if one.choice.num_processes == count and one.layout != chosen.layout]
     if not chosen.runs:
         return "the nearest to fitting"
-    lost = [f"{one.layout.describe(count)} {verdict(one, chosen)}" for one in others]
+    lost = [f"{one.layout.in_words(count)} {verdict(one, chosen)}" for one in others]
     if not lost:
         return "one process"
     return "the fastest that fits; " + "; ".join(lost[:3])

@@ -6,17 +6,20 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainwright.errors import RequestError
 from trainwright.recipe.contradiction import Contradiction, Contradictions
+from trainwright.recipe.registered import Registered
 from trainwright.recipe.schema import model_of, recipe_model
 from trainwright.recipe.synonyms import our_key, our_value
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
 
+_OF_MANY_KEYS = ("auto", "none")  # words that say nothing about the key
 _MOST_UNKNOWN = 30  # unknown keys that are explained; the rest are counted
 
 _EXPECTED = {
@@ -52,7 +55,7 @@ def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     model, details = _model(tree), error.errors(include_url=False)
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
     paths = [field_path(item["loc"], model) for item in unknown[: _MOST_UNKNOWN + 1]]
-    suggested = {path: _nearest(path, model) for path in paths[:_MOST_UNKNOWN]}
+    suggested = {path: _nearest(path, model, tree) for path in paths[:_MOST_UNKNOWN]}
     problems = [
         Problem(origin_of(path, tree, file), f"{dotted(path)}: unknown key{_meant(path, near, model)}")
         for path, near in suggested.items()
@@ -191,13 +194,16 @@ def _meant(path: KeyPath, near: KeyPath | None, model: type[BaseModel]) -> str:
     return f"; did you mean {ours.shown(shown) if ours is not None and ours.key == dotted(near) else shown}?"
 
 
-def _nearest(path: KeyPath, model: type[BaseModel]) -> KeyPath | None:
+def _nearest(path: KeyPath, model: type[BaseModel], tree: Tree) -> KeyPath | None:
     """Return the known key that an unknown one most likely means, here or in another section."""
     *above, key = path
     here: dict[str, KeyPath] = {name: (*above, name) for name in _keys(tuple(above), model)}
     sections = model.model_fields
     elsewhere: dict[str, KeyPath] = {name: (section, name) for section in sections for name in _keys((section,), model)}
     elsewhere |= {name: (name,) for name in sections}
+    choosing = [name for name in here if _is_choice(_value_at(path, tree), here[name], model)]
+    if len(choosing) == 1 and not difflib.get_close_matches(str(key), here, n=1, cutoff=0.7):
+        return here[choosing[0]]
     if str(key) in elsewhere:
         return elsewhere[str(key)]
     if (ours := our_key(str(key))) is not None and not any(isinstance(part, int) for part in path):
@@ -206,6 +212,34 @@ def _nearest(path: KeyPath, model: type[BaseModel]) -> KeyPath | None:
         if close := difflib.get_close_matches(str(key), names, n=1, cutoff=0.7):
             return names[close[0]]
     return None
+
+
+def _value_at(path: KeyPath, tree: Tree) -> Any:
+    value: Any = tree.values
+    for part in path:
+        value = value[part]
+    return value
+
+
+def _is_choice(value: Any, path: KeyPath, model: type[BaseModel]) -> bool:
+    """Return whether a text is one of the words that a key can be, such as `lora` for `model.adapter.type`."""
+    *above, key = path
+    section = _section_at(tuple(above), model)
+    field = section.model_fields.get(str(key)) if section is not None else None
+    if not isinstance(value, str) or value in _OF_MANY_KEYS or field is None:
+        return False
+    return value in _words(field.annotation, *field.metadata)
+
+
+def _words(*kinds: Any) -> Iterator[str]:
+    """Yield the words of types and of what annotates them."""
+    for kind in kinds:
+        if isinstance(kind, Registered):
+            yield from (*kind.others, *kind.registry.names())
+        elif get_origin(kind) is Literal:
+            yield from (word for word in get_args(kind) if isinstance(word, str))
+        elif get_origin(kind) in (Union, UnionType, Annotated):
+            yield from _words(*get_args(kind))
 
 
 def _keys(path: KeyPath, model: type[BaseModel]) -> list[str]:

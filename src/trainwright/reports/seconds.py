@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,16 +17,35 @@ from trainwright.reports.html import Page, table
 
 _RANKS = 8  # of more, a summary is shown
 _POINTS = 400
+_MOST_ROWS = 50
 # Measures of the ledger's samples: title, unit, and what the values are multiplied by.
 _MEASURES = {
     "cpu": ("Cores used by each process", "cores", 1.0),
     "host_cpu": ("Use of all cores of the machine", "%", 100.0),
+    "other_cores": ("Cores used by other programs", "cores", 1.0),
+    "waited": ("Waiting for a core", "% of the time", 100.0),
+    "throttled": ("Stopped by a limit on CPU time", "% of the periods", 100.0),
+    "stolen": ("Taken by the host of this virtual machine", "% of the cores' time", 100.0),
+    "disk": ("Waiting for disks", "% of the time", 100.0),
+    "read": ("Read from disks", "MiB/s", 2.0**-20),
+    "written": ("Written to disks", "MiB/s", 2.0**-20),
     "memory": ("Memory of each process", "GiB", 2.0**-30),
+    "faults": ("Pages read because they were not in memory", "per second", 1.0),
+    "swap_in": ("Read from swap, whole machine", "MiB/s", 2.0**-20),
+    "pressure_memory": ("Time in which a process of the machine waited for memory", "%", 100.0),
+    "clock": ("Clock of the processors", "MHz", 1.0),
+    "temperature": ("Temperature of the processors", "°C", 1.0),
+    "heat": ("Slowed down by heat", "% of the time", 100.0),
     "gpu.used": ("Use of each GPU", "%", 100.0),
     "gpu.memory": ("Memory of each GPU", "GiB", 2.0**-30),
     "gpu.power": ("Power of each GPU", "W", 1.0),
     "gpu.clock": ("Clock of each GPU", "MHz", 1.0),
     "gpu.temperature": ("Temperature of each GPU", "°C", 1.0),
+}
+# Those that are drawn only if they reach this, as most machines have nothing of them.
+_NOTABLE = {
+    **{"other_cores": 0.1, "waited": 0.05, "throttled": 0.01, "stolen": 0.01, "disk": 0.05, "faults": 10.0},
+    **{"swap_in": 2.0**16, "pressure_memory": 0.01, "heat": 0.01, "read": 2.0**20, "written": 2.0**20},
 }
 # What an event's own seconds belong to.
 _TAKES = {"evaluate": ("evaluation", "seconds"), "checkpoint": ("checkpoints", "blocked_seconds")}
@@ -64,15 +84,30 @@ def machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
     begun = min((rank.lines[0].started for rank in ledger), default=0.0)
     charts = []
     for name, (title, unit, scale) in _MEASURES.items():
-        rows = []
+        rows: list[dict[str, Any]] = []
         for rank in ledger[:_RANKS]:
             values = ((index, _measure(line.system, name)) for index, line in enumerate(rank.lines))
             for index, value in thinned([(i, v * scale) for i, v in values if v is not None], _POINTS):
                 rows.append({"after": rank.lines[index].time - begun, "value": value, "run": f"rank {rank.rank}"})
-        if rows:
+        if any(row["value"] >= _NOTABLE.get(name, 0.0) * scale for row in rows):
             charts.append(time_chart(title, unit, rows))
+    yield from _limited(ledger)
     if charts:
         yield page.charts(charts)
+
+
+def _limited(ledger: Sequence[RankLedger]) -> Iterator[str]:
+    """Yield a table of what lowered the clocks of GPUs, with the share of the samples."""
+    rows = []
+    for rank in ledger:
+        samples = [gpu.get("limited") for line in rank.lines if isinstance(gpu := line.system.get("gpu"), dict)]
+        known = [words for words in samples if isinstance(words, list)]
+        counts = Counter(str(word) for words in known for word in words)
+        for word, count in counts.most_common():
+            rows.append((f"Rank {rank.rank}", word, f"{count / len(known):.0%}"))
+    if rows:
+        yield "<h3>What lowered the clocks of GPUs</h3>"
+        yield table(["", "Because of", "Share of the samples"], rows[:_MOST_ROWS])
 
 
 def _measure(system: Mapping[str, Any], name: str) -> float | None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from trainwright import heartbeat
 from trainwright.engine.events import Notice
 from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.heartbeat import Use
-from trainwright.machine.usage.why_slow import Moment, why_slow
+from trainwright.machine.usage.causes import Cause, in_words
+from trainwright.machine.usage.own_process import OwnProcess
 
 # The phases in which ranks are compared, with those of the heartbeat that belong to them; fields of RankReport.
 _PHASES = {
@@ -35,7 +38,7 @@ _OUTLIER = 4.0
 # It is named again only after it was no slower than this.
 _RECOVERED = 0.05
 _NOISE_WINDOWS = 20
-_MOMENT_SECONDS = 2.0  # reading the counters of all threads takes a millisecond
+_COUNTED_SECONDS = 2.0  # reading the counters of all threads takes a millisecond
 
 
 class Straggler(NamedTuple):
@@ -141,10 +144,12 @@ class Stragglers(StepPolicy):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        on_cpu = training.world.device.type == "cpu"
+        world = training.world
+        on_cpu = world.device.type == "cpu"
         self._comparison, self._since = Comparison(processors_exchange=on_cpu), time.monotonic()
         self._found: Straggler | None = None
-        self._before = Moment.now(), 0.0
+        self._process = OwnProcess(torch.get_num_threads(), world.local_size, None if on_cpu else world.device.index)
+        self._before = self._process.counters(), heartbeat.in_collectives()
 
     def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
         """Take the seconds that all ranks have reported for this step; they are no metrics."""
@@ -155,24 +160,32 @@ class Stragglers(StepPolicy):
             seconds = [[getattr(report, phase) for phase in _PHASES] for report in found.reports]
             own.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
             self._found = self._comparison.add(seconds, wall)
-            if self._comparison.taken % WINDOW == IGNORED and now - self._before[0].wall > _MOMENT_SECONDS:
-                self._before = Moment.now(), _in_collectives()
+            if self._comparison.taken % WINDOW == IGNORED and now - self._before[0].wall > _COUNTED_SECONDS:
+                self._before = self._process.counters(), heartbeat.in_collectives()
         return {}
 
     def after(self, step: int) -> None:
         """Emit a notice about a straggler, with what it knows about itself. Every rank has found the same."""
         if self._found is None:
             return
-        straggler, world, why = self._found, self.training.world, ""
+        straggler, world = self._found, self.training.world
+        causes: list[Cause] = []
+        threads = world.gather(self._process.threads)
         if straggler.rank == world.rank:
             before, waited = self._before
-            why = why_slow(before, Moment.now(), _in_collectives() - waited)
-        why = world.gather(why)[straggler.rank]
+            causes = self._process.causes(
+                before,
+                elsewhere=heartbeat.in_collectives() - waited,
+                planned_threads=statistics.median(threads),
+                sleeps=False,
+            )
+        causes = world.gather(causes)[straggler.rank]
+        why = in_words(causes)
         message = (
             f"rank {straggler.rank} has been {straggler.slower:.0%} slower than the other ranks over {WINDOW} steps, "
             f"most of it in {straggler.phase}; without it a step would take {straggler.gain:.0%} less time; {why}"
         )
-        details = {"step": step, **straggler._asdict(), "why": why}
+        details = {"step": step, **straggler._asdict(), "why": why, "causes": [cause.kind for cause in causes]}
         self.training.events.emit(Notice(message=message, kind="straggler", details=details))
         self._found = None
 
@@ -182,8 +195,3 @@ def own_seconds() -> list[float]:
     own = heartbeat.own()
     spent: dict[Use, float] = {} if own is None else own.spent.read()
     return [sum(spent.get(Use(name, False), 0.0) for name in names) for names in _PHASES.values()]
-
-
-def _in_collectives() -> float:
-    own = heartbeat.own()
-    return 0.0 if own is None else sum(seconds for use, seconds in own.spent.read().items() if use.waiting)

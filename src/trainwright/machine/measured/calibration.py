@@ -355,8 +355,10 @@ def _samples(rows: Sequence[Sequence[float]]) -> list[TimedSample]:
 
 
 def _driver() -> str | None:
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError:
+        return None
     try:
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())

@@ -5,6 +5,7 @@ Read from the kernel's counters (Linux); unknown on other systems.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from pathlib import Path
 from trainwright.machine.cgroups import groups
 from trainwright.machine.system_files import read
 
-_TASKS = Path("/proc/self/task")
 _STEAL = 7  # of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5))
 
 
@@ -33,14 +33,21 @@ class CpuContention:
     all: int
 
     @classmethod
-    def now(cls) -> CpuContention:
-        """Read the counters of the kernel."""
-        threads = {task.name: counts for task in _listed(_TASKS) if (counts := _numbers(task / "schedstat"))}
-        ticks = _ticks()
+    def now(cls, root: Path = Path("/"), *, all_threads: bool = True) -> CpuContention:
+        """Read the counters of the kernel.
+
+        Args:
+            root: the directory of /proc and /sys.
+            all_threads: false counts the main thread only, which is faster.
+        """
+        process = root / "proc/self"
+        tasks = _listed(process / "task") if all_threads else [process]
+        threads = {task.name: counts for task in tasks if (counts := _numbers(task / "schedstat"))}
+        ticks = _ticks(root)
         return cls(
             ran={name: counts[0] for name, counts in threads.items()},
             waited={name: counts[1] for name, counts in threads.items()},
-            periods=dict(_periods()),
+            periods=dict(_periods(root)),
             stolen=ticks[_STEAL] if len(ticks) > _STEAL else 0,
             all=sum(ticks[: _STEAL + 1]),
         )
@@ -85,13 +92,18 @@ def _numbers(file: Path) -> list[int]:
     return [int(word) for word in read(file).split()]
 
 
-def _ticks() -> list[int]:
-    return [int(word) for word in read(Path("/proc/stat")).partition("\n")[0].split()[1:]]
+def _ticks(root: Path) -> list[int]:
+    return [int(word) for word in read(root / "proc/stat").partition("\n")[0].split()[1:]]
 
 
-def _periods() -> Iterator[tuple[str, tuple[int, int]]]:
+@functools.cache  # looking for it takes longer than reading it
+def _groups(root: Path) -> tuple[Path, ...]:
+    return tuple(group for group, _ in groups("cpu", root))
+
+
+def _periods(root: Path) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the periods of this process's control group and its ancestors (cgroup-v2.rst, sched-bwc.rst)."""
-    for group, _ in groups("cpu"):
+    for group in _groups(root):
         counts = dict(line.split(maxsplit=1) for line in read(group / "cpu.stat").splitlines())
         if {"nr_periods", "nr_throttled"} <= counts.keys():
             yield str(group), (int(counts["nr_periods"]), int(counts["nr_throttled"]))

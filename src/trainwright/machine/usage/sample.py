@@ -4,43 +4,75 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from trainwright.machine.system_files import read
+from trainwright.machine.usage.counters import Counters, cores_of, memory
+from trainwright.machine.usage.gpu import gpu_of
+
+# Of what happened since the last sample, what a sample has, with the digits that are kept.
+_SINCE = {
+    **{
+        "cpu": 3,
+        "host_cpu": 3,
+        "other_cores": 3,
+        "waited": 4,
+        "throttled": 4,
+        "stolen": 4,
+        "disk": 4,
+        "faults": 2,
+        "heat": 4,
+    },
+    **{"pressure_cpu": 4, "pressure_io": 4, "pressure_memory": 4},
+    **{"swap_in": None, "swap_out": None, "read": None, "written": None},
+}
+# Drivers of the temperatures of processors (Documentation/hwmon, Documentation/driver-api/thermal).
+_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
+_ZONES = re.compile(r"x86_pkg_temp|.*cpu.*")
+_MOST_SENSORS = 4
+_CPUINFO_BYTES = 8192  # of a file that is long where there are many cores
+
 
 class Sampler:
-    """Sample this process and its machine.
+    """Sample this process and its machine; takes less than a millisecond of a processor.
 
     Args:
         gpu: PCI address of the GPU of this process.
+        parent: the process whose children are the ranks of this run on this machine; None: this is the only one.
+        root: the directory of /proc and /sys.
     """
 
-    def __init__(self, gpu: str | None = None) -> None:
-        self._gpu = gpu
-        self._process = psutil.Process()
+    def __init__(self, gpu: str | None = None, parent: int | None = None, root: Path = Path("/")) -> None:
+        self._gpu, self._parent, self._root = gpu, parent, root
+        self._before = self._counters()
 
     def __call__(self) -> dict[str, Any]:
         """Return what they do; what the system does not tell is left out.
 
-        ``cpu`` is in cores and ``host_cpu`` a share of all cores, both since the last call by this thread; memory is
-        in bytes, ``clock`` in MHz, ``power`` in watts, ``temperature`` in degrees Celsius.
+        Memory is in bytes, ``clock`` in MHz, ``temperature`` in degrees Celsius; `gpu.asked` has those of the GPU, and
+        `Counters.since` the others, which are of the time since the last call.
         """
-        found: dict[str, Any] = {}
-        with suppress(psutil.Error, OSError):
-            found["cpu"] = round(self._process.cpu_percent() / 100, 3)
-            found["host_cpu"] = round(psutil.cpu_percent() / 100, 3)
-            found["memory"] = self._process.memory_info().rss
-            found["host_memory_free"] = psutil.virtual_memory().available
-        if (clock := processor_clock()) is not None:
-            found["clock"] = round(clock[0])
+        now = self._counters()
+        since, self._before = now.since(self._before), now
+        found: dict[str, Any] = {name: round(since[name], digits) for name, digits in _SINCE.items() if name in since}
+        found |= memory(self._root)
+        if (clock := _clock(self._root)) is not None:
+            found["clock"] = round(clock)
+        if (heat := _temperature(self._root)) is not None:
+            found["temperature"] = heat
         if self._gpu is not None and (gpu := gpu_of(self._gpu)):
             found["gpu"] = gpu
         return found
+
+    def _counters(self) -> Counters:
+        return Counters.now(self._parent, self._root, all_threads=False)
 
 
 def process_age() -> float:
@@ -53,41 +85,41 @@ def process_age() -> float:
         return max(0.0, time.time() - psutil.Process().create_time())
 
 
-def processor_clock() -> tuple[float, float] | None:
-    """Return the mean clock of the processors and the highest possible one, in MHz; None if they are not known."""
-    with suppress(OSError, RuntimeError, NotImplementedError, AttributeError):
-        clock = psutil.cpu_freq()
-        if clock is not None and clock.current:
-            return clock.current, clock.max
-    return None
+def _clock(root: Path) -> float | None:
+    """Return the mean clock of the processors in MHz."""
+    texts = [read(core / "cpufreq/scaling_cur_freq").strip() for core in cores_of(root)]
+    clocks = [int(text) / 1000 for text in texts if text.isdigit()]
+    if not clocks:
+        with suppress(OSError), open(root / "proc/cpuinfo", "rb") as file:
+            clocks = [float(value) for value in re.findall(rb"cpu MHz\s*:\s*([\d.]+)\n", file.read(_CPUINFO_BYTES))]
+    return sum(clocks) / len(clocks) if clocks else None
 
 
-def gpu_of(address: str) -> dict[str, Any]:
-    """Return what NVML tells about the GPU at a PCI address: ``used`` is the share of the time it computed."""
-    import pynvml
-
-    found: dict[str, Any] = {}
-    try:
-        handle = _handle(address)
-    except pynvml.NVMLError:
-        return found
-    asked: dict[str, Callable[[], Any]] = {
-        "used": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-        "memory": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used,
-        "power": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        "clock": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        "highest_clock": lambda: pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        "temperature": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-    }
-    for name, ask in asked.items():
-        with suppress(pynvml.NVMLError):
-            found[name] = ask()
-    return found
+def _temperature(root: Path) -> float | None:
+    """Return the highest temperature of the processors in degrees Celsius."""
+    texts = [read(sensor).strip() for sensor in _sensors(root)]
+    return max((int(text) / 1000 for text in texts if text.lstrip("-").isdigit()), default=None)
 
 
 @functools.cache
-def _handle(address: str) -> Any:
-    import pynvml
+def _sensors(root: Path) -> tuple[Path, ...]:
+    """Return the files of the temperatures of processors; those of whole processors if there are such."""
+    with suppress(OSError):
+        found = sorted(_chip_sensors(root), key=lambda each: not each[0])
+        whole = [file for is_whole, file in found if is_whole] or [file for _, file in found]
+        return tuple((whole or list(_zones(root)))[:_MOST_SENSORS])
+    return ()
 
-    pynvml.nvmlInit()  # until the process ends
-    return pynvml.nvmlDeviceGetHandleByPciBusId(address.encode())
+
+def _chip_sensors(root: Path) -> Iterator[tuple[bool, Path]]:
+    for chip in sorted((root / "sys/class/hwmon").glob("hwmon*")):
+        if read(chip / "name").strip() in _CHIPS:
+            for file in sorted(chip.glob("temp*_input")):
+                label = read(file.with_name(file.name.replace("_input", "_label"))).strip()
+                yield label.startswith(("Package", "Tctl", "Tdie")), file
+
+
+def _zones(root: Path) -> Iterator[Path]:
+    for zone in sorted((root / "sys/class/thermal").glob("thermal_zone*")):
+        if _ZONES.fullmatch(read(zone / "type").strip()):
+            yield zone / "temp"

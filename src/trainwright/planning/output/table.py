@@ -71,6 +71,8 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
     free = size(plan.chosen.available_bytes)
     whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
     yield f"{legend}{free} available ({whole})"
+    if any(not one.layout.reshard_after_forward for one in rows):
+        yield "whole: weights stay gathered between forward and backward (parallel.reshard_after_forward=false)"
 
 
 def words(plan: Plan) -> Iterator[str]:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
+from trainwright.machine.usage.gpu import HARDWARE, HARDWARE_HEAT, HEAT, POWER_BRAKE, REASONS, clock_reasons
 from trainwright.text import size
 
 _SECONDS = 10.0
 _MOST_NVLINKS = 18
 _HOT = 85  # degrees Celsius, near the limit of most cards
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([\w:.]+)\): (\d+)")
-# Reasons of a low clock (nvml.h, nvmlClocksEventReason...), with what to do.
-_REASONS = (
-    (0x8, "a hardware slowdown", "check the power supply and the cooling of the machine"),
-    (0x40, "heat (hardware)", "check the cooling of the machine"),
-    (0x20, "heat (driver)", "check the cooling of the machine"),
-    (0x80, "the power brake of the machine", "check the power supply of the machine"),
-)
+# What to do about reasons of a low clock.
+_FIXES = {
+    HARDWARE: "check the power supply and the cooling of the machine",
+    HARDWARE_HEAT: "check the cooling of the machine",
+    HEAT: "check the cooling of the machine",
+    POWER_BRAKE: "check the power supply of the machine",
+}
 _REPLACE = "stop using the GPU (CUDA_VISIBLE_DEVICES), run the vendor's diagnosis (dcgmi diag -r 3), and replace it"
 _RESET = "restart the machine or reset the GPU (nvidia-smi --gpu-reset); if it comes back, replace the GPU"
 # Xids with their meaning (NVIDIA, "XID Errors"); others are named by number.
@@ -47,8 +49,10 @@ _OF_PROGRAMS = (13, 31, 43, 45)
 
 def check(context: CheckContext) -> CheckResult:
     """Read counters of errors, temperatures, clocks and other programs of each GPU."""
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError as error:
+        raise CannotCheck(f"the package nvidia-ml-py cannot be imported ({error}): pip install nvidia-ml-py") from None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -150,14 +154,11 @@ def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
 def _clocks(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
-    reasons = gpu.ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, what="throttling")
-    if reasons is None:  # older drivers use the older name
-        reasons = gpu.ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, what="throttling") or 0
-    for bit, reason, fix in _REASONS:
-        if reasons & bit:
-            yield Finding(
-                Severity.WARNING, f"{gpu.name}: throttled by {reason}", "all ranks wait for the slowest GPU", fix
-            )
+    bits = gpu.ask(functools.partial(clock_reasons, pynvml), what="throttling") or 0
+    for bit, fix in _FIXES.items():
+        if bits & bit:
+            found = f"{gpu.name}: throttled by {REASONS[bit]}"
+            yield Finding(Severity.WARNING, found, "all ranks wait for the slowest GPU", fix)
     heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
     if heat is not None and heat >= _HOT:
         why = "near its limit the driver lowers the clock"

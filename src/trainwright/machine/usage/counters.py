@@ -1,0 +1,233 @@
+"""What the kernel counts about a process and its machine, and what follows from it for a time between two moments."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.machine.measured.contention import CpuContention
+from trainwright.machine.system_files import read
+
+# Fields of /proc/<pid>/stat after the name of the program (proc_pid_stat(5)).
+_PAGE_FAULTS, _USER, _SYSTEM, _RESIDENT, _DISK = 9, 11, 12, 21, 39
+# Of /proc/stat: user, nice, system, idle, iowait, irq, softirq (proc_stat(5)).
+_IDLE, _WAITING, _COUNTED = 3, 4, 7
+_PRESSURE = ("cpu", "io", "memory")
+_MOST_CORES = 8  # of more, evenly chosen ones are read
+_MOST_PROCESSES = 256
+# Without a known base clock, of the highest clock, which few cores reach at once.
+_LOW_CLOCK = 0.6
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The counters at one moment.
+
+    Attributes:
+        wall: seconds on the host's clock.
+        counts: by name; those that the kernel does not count are left out. Times are in seconds.
+        processes: seconds of the processors that each process of the run has used.
+        heat: for each processor, how often and for how many seconds heat has slowed it down.
+        delays_are_counted: whether the kernel counts for which time each process waits for disks.
+    """
+
+    wall: float
+    counts: Mapping[str, float]
+    processes: Mapping[str, float]
+    heat: Mapping[str, tuple[int, float]]
+    contention: CpuContention
+    delays_are_counted: bool = False
+
+    @classmethod
+    def now(
+        cls, parent: int | None = None, root: Path = Path("/"), wall: float | None = None, *, all_threads: bool = True
+    ) -> Counters:
+        """Read the counters of the kernel.
+
+        Args:
+            parent: the process whose children are of the same run; None: only this process is.
+            root: the directory of /proc and /sys.
+            wall: the time, if not now.
+            all_threads: see `CpuContention.now`.
+        """
+        proc = root / "proc"
+        return cls(
+            wall=time.monotonic() if wall is None else wall,
+            counts={**dict(_of_machine(proc)), **dict(_of_process(proc))},
+            processes=dict(_cpu_seconds(proc, parent)),
+            heat=dict(_heat(root)),
+            contention=CpuContention.now(root, all_threads=all_threads),
+            delays_are_counted=read(proc / "sys/kernel/task_delayacct").strip() == "1",
+        )
+
+    def since(self, before: Counters) -> dict[str, float]:
+        """Return what happened since ``before``; what is not counted is left out.
+
+        ``waited``, ``throttled``, ``stolen``: see `CpuContention.since`. ``cpu``: cores that this process used on
+        average, ``other_cores``: those that other programs used, ``host_cpu``: the used share of all cores. ``asleep``
+        and ``disk``: parts of the time for which the main thread slept, and for which it waited for disks, as far as
+        that is known. ``pressure_cpu``, ``pressure_io``, ``pressure_memory``: parts of the time for which some process
+        of the machine waited for these (Documentation/accounting/psi.rst). ``faults``: pages that this process had to
+        read from disk, by second. ``swap_in``, ``swap_out``, ``read``, ``written``: bytes by second, the first two of
+        the whole machine. ``heat``: part of the time for which heat slowed down the processor that it slowed down most,
+        and ``heat_events``: how often.
+        """
+        wall = max(self.wall - before.wall, 1e-6)
+        more = {
+            name: max(0.0, count - before.counts[name]) for name, count in self.counts.items() if name in before.counts
+        }
+        found = self.contention.since(before.contention)
+        if "own" in more:
+            found["cpu"] = more["own"] / wall
+        if more.get("all"):
+            found["host_cpu"] = more["busy"] / more["all"]
+        if "busy" in more and self.processes:
+            own = sum(max(0.0, spent - before.processes.get(name, 0.0)) for name, spent in self.processes.items())
+            found["other_cores"] = max(0.0, more["busy"] - own) / wall
+        if {"ran", "queued"} <= more.keys():
+            found["asleep"] = max(0.0, 1 - (more["ran"] + more["queued"]) / wall)
+        for name in ("faults", "swap_in", "swap_out", "read", "written"):
+            if name in more:
+                found[name] = more[name] / wall
+        for name in (f"pressure_{kind}" for kind in _PRESSURE):
+            if name in more:
+                found[name] = min(1.0, more[name] / wall)
+        hotter = [(now, before.heat[unit]) for unit, now in self.heat.items() if unit in before.heat]
+        if hotter:
+            found["heat_events"] = max(now[0] - first[0] for now, first in hotter)
+            found["heat"] = min(1.0, max(now[1] - first[1] for now, first in hotter) / wall)
+        if (disk := self._disk(more, found, wall)) is not None:
+            found["disk"] = disk
+        return found
+
+    def _disk(self, more: Mapping[str, float], found: Mapping[str, float], wall: float) -> float | None:
+        if self.delays_are_counted and "disk" in more:
+            return min(1.0, more["disk"] / wall)
+        # Otherwise it waited for as long as anything did, if it slept for so long.
+        machine = found["pressure_io"] if "pressure_io" in found else more.get("waiting", -1.0) / wall
+        return None if machine < 0.0 or "asleep" not in found else min(machine, found["asleep"], 1.0)
+
+
+def _of_machine(proc: Path) -> Iterator[tuple[str, float]]:
+    ticks = [int(word) for word in read(proc / "stat").partition("\n")[0].split()[1 : 1 + _COUNTED]]
+    if len(ticks) == _COUNTED:
+        yield "busy", (sum(ticks) - ticks[_IDLE] - ticks[_WAITING]) / _per_second()
+        yield "waiting", ticks[_WAITING] / _per_second()
+        yield "all", sum(ticks) / _per_second()
+    for kind in _PRESSURE:
+        some = read(proc / "pressure" / kind).partition("\n")[0]
+        total = some.rpartition("total=")[2]
+        if some.startswith("some ") and total.isdigit():
+            yield f"pressure_{kind}", int(total) / 1e6
+    swapped = _numbers(read(proc / "vmstat"), ("pswpin", "pswpout"))
+    for name, ours in (("pswpin", "swap_in"), ("pswpout", "swap_out")):
+        if name in swapped:
+            yield ours, swapped[name] * os.sysconf("SC_PAGE_SIZE")
+
+
+def _of_process(proc: Path) -> Iterator[tuple[str, float]]:
+    if fields := _stat(proc / "self"):
+        yield "own", _seconds(fields)
+        yield "faults", int(fields[_PAGE_FAULTS])
+        yield "disk", int(fields[_DISK]) / _per_second()
+    scheduled = read(proc / "self/schedstat").split()
+    if len(scheduled) > 1:
+        yield "ran", int(scheduled[0]) / 1e9
+        yield "queued", int(scheduled[1]) / 1e9
+    bytes_ = _numbers(read(proc / "self/io"), ("read_bytes:", "write_bytes:"))
+    for name, ours in (("read_bytes:", "read"), ("write_bytes:", "written")):
+        if name in bytes_:
+            yield ours, bytes_[name]
+
+
+def _cpu_seconds(proc: Path, parent: int | None) -> Iterator[tuple[str, float]]:
+    """Yield the seconds of the processors that each process of the run on this machine has used so far."""
+    processes: list[int | str] = ["self"] if parent is None else [*_children(proc, parent)] or ["self"]
+    for process in processes:  # grows
+        if fields := _stat(proc / str(process)):
+            yield str(process), _seconds(fields)
+        if len(processes) < _MOST_PROCESSES:
+            processes += _children(proc, process)
+
+
+def _children(proc: Path, process: int | str) -> Sequence[int]:
+    number = os.getpid() if process == "self" and proc == Path("/proc") else process
+    return [int(word) for word in read(proc / str(process) / "task" / str(number) / "children").split()]
+
+
+def _stat(process: Path) -> list[str]:
+    fields = read(process / "stat").rpartition(")")[2].split()
+    return fields if len(fields) > _DISK else []
+
+
+def _seconds(fields: Sequence[str]) -> float:
+    return (int(fields[_USER]) + int(fields[_SYSTEM])) / _per_second()
+
+
+def memory(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
+    """Yield the bytes of ``memory`` that this process has, and of ``host_memory_free``."""
+    if fields := _stat(root / "proc/self"):
+        yield "memory", int(fields[_RESIDENT]) * os.sysconf("SC_PAGE_SIZE")
+    free = read(root / "proc/meminfo").partition("MemAvailable:")[2].split(maxsplit=1)
+    if free and free[0].isdigit():
+        yield "host_memory_free", int(free[0]) * 1024
+
+
+def _numbers(content: str, names: Sequence[str]) -> dict[str, int]:
+    found = {}
+    content = f"\n{content}"
+    for name in names:
+        value = content.partition(f"\n{name} ")[2].partition("\n")[0].strip()  # the file is long, and read often
+        if value.isdigit():
+            found[name] = int(value)
+    return found
+
+
+def _heat(root: Path) -> Iterator[tuple[str, tuple[int, float]]]:
+    """Yield how often and for how many seconds heat has slowed processors down, where that is counted (x86, Intel)."""
+    for core in cores_of(root):
+        for unit in ("core", "package"):
+            file = f"{core}/thermal_throttle/{unit}_throttle"
+            count, taken = read(Path(f"{file}_count")).strip(), read(Path(f"{file}_total_time_ms")).strip()
+            if not count.isdigit():
+                return  # it is counted for all or for none
+            yield f"{core.name} {unit}", (int(count), int(taken) / 1e3 if taken.isdigit() else 0.0)
+
+
+def clocks(root: Path = Path("/")) -> Iterator[tuple[str, float]]:
+    """Yield the ``clock`` of the fastest of the cores that this process may use, and the lowest ``usual_clock`` of a
+    core that works, in MHz.
+    """
+
+    def number(core: Path, name: str) -> int:
+        text = read(core / "cpufreq" / name).strip()
+        return int(text) if text.isdigit() else 0
+
+    now, core = max(((number(core, "scaling_cur_freq"), core) for core in cores_of(root)), default=(0, root))
+    usual = number(core, "base_frequency") or _LOW_CLOCK * number(core, "cpuinfo_max_freq")
+    if now and usual:
+        yield "clock", now / 1000
+        yield "usual_clock", usual / 1000
+
+
+@functools.cache
+def cores_of(root: Path) -> tuple[Path, ...]:
+    """Return the directories of the cores that this process may use; of many, evenly chosen ones."""
+    try:
+        every = [file for file in (root / "sys/devices/system/cpu").iterdir() if re.fullmatch(r"cpu\d+", file.name)]
+    except OSError:
+        return ()
+    every.sort(key=lambda file: int(file.name[3:]))
+    if root == Path("/") and hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
+        every = [file for file in every if int(file.name[3:]) in allowed]
+    return tuple(every[:: max(1, -(-len(every) // _MOST_CORES))])
+
+
+def _per_second() -> int:
+    return os.sysconf("SC_CLK_TCK")

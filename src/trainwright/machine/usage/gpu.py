@@ -1,0 +1,95 @@
+"""What a GPU does now, as NVIDIA's management library (NVML) tells."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Reasons of a low clock (nvml.h, nvmlClocksEventReason...). An idle GPU (0x1) is not limited by anything.
+POWER_LIMIT, POWER_BRAKE, HARDWARE, HEAT, HARDWARE_HEAT = 0x4, 0x80, 0x8, 0x20, 0x40
+REASONS = {
+    0x2: "a clock that somebody has set",
+    POWER_LIMIT: "its power limit",
+    HARDWARE: "a hardware slowdown",
+    0x10: "the clocks of other GPUs",
+    HEAT: "heat (driver)",
+    HARDWARE_HEAT: "heat (hardware)",
+    POWER_BRAKE: "the power brake of the machine",
+    0x100: "the clock of its display",
+}
+# A clock is low below this part of the highest one; GPUs at full load run a little below it.
+_LOW_CLOCK, _CLOCK_OF_FAULT = 0.8, 0.95
+
+
+def gpu_of(address: str) -> dict[str, Any]:
+    """Return what NVML tells about the GPU at a PCI address: see `asked`. Empty without NVML or such a GPU."""
+    try:
+        import pynvml
+
+        return asked(pynvml, _handle(address))
+    except Exception:  # of a library that is missing, damaged, or without a driver
+        return {}
+
+
+def asked(library: Any, handle: Any) -> dict[str, Any]:
+    """Return what a GPU tells, without what it does not tell.
+
+    ``used`` is the share of the time in which it computed; memory is in bytes, ``power`` in watts, clocks are in MHz,
+    ``temperature`` is in degrees Celsius; ``limited`` names what lowers its clock.
+    """
+    questions: dict[str, Callable[[], Any]] = {
+        "used": lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        "memory": lambda: library.nvmlDeviceGetMemoryInfo(handle).used,
+        "power": lambda: library.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "clock": lambda: library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM),
+        "highest_clock": lambda: library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_SM),
+        "temperature": lambda: library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU),
+        "limited": lambda: reasons(clock_reasons(library, handle)),
+    }
+    found: dict[str, Any] = {}
+    for name, ask in questions.items():
+        try:
+            found[name] = ask()
+        except (library.NVMLError, AttributeError):  # neither every GPU nor every release has each
+            continue
+    return found
+
+
+def clock_reasons(library: Any, handle: Any) -> int:
+    """Return the bits of what lowers the clock of a GPU. Raises NVMLError if it does not tell."""
+    try:
+        bits = library.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    except (library.NVMLError, AttributeError):  # older drivers and releases have the older name
+        bits = library.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    return int(bits)
+
+
+def reasons(bits: int) -> list[str]:
+    """Return in words what lowers the clock of a GPU."""
+    return [words for bit, words in REASONS.items() if bits & bit]
+
+
+def low_clock(state: Mapping[str, Any]) -> tuple[float, str] | None:
+    """Return by which part a GPU's clock is below its highest one, and why in words; None if nothing limits it.
+
+    Args:
+        state: see `asked`.
+    """
+    now, most, limited = state.get("clock"), state.get("highest_clock"), state.get("limited")
+    if not now or not most or limited == []:  # one that is idle lowers its clock by itself
+        return None
+    is_fault = any(REASONS[bit] in (limited or ()) for bit in (POWER_BRAKE, HARDWARE, HEAT, HARDWARE_HEAT))
+    if now >= (_CLOCK_OF_FAULT if is_fault else _LOW_CLOCK) * most:
+        return None
+    why = f", limited by {' and '.join(limited)}" if limited else ""
+    heat = f", at {state['temperature']} °C" if "temperature" in state else ""
+    return 1 - now / most, f"the process's GPU runs at {now} of {most} MHz{why}{heat}"
+
+
+@functools.cache
+def _handle(address: str) -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()  # until the process ends
+    return pynvml.nvmlDeviceGetHandleByPciBusId(address.encode())
