@@ -13,7 +13,7 @@ import pytest
 from tests.support.commands import trainwright
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
-from trainwright.machine.file_lock import is_locked, lock_directory
+from trainwright.machine.sharing.file_lock import is_locked, lock_directory
 from trainwright.paths import appears, run_path, user_path, write_file
 
 

@@ -22,7 +22,7 @@ from tests.support.commands import wait_for
 from tests.support.forked import Finished, Started, fork_server
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import MachineError
-from trainwright.machine.made_once import made_once
+from trainwright.machine.sharing.made_once import made_once
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.recipe.schema import DataSection
 
@@ -156,10 +156,11 @@ def test_a_stale_cache_is_read_again_and_never_replaced(
     assert {path: path.stat().st_ino for path in directory.rglob("*")} == before
 
 
-def test_what_other_machines_have_begun_stays_for_a_day(tmp_path: Path) -> None:
+def test_what_other_machines_have_begun_stays_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "this.host")
     directory = tmp_path / "made"
     names = {
-        "here": f".made.{socket.gethostname()}-1234",
+        "here": ".made.this-host-1234",
         "elsewhere": ".made.another-host-1234",
         "long ago": ".made.another-host-5678",
     }

@@ -53,7 +53,7 @@ def prepare_rows(
 
 def make_files(cache: str, kill_at: int | None = None) -> None:
     """Make a directory of five files once, and print the same as `prepare_rows`."""
-    from trainwright.machine.made_once import made_once
+    from trainwright.machine.sharing.made_once import made_once
 
     directory, made = Path(cache) / "made", False
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainwright.api.run import Run
 from trainwright.errors import RequestError
 from trainwright.launch.ending.requests import CHECKPOINT_FILE, STOP_FILE
-from trainwright.machine.file_lock import is_locked
+from trainwright.machine.sharing.file_lock import is_locked
 from trainwright.paths import run_path
 
 _LOOK_SECONDS, _ASK_SECONDS = 0.2, 2.0  # the second: the scheduler

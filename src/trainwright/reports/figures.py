@@ -11,7 +11,7 @@ from typing import Any
 
 from trainwright import __version__
 from trainwright.errors import RequestError
-from trainwright.machine.file_lock import is_locked
+from trainwright.machine.sharing.file_lock import is_locked
 from trainwright.observe.following import RunFollower
 from trainwright.observe.reader import EventRecord, read_log
 from trainwright.paths import run_path

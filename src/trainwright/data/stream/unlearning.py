@@ -17,7 +17,7 @@ from trainwright.data.stream.dataset_cache import CANNOT_STORE
 from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, opened, permuted
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
-from trainwright.machine.made_once import made_once
+from trainwright.machine.sharing.made_once import made_once
 
 if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection

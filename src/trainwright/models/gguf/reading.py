@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words, cache_root, try_write
-from trainwright.machine.made_once import made_once
+from trainwright.machine.sharing.made_once import made_once
 from trainwright.models.supported import check_supported
 from trainwright.recipe.sections.model_sizes import check_sizes
 

@@ -14,7 +14,7 @@ from trainwright.data.rows.texts import SEPARATOR, pieces
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words, cache_root
-from trainwright.machine.made_once import made_once
+from trainwright.machine.sharing.made_once import made_once
 from trainwright.recipe.sections.data import SourceSection
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from trainwright.machine.file_lock import lock_file
+from trainwright.machine.sharing.file_lock import lock_file
 from trainwright.paths import retried, sync_tree
 
 _Found = TypeVar("_Found")
