@@ -13,8 +13,8 @@ import pytest
 from tests.support.commands import trainwright
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
-from trainwright.machine.file_lock import is_locked, lock_directory
-from trainwright.paths import appears, user_path, write_file
+from trainwright.machine.sharing.file_lock import is_locked, lock_directory
+from trainwright.paths import appears, run_path, user_path, write_file
 
 
 def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +46,23 @@ def test_commands_end_with_2(words: tuple[str, ...], tmp_path: Path) -> None:
     assert ended.returncode == 2, ended.stderr
     assert "nosuchuser" in ended.stderr and "Traceback" not in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("stop",), ("checkpoint",), ("report",), ("runs",), ("watch",), ("compare", ".")])
+def test_commands_for_a_directory_refuse_the_url_of_a_place(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").touch()
+    ended = trainwright(*words, "s3://bucket/runs/tiny", cwd=tmp_path)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert ended.stderr.startswith("error: s3://bucket/runs/tiny is a place for copies of runs, and this command needs")
+    assert "trainwright train --resume s3://bucket/runs/tiny" in ended.stderr
+    assert "Traceback" not in ended.stderr and [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_a_directory_may_have_a_name_like_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("s3:/bucket").mkdir(parents=True)
+    assert run_path("s3://bucket") == Path("s3:/bucket")
+    assert run_path("runs/tiny:1") == Path("runs/tiny:1")
 
 
 def test_what_another_machine_writes_may_be_seen_late(tmp_path: Path) -> None:

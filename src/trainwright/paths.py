@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from trainwright.errors import RequestError
 
 _LATE_SECONDS, _LOOK_SECONDS = 30.0, 0.2
+_STALE_PAUSES = (0.0, 0.1, 0.4, 1.0)  # seconds before a stale file is opened again
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+")
+_Read = TypeVar("_Read")
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
@@ -25,6 +32,22 @@ def user_path(path: str | os.PathLike[str]) -> Path:
         name = os.fspath(path).partition("/")[0].removeprefix("~")
         why = f"there is no user {name}" if name else "this user has no home directory"
         raise RequestError(f"{os.fspath(path)}: {why}; write the whole path instead of ~{name}") from None
+
+
+def run_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a run, or of a directory of runs, as `user_path` does.
+
+    Raises:
+        RequestError: it is the URL of a place for copies, or see `user_path`.
+    """
+    expanded, url = user_path(path), _URL.match(os.fspath(path))
+    if url is None or expanded.exists():
+        return expanded
+    where = f"{url[1]}://{os.fspath(path)[url.end() :]}"  # a Path has only one of the slashes
+    raise RequestError(
+        f"{where} is a place for copies of runs, and this command needs a directory of this machine; use the run's "
+        f"directory where it is trained, or go on with the run here: trainwright train --resume {where}"
+    )
 
 
 def write_file(file: Path, content: str | bytes) -> None:
@@ -54,3 +77,32 @@ def appears(file: Path, text: str, seconds: float = _LATE_SECONDS) -> bool:
         if time.monotonic() >= end:
             return False
         time.sleep(_LOOK_SECONDS)
+
+
+def retried(read: Callable[[], _Read]) -> _Read:
+    """Return what ``read`` returns, which opens what it reads; call it again, at most four times, if that was stale.
+
+    A file or directory that another machine replaces meanwhile is a stale handle on NFS (ESTALE); under its name there
+    is a new one.
+
+    Raises:
+        OSError: any other, or it stays stale.
+    """
+    for pause in _STALE_PAUSES:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        time.sleep(pause)
+    return read()
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush a directory and everything in it to the disk. Raises OSError."""
+    for path in [*directory.rglob("*"), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

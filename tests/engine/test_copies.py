@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
-from tests.support.commands import trainwright
+from tests.support.commands import trainwright, wait_for
 from tests.support.runs import TINY, Runs, column, events
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.copies import Copies, Place
@@ -109,3 +112,71 @@ def test_a_run_whose_checkpoints_are_lost_goes_on_from_a_copy(runs: Runs, tmp_pa
     assert any("restored from a copy" in event["message"] for event in events(run, "notice"))
     again = trainwright("train", str(TINY), *copied, f"logging.run_directory={tmp_path / run.name}", cwd=tmp_path)
     assert again.returncode == 2 and "has copies of a run named" in again.stderr
+    assert _copied(str(tmp_path / "copies"), run.name) == _files(run / "final")
+
+
+def _model(run: Path, **files: str) -> Path:
+    final = run / "final"
+    shutil.rmtree(final, ignore_errors=True)
+    for name, content in files.items():
+        file = final / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    return final
+
+
+def _copied(where: str, run: str = "run") -> dict[str, bytes]:
+    """The files of the model in a place, as its manifest has them."""
+    files, root = fsspec.url_to_fs(f"{where}/{run}/final")
+    found = {path.removeprefix(root).strip("/"): bytes(files.cat_file(path)) for path in files.find(root)}
+    stated = json.loads(found.pop("manifest.json"))["files"]
+    measured = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in found.items()}
+    assert measured == stated
+    return found
+
+
+def _files(directory: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(directory)): file.read_bytes() for file in sorted(directory.rglob("*")) if file.is_file()
+    }
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_the_model_is_copied_with_its_checksums_after_the_last_checkpoint(tmp_path: Path, kind: str) -> None:
+    where = str(tmp_path / "copies") if kind == "directory" else f"memory://{tmp_path}"
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=1, keep_best=False)
+    copies = Copies([where], checkpoints.directory)
+    copies.add(saved(checkpoints, 1))
+    final = _model(tmp_path / "run", config="{}", weights="first", nested__part="deep")
+    copies.add_model(final)
+    copies.wait()
+    place = Place(where, "run")
+    assert copies.problems() == []
+    assert place.is_complete("step-00000001")
+    assert _copied(where) == _files(final)
+    moved = sum(writing.place.moved for writing in copies._places)
+    copies.add_model(final)
+    copies.wait()
+    assert sum(writing.place.moved for writing in copies._places) == moved, "the same model is not copied again"
+    copies.add_model(_model(tmp_path / "run", config="{}", weights="second"))
+    copies.wait()
+    assert _copied(where) == _files(final)
+    assert set(place.steps()) == {1}
+
+
+def test_a_model_that_cannot_be_copied_is_told_and_tried_again(tmp_path: Path) -> None:
+    broken = tmp_path / "copies"
+    broken.write_text("not a directory")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=1, keep_best=False)
+    copies = Copies([str(broken)], checkpoints.directory)
+    saved(checkpoints, 1)
+    final = _model(tmp_path / "run", config="{}")
+    copies.add_model(final)
+    wait_for(lambda: bool(copies._problems))
+    broken.unlink()
+    copies.wait()
+    (problem,) = copies.problems()
+    assert str(broken) in problem and "tried again" in problem
+    (line,) = copies.recovered()
+    assert "final" in line
+    assert _copied(str(broken)) == _files(final)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
+from trainwright.paths import run_path
 
 if TYPE_CHECKING:
     from trainwright.api.recipe import Recipe
@@ -39,7 +39,7 @@ class Run:
     """
 
     def __init__(self, directory: str | PathLike[str]) -> None:
-        self.directory = user_path(directory)
+        self.directory = run_path(directory)
         if not (self.directory / "recipe.yaml").is_file():
             raise RequestError(f"{self.directory} is not a run directory: it has no recipe.yaml")
 

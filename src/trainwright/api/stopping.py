@@ -9,8 +9,8 @@ from pathlib import Path
 from trainwright.api.run import Run
 from trainwright.errors import RequestError
 from trainwright.launch.ending.requests import CHECKPOINT_FILE, STOP_FILE
-from trainwright.machine.file_lock import is_locked
-from trainwright.paths import user_path
+from trainwright.machine.sharing.file_lock import is_locked
+from trainwright.paths import run_path
 
 _LOOK_SECONDS, _ASK_SECONDS = 0.2, 2.0  # the second: the scheduler
 
@@ -81,7 +81,7 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
     """
     from trainwright.launch.slurm import scheduler
 
-    job = scheduler.job_of(user_path(run))
+    job = scheduler.job_of(run.directory if isinstance(run, Run) else run_path(run))
     if job is not None:
         scheduler.end(job)
         if job.state == "PENDING":

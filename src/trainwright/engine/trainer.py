@@ -120,6 +120,7 @@ class Trainer:
             self._checkpointing.close()
             self._finish("stopped", begun, self.checkpoints.path(self.progress.step) if self.progress.step else None)
             return False
+        self._checkpointing.copy_model(final)
         self._checkpointing.close()
         self._finish("finished", begun, final)
         return True

@@ -63,12 +63,16 @@ _LEAVE_SECONDS, _REPORT_SECONDS = 20.0, 3.0
 
 @dataclass(frozen=True)
 class Opened:
-    """What rank 0 has decided. `directory` is the run directory as rank 0 wrote it."""
+    """What rank 0 has decided. `directory` is the run directory as rank 0 wrote it.
+
+    `firsts`: the first rank of each machine but rank 0's, which prepares the run there.
+    """
 
     directory: str
     working_directory: str
     recipe: str
     resume: bool
+    firsts: list[int]
 
     @property
     def path(self) -> Path:
@@ -154,9 +158,11 @@ def run_joined(
         rank_info = participant.rank_info(place)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
+            from trainwright.launch.group.each_machine import prepare_each_machine
             from trainwright.launch.hangs.beside import watching
-            from trainwright.launch.run_worker import train
+            from trainwright.launch.run_worker import prepare, train
 
+            prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
             with watching(run, rank_info, terminal):
                 code = train(
                     run, opened.resume, rank_info, watched=True, deadline=deadline, launcher=environment.launcher
@@ -222,7 +228,7 @@ class _Participant:
 
     def open(self, translation: Translation | None, held: ExitStack) -> tuple[Opened, Place]:
         """Do on rank 0 everything before the first step that has to be done once."""
-        from trainwright.launch.group.members import Member, places
+        from trainwright.launch.group.members import Member, first_ranks, places
 
         environment, rendezvous, failures = self.environment, self.rendezvous, self.failures
         if rendezvous is None:
@@ -250,7 +256,7 @@ class _Participant:
 
             prepare(run)
             failures.begin(logs)
-        opened = Opened(str(run), os.getcwd(), text, request.run is not None)
+        opened = Opened(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
         if rendezvous is not None:
             shown = [[place.gpu, place.own_cores, place.local_size] for place in everyone]
             rendezvous.publish("opened", {"opened": vars(opened), "places": shown})

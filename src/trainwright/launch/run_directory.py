@@ -15,7 +15,7 @@ from typing import Any
 from trainwright.engine.checkpoints.stored_run import STORED_AS
 from trainwright.errors import RequestError, unwritable
 from trainwright.machine.detect import detect
-from trainwright.machine.file_lock import lock_directory
+from trainwright.machine.sharing.file_lock import lock_directory
 from trainwright.paths import user_path, write_file
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe

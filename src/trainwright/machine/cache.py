@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import pwd
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainwright.errors import MachineError
@@ -27,3 +29,36 @@ def try_write(file: Path, content: str | bytes) -> None:
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, content)
+
+
+@contextmanager
+def cache_in_words(directory: Path, what: str = "the cache cannot be used in") -> Iterator[None]:
+    """Raise MachineError with a remedy if a directory of the cache cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{what} {directory}: {_problem(error)}") from error
+
+
+def _problem(error: OSError) -> str:
+    why = error.strerror or str(error)
+    if isinstance(error, PermissionError) and error.filename is not None:
+        owner = _owner(Path(os.fsdecode(error.filename)))
+        return (
+            f"{why}: {os.fsdecode(error.filename)}{owner}; set TRAINWRIGHT_CACHE to a directory of your own, or let "
+            "your group write there (chmod -R g+rwX, umask 002)"
+        )
+    return f"{why}; free space there or set TRAINWRIGHT_CACHE to another directory"
+
+
+def _owner(path: Path) -> str:
+    """Return in words who owns the nearest directory that exists, if it is another user."""
+    for place in (path, *path.parents):
+        with suppress(OSError):
+            owner = place.stat().st_uid
+            if owner == os.geteuid():
+                return ""
+            with suppress(KeyError):
+                return f" (in a directory of {pwd.getpwuid(owner).pw_name})"
+            return f" (in a directory of the user {owner})"
+    return ""

@@ -215,8 +215,8 @@ class CheckpointSection(Section):
     copies: list[Text] = Field(
         [],
         description="Directories, or URLs of fsspec such as s3://bucket/runs, to which every checkpoint is copied "
-        "while training goes on, with what a run needs to go on elsewhere. A resumed run takes a copy if its newest "
-        "checkpoint is missing, damaged or older.",
+        "while training goes on, with what a run needs to go on elsewhere, and the trained model at the end. A resumed "
+        "run takes a copy if its newest checkpoint is missing, damaged or older.",
     )
     keep_best: bool | Auto = Field(
         "auto",

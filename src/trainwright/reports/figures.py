@@ -11,10 +11,10 @@ from typing import Any
 
 from trainwright import __version__
 from trainwright.errors import RequestError
-from trainwright.machine.file_lock import is_locked
+from trainwright.machine.sharing.file_lock import is_locked
 from trainwright.observe.following import RunFollower
 from trainwright.observe.reader import EventRecord, read_log
-from trainwright.paths import user_path
+from trainwright.paths import run_path
 
 # Curves over steps: the field of a `step` event, its title, and its unit.
 CURVES = {
@@ -48,7 +48,7 @@ class RunFigures:
     @classmethod
     def read(cls, directory: str | Path) -> RunFigures:
         """Read a run directory. Raises RequestError if it is not one."""
-        found = user_path(directory)
+        found = run_path(directory)
         if not (found / "recipe.yaml").is_file():
             raise RequestError(f"{found} is not a run directory: it has no recipe.yaml")
         log = read_log(found / "events.jsonl")

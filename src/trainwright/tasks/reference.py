@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -189,7 +189,7 @@ def _save(file: Path, sums: Sums, world: World) -> bool:
     """Save the sums on every machine; return whether this rank did. A failure is ignored, as they can be recomputed."""
     if world.local_rank:
         return False
-    scratch = file.with_name(f".{file.stem}-{os.getpid()}.npy")
+    scratch = file.with_name(f".{file.stem}-{secrets.token_hex(4)}.npy")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         np.save(scratch, sums)

@@ -11,7 +11,7 @@ from typing import Any
 from trainwright import text
 from trainwright.errors import RequestError
 from trainwright.launch.run_directory import RUNS
-from trainwright.paths import user_path
+from trainwright.paths import run_path
 
 _DEPTH = 3  # of a run below the directory: those of a sweep or of an array are deeper
 
@@ -75,7 +75,7 @@ def runs(
         >>> [(each.run.name, each.task, each.status, each.step) for each in tw.runs("runs", name="tiny")]
         [('tiny', 'sft', 'finished', 4)]
     """
-    root = user_path(directory)
+    root = run_path(directory)
     if not root.is_dir():
         if root == RUNS:
             return []

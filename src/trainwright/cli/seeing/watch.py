@@ -21,7 +21,7 @@ def watch(
 
     The address that is printed has a token, without which nothing is shown.
     """
-    from trainwright.paths import user_path
+    from trainwright.paths import run_path
     from trainwright.watching.serving import serve
 
-    serve(user_path(directory), host, port)
+    serve(run_path(directory), host, port)

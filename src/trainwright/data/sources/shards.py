@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.errors import RequestError
-from trainwright.paths import user_path
+from trainwright.paths import retried, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,13 +118,13 @@ def read_about(directory: Path, key: str) -> dict[str, Any]:
     if not file.is_file() and (directory / "progress.json").is_file():
         raise RequestError(f"{key}: {directory} is not finished; run the same `trainwright data tokenize` again")
     try:
-        about: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        about: dict[str, Any] = json.loads(retried(lambda: file.read_text(encoding="utf-8")))
         if about["version"] != VERSION:
             raise RequestError(
                 f"{key}: {file} is of version {about['version']}, not {VERSION}; tokenize the text again"
             )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(f"{key}: {file} cannot be read: {error}; tokenize the text again") from None
+        raise RequestError(f"{key}: {file} cannot be read: {error}; tokenize the text again") from error
     return about
 
 

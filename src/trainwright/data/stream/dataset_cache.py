@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +30,11 @@ from trainwright.data.sources.key import content_of, settings_of, source_key
 from trainwright.data.tokens.dataset import MixturePart, TokenDataset, parts_of, shares, write_dataset
 from trainwright.data.tokens.lengths import check_length
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_in_words
+from trainwright.machine.sharing.file_lock import lock_file
+from trainwright.machine.sharing.made_once import made_once, remove_left_files
+from trainwright.paths import retried, write_file
 from trainwright.text import plural
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 Indices = npt.NDArray[np.int64]
 Chosen = list[tuple[TokenRows, Indices]]  # for each source, the indices of the selected rows
 
+CANNOT_STORE = "the tokens cannot be stored in"
 HELD_OUT = "held_back.npy"  # the file with the source and the row number of every held-out example
 
 
@@ -88,15 +91,16 @@ def prepare(
     root = cache / "datasets"
     identity = _tokenizer_identity(tokenizer)
     key = root / "keys" / f"{_digest([kind.name, source_key(data, seed, identity)])}.json"
-    with writable(root):
-        key.parent.mkdir(parents=True, exist_ok=True)
-        found = _find(root, key)
+    with cache_in_words(root, CANNOT_STORE):
+        found = retried(lambda: _find(root, key))
         if found is None:
-            from filelock import FileLock
-
-            # The system releases the lock when its owner dies.
-            with FileLock(key.with_suffix(".lock")):
-                found = _find(root, key) or _build(root, key, data, tokenizer, kind, seed, identity)
+            key.parent.mkdir(parents=True, exist_ok=True)
+            waiting = "waiting for another process that prepares the same data"
+            with lock_file(key.with_suffix(".lock"), waiting) as alone:
+                if alone:
+                    remove_left_files(key)
+                os.listdir(key.parent)  # asks the server of a shared file system again
+                found = retried(lambda: _find(root, key)) or _build(root, key, data, tokenizer, kind, seed, identity)
     prepared, format_ = found
     if format_ != "text":
         install_template(tokenizer)
@@ -106,20 +110,24 @@ def prepare(
 def _find(root: Path, key: Path) -> tuple[PreparedData, str] | None:
     try:
         fingerprint = json.loads(key.read_text(encoding="utf-8"))["fingerprint"]
-    except (OSError, ValueError, KeyError):  # not prepared yet
+    except (FileNotFoundError, ValueError, KeyError):  # not prepared yet
         return None
     return _open(root / fingerprint, "reused")
 
 
 def _open(directory: Path, how: str) -> tuple[PreparedData, str] | None:
-    """Return the datasets in ``directory`` and the layout of their rows, or None if it is missing or incomplete."""
+    """Return the datasets in ``directory`` and the layout of their rows, or None if it is missing or damaged.
+
+    Raises:
+        OSError: it cannot be read now, so whether it is damaged is not known.
+    """
     try:
         about = json.loads((directory / "about.json").read_text(encoding="utf-8"))
         train = TokenDataset.open(directory / "train")
         validation = TokenDataset.open(directory / "validation") if about["validation"] else None
         summary = [*about["summary"], f"tokens kept in {directory} ({how})"]
         return PreparedData(train, validation, summary, directory), about["format"]
-    except (OSError, ValueError, KeyError):
+    except (FileNotFoundError, NotADirectoryError, EOFError, ValueError, KeyError):
         return None
 
 
@@ -140,52 +148,20 @@ def _build(
     names = [source.source for source in sources]
     settings = {**settings_of(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
     fingerprint = _digest(settings)[:32]
-    directory = root / fingerprint
-    opened = _open(directory, "reused")
-    if opened is None:
-        _make(directory, data, tokenizer, kind, seed)
-        opened = _open(directory, "made now")
-        assert opened is not None
-    _write_atomically(key, json.dumps({"fingerprint": fingerprint}))
-    return opened
+    directory, how = root / fingerprint, "reused"
 
-
-def _make(directory: Path, data: DataSection, tokenizer: PreTrainedTokenizerBase, kind: RowReader, seed: int) -> None:
-    """Build the datasets in a temporary directory and rename it, so that ``directory`` is never incomplete."""
-    doing("reading and tokenizing the rows")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
+    def make(scratch: Path) -> None:
+        nonlocal how
+        doing("reading and tokenizing the rows")
+        scratch.mkdir()
         about = tokenize_and_split(scratch, data, tokenizer, kind, seed)
         (scratch / "about.json").write_text(json.dumps(about), encoding="utf-8")
-        scratch.chmod(0o755)  # mkdtemp creates private directories, and a cache may be shared
-        if directory.exists():  # it is incomplete, or it would have been used
-            shutil.rmtree(directory)
-        scratch.rename(directory)
-    except OSError:
-        # Another process may have created the same directory under another key; then use that.
-        if _open(directory, "reused") is None:
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        how = "made now"
 
-
-def _write_atomically(path: Path, text: str) -> None:
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
-
-
-@contextmanager
-def writable(root: Path) -> Iterator[None]:
-    """Raise MachineError with a remedy if ``root`` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"the tokens cannot be stored in {root}: {error.strerror or error}; free space there or set "
-            "TRAINWRIGHT_CACHE to another directory"
-        ) from error
+    # Other keys may have the same fingerprint, so it has a lock of its own.
+    opened = made_once(directory, lambda: _open(directory, how), make)
+    write_file(key, json.dumps({"fingerprint": fingerprint}))
+    return opened
 
 
 def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from trainwright.activity import doing
 from trainwright.data.rows.texts import VERSION
 from trainwright.data.sources.shards import Shards, is_shards, tokenizer_fingerprint
-from trainwright.data.stream.dataset_cache import writable
+from trainwright.data.stream.dataset_cache import CANNOT_STORE
 from trainwright.data.stream.windows import Spans, WindowDataset, divided, everything
 from trainwright.data.tokens.dataset import MixturePart, parts_of, shares
 from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_in_words
 from trainwright.machine.detect import detect
+from trainwright.machine.sharing.made_once import made_once
 from trainwright.paths import user_path
 from trainwright.text import plural
 
@@ -74,31 +75,27 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
         shards = Shards.open(user_path(source.source), key)
         shards.check_tokenizer(tokenizer, key)
         return shards
-    from filelock import FileLock
-
     identity = identity_of([(source, key)])
     task = hashlib.sha256(json.dumps([identity, tokenizer_fingerprint(tokenizer)], default=str).encode()).hexdigest()
     directory = cache / "shards" / task[:32]
-    with writable(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory.with_suffix(".lock")):
-            return _made(source, key, tokenizer, directory, identity)
 
-
-def _made(
-    source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, directory: Path, identity: Any
-) -> Shards:
-    from trainwright.data.tokens.shard_writer import tokenize
-
-    if (directory / "shards.json").is_file():
+    def find() -> Shards | None:
         try:
-            return Shards.open(directory, key)
-        except RequestError:  # damaged, so build again
-            shutil.rmtree(directory)
-    doing(f"tokenizing {source.source}")
-    processes = max(1, detect().cpu_cores - 1)
-    tokenize([(source, key)], tokenizer, directory, identity=identity, processes=processes)
-    return Shards.open(directory, key)
+            return Shards.open(directory, key) if (directory / "shards.json").is_file() else None
+        except RequestError as damaged:
+            if isinstance(damaged.__cause__, OSError):  # it cannot be read now
+                raise damaged.__cause__ from None
+            return None
+
+    def make(path: Path) -> None:
+        from trainwright.data.tokens.shard_writer import tokenize
+
+        doing(f"tokenizing {source.source}")
+        processes = max(1, detect().cpu_cores - 1)
+        tokenize([(source, key)], tokenizer, path, identity=identity, processes=processes)
+
+    with cache_in_words(directory, CANNOT_STORE):
+        return made_once(directory, find, make, goes_on=True)
 
 
 def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:

@@ -13,9 +13,11 @@ import numpy as np
 
 from trainwright.data.rows.formats import EXAMPLES
 from trainwright.data.rows.kinds import FORGET, RETAIN
-from trainwright.data.stream.dataset_cache import writable
-from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, permuted
+from trainwright.data.stream.dataset_cache import CANNOT_STORE
+from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, opened, permuted
 from trainwright.errors import RequestError
+from trainwright.machine.cache import cache_in_words
+from trainwright.machine.sharing.made_once import made_once
 
 if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection
@@ -33,12 +35,10 @@ def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> To
         return forget
     fingerprint = hashlib.sha256(f"{forget.fingerprint}+{retain.fingerprint}".encode()).hexdigest()[:32]
     directory = cache / "datasets" / fingerprint
-    try:
-        found = TokenDataset.open(directory)
-    except (OSError, ValueError, KeyError):
-        with writable(cache / "datasets"):
-            _join(forget, retain, fingerprint).save(directory)
-        found = TokenDataset.open(directory)
+    with cache_in_words(cache / "datasets", CANNOT_STORE):
+        found = made_once(
+            directory, lambda: opened(directory), lambda path: _join(forget, retain, fingerprint).save(path)
+        )
     return replace(found, paired=PairedSequences(forget.sequence_count, retain.sequence_count))
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import secrets
 import shutil
 import tempfile
 from array import array
@@ -165,9 +165,8 @@ class TokenDataset:
         return TokenDataset.from_examples([(ids.tolist(), flags.tolist()) for ids, flags in pairs], "part")
 
     def save(self, directory: Path) -> None:
-        """Write to ``directory`` atomically."""
-        scratch = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
-        shutil.rmtree(scratch, ignore_errors=True)
+        """Write to ``directory`` atomically; replace an earlier one."""
+        scratch = directory.with_name(f"{directory.name}.tmp-{secrets.token_hex(4)}")
         scratch.mkdir(parents=True)
         arrays = {name: array for name in _ARRAYS if (array := getattr(self, name)) is not None}
         for name, array in arrays.items():
@@ -184,6 +183,14 @@ class TokenDataset:
         arrays["offsets"] = np.asarray(arrays["offsets"])
         mixture = tuple(MixturePart(*part) for part in about["mixture"]) if about["mixture"] else None
         return cls(**arrays, fingerprint=about["fingerprint"], report=about["report"], mixture=mixture)
+
+
+def opened(directory: Path) -> TokenDataset | None:
+    """Return a saved dataset; None if it is missing or damaged. Raises OSError if it cannot be read now."""
+    try:
+        return TokenDataset.open(directory)
+    except (FileNotFoundError, NotADirectoryError, EOFError, ValueError, KeyError):
+        return None
 
 
 def write_about(

@@ -24,7 +24,7 @@ from trainwright.data.sources.shards import ABOUT, INDEX, VERSION, tokenizer_fin
 from trainwright.data.tokens.token_processes import encoding
 from trainwright.data.tokens.token_worker import Encoded, Settings
 from trainwright.errors import RequestError
-from trainwright.machine.file_lock import lock_directory
+from trainwright.machine.sharing.file_lock import lock_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -141,6 +141,11 @@ class Checkpointing:
         if self._uses_background(shards):
             self._background.get_ready(_own_bytes(shards))
 
+    def copy_model(self, final: Path) -> None:
+        """Copy the model of the run, a directory ``final``, to ``checkpoint.copies``; ``close`` waits for it."""
+        if self._training.world.is_main:
+            self._copies.add_model(final)
+
     def close(self) -> None:
         """Complete the checkpoint that is being written, and end its process."""
         self._flush()

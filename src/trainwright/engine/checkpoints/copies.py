@@ -1,15 +1,18 @@
-"""Copy a run's checkpoints, and what else it needs to go on elsewhere, to its places. Imports no torch."""
+"""Copy a run's checkpoints, what else it needs to go on elsewhere, and its model to its places. Imports no torch."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, checkpoints_in
@@ -32,20 +35,38 @@ _LONGEST_PAUSE = 60.0  # seconds before a copy that failed is tried again; the f
 _LAST_TRIES = 3  # of the last copy, once the run ends
 _STALL_SECONDS = 60.0  # without a byte, after which the end of a run no longer waits for its last copy
 _LOOK_SECONDS = 0.1
+_PIECE = 4 * 2**20
+FINAL = "final"
 
 
 @dataclass
 class _Work:
-    """A checkpoint to copy; its files are open, so they stay readable if the checkpoint is removed."""
+    """A checkpoint or the model to copy; its files are open, so they stay readable if they are removed."""
 
     path: Path
     stack: ExitStack
     files: Files
     places: list[_Writing]
 
+    @classmethod
+    def of(cls, path: Path, places: list[_Writing]) -> _Work:
+        stack = ExitStack()
+        found = sorted(file for file in path.rglob("*") if file.is_file())
+        files = [(file.relative_to(path).as_posix(), stack.enter_context(file.open("rb"))) for file in found]
+        return cls(path, stack, files, list(places))
+
     @property
     def step(self) -> int:
         return int(self.path.name.rpartition("-")[2])
+
+    @property
+    def is_model(self) -> bool:
+        return self.path.name == FINAL
+
+    @cached_property
+    def digests(self) -> dict[str, dict[str, int | str]]:
+        """Size and SHA-256 of every file of the model."""
+        return {name: _measured(file) for name, file in self.files}
 
 
 @dataclass
@@ -73,6 +94,17 @@ class _Writing:
         self.place.write(work.path.name, work.files, sums, record)
         self.known[work.path.name] = parts[-1]
         self.remove({name for step, name in self.place.steps().items() if step not in kept})
+
+    def copy_model(self, work: _Work) -> None:
+        """Write the model, unless the same is there. Raises what the place raises."""
+        if self.known is None:
+            self.known = self._look()
+        manifest = json.dumps({"files": work.digests}, indent=1).encode()
+        if self.place.manifest(FINAL) == manifest:
+            return
+        self.place.remove([FINAL])  # an earlier one may have had other files
+        sums = {name: (int(stated["size"]), str(stated["sha256"])) for name, stated in work.digests.items()}
+        self.place.write(FINAL, [*work.files, (MANIFEST, io.BytesIO(manifest))], sums)
 
     def remove(self, names: set[str]) -> None:
         """Remove checkpoints, and the parts of the events that no other one refers to."""
@@ -106,7 +138,7 @@ class _Writing:
 
 
 class Copies:
-    """Copy the checkpoints of a run, one at a time, while training goes on. Only rank 0 has one.
+    """Copy the checkpoints of a run, one at a time, while training goes on, and then its model. Only rank 0 has one.
 
     A copy that fails is tried again, until a newer checkpoint takes its place; this is told once for each place.
 
@@ -125,6 +157,7 @@ class Copies:
         self._problems: list[str] = []
         self._recovered: list[str] = []
         self._waiting: _Work | None = None
+        self._model: _Work | None = None  # waits until the last checkpoint is copied
         self._left: int | None = None  # copies of this step and later ones are to be removed
         self._closing = False
         self._changed = threading.Condition()
@@ -134,12 +167,20 @@ class Copies:
         """Copy a complete checkpoint once the one that is being copied is; a newer one takes its place until then."""
         if not self._places:
             return
-        stack = ExitStack()
-        files = [(file.name, stack.enter_context(file.open("rb"))) for file in sorted(checkpoint.iterdir())]
+        work = _Work.of(checkpoint, self._places)
         with self._changed:
             if self._waiting is not None:
                 self._waiting.stack.close()
-            self._waiting = _Work(checkpoint, stack, files, list(self._places))
+            self._waiting = work
+            self._wake()
+
+    def add_model(self, final: Path) -> None:
+        """Copy the trained model, a directory ``final``, after the last checkpoint."""
+        if not self._places:
+            return
+        work = _Work.of(final, self._places)
+        with self._changed:
+            self._model = work
             self._wake()
 
     def problems(self) -> list[str]:
@@ -155,7 +196,7 @@ class Copies:
         return found
 
     def wait(self, stall: float = _STALL_SECONDS) -> None:
-        """Wait until every checkpoint that was added is copied, or nothing moves for ``stall`` seconds."""
+        """Wait until everything that was added is copied, or nothing moves for ``stall`` seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -166,7 +207,7 @@ class Copies:
                 moved, since = now, time.monotonic()
             elif thread.is_alive() and time.monotonic() - since > stall:
                 where = ", ".join(writing.place.where for writing in self._places)
-                self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest checkpoint is not there")
+                self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest copy is not complete")
                 return
         self._closing = False
 
@@ -227,12 +268,14 @@ class Copies:
                 left, self._left = self._left, None
                 if work is None:
                     work, self._waiting, tries = self._waiting, None, 0
+                if work is None:
+                    work, self._model = self._model, None
                 if work is None and left is None:
                     self._thread = None
                     return
             if left is not None:
                 self._leave(left)
-                if work is not None and work.step >= left:
+                if work is not None and not work.is_model and work.step >= left:
                     work.places.clear()
             if work is not None:
                 work.places[:] = [writing for writing in work.places if not self._copied(writing, work)]
@@ -252,7 +295,10 @@ class Copies:
 
     def _copied(self, writing: _Writing, work: _Work) -> bool:
         try:
-            writing.copy(work, {*checkpoints_in(self._directory), work.step})
+            if work.is_model:
+                writing.copy_model(work)
+            else:
+                writing.copy(work, {*checkpoints_in(self._directory), work.step})
         except Exception as error:  # of any library of fsspec; training goes on
             self._failed(writing, error)
             return False
@@ -304,6 +350,14 @@ def restore(place: Place, name: str, checkpoints: Path) -> None:
         final.rename(old := final.with_name(f".removing-{name}"))
         remove(old)
     scratch.rename(final)
+
+
+def _measured(file: BinaryIO) -> dict[str, int | str]:
+    file.seek(0)
+    digest = hashlib.sha256()
+    while piece := file.read(_PIECE):
+        digest.update(piece)
+    return {"size": file.tell(), "sha256": digest.hexdigest()}
 
 
 def _sums(work: _Work) -> dict[str, tuple[int, str]]:

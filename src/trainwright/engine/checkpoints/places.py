@@ -3,8 +3,9 @@
     <place>/<run>/
       step-00000040/  the files of a checkpoint, then run.json (stored_run.py), then manifest.json
       events/         parts of events.jsonl, which the run.json of each checkpoint refers to
+      final/          the files of the trained model, then manifest.json
 
-The manifest, which has the SHA-256 of every file, is written last: a copy without one is not complete.
+A manifest, which has the SHA-256 of every file, is written last: a copy without one is not complete.
 """
 
 from __future__ import annotations
@@ -103,13 +104,15 @@ class Place:
         """Return the names of the checkpoints here by step, complete or not."""
         return {int(found[1]): name for name in self._names("") if (found := _STEP.fullmatch(name))}
 
-    def write(self, name: str, files: Files, sums: Mapping[str, tuple[int, str]], run: Callable[[], str]) -> None:
-        """Write the files of checkpoint ``name``, the manifest last.
+    def write(
+        self, name: str, files: Files, sums: Mapping[str, tuple[int, str]], run: Callable[[], str] | None = None
+    ) -> None:
+        """Write the files of checkpoint ``name``, or of the model, the manifest last.
 
         Args:
             files: all of its files.
             sums: size and SHA-256 of each but the manifest.
-            run: returns the content of run.json; called when the other files are written.
+            run: returns the content of run.json, if there is one; called when the other files are written.
 
         Raises:
             CheckpointError: a file differs from its checksum.
@@ -119,11 +122,13 @@ class Place:
         if self._is_there(f"{target}/{MANIFEST}"):
             self._files.rm_file(f"{target}/{MANIFEST}")
         for each, source in (file for file in files if file[0] != MANIFEST):
+            self._make(f"{target}/{each}".rpartition("/")[0])
             size = self._upload(f"{name}/{each}", _pieces(source))
             if size != sums[each]:
                 raise CheckpointError(f"{each} of {name} is damaged (size or checksum differs); it is not copied")
             self._check_size(f"{target}/{each}", size[0])
-        self._upload(f"{name}/{RUN}", [run().encode()])
+        if run is not None:
+            self._upload(f"{name}/{RUN}", [run().encode()])
         for _, source in (file for file in files if file[0] == MANIFEST):
             self._upload(f"{name}/{MANIFEST}", _pieces(source))
 
@@ -151,6 +156,14 @@ class Place:
         with self._files.open(f"{self._root}/{name}/{RUN}", "rb") as file:
             return bytes(file.read(_RUN_BYTES)).decode()
 
+    def manifest(self, name: str) -> bytes | None:
+        """Return the manifest of checkpoint ``name``, or of the model; None if it is not complete here."""
+        try:
+            with self._files.open(f"{self._root}/{name}/{MANIFEST}", "rb") as file:
+                return bytes(file.read())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def write_part(self, part: str, pieces: Iterable[bytes]) -> None:
         """Write a part of the events."""
         self._make(f"{self._root}/{EVENTS}")
@@ -169,7 +182,7 @@ class Place:
         self._files.rm_file(f"{self._root}/{EVENTS}/{part}")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove checkpoints, each one's manifest first."""
+        """Remove checkpoints or the model, each one's manifest first."""
         for name in names:
             if self.is_complete(name):
                 self._files.rm_file(f"{self._root}/{name}/{MANIFEST}")

@@ -65,6 +65,11 @@ def places(members: Sequence[Member]) -> list[Place]:
     return [found[rank] for rank in range(len(members))]
 
 
+def first_ranks(members: Sequence[Member]) -> list[int]:
+    """Return the first rank of each machine, rank 0 first."""
+    return [ranks[0] for ranks in _machines(members)]
+
+
 def visible_gpus() -> tuple[str, ...]:
     """Return the identities of the GPUs that this process sees, so that processes can tell whether they share one."""
     from trainwright.machine.detect import detect

@@ -11,7 +11,7 @@ from trainwright.launch.clusters.job import Job
 from trainwright.launch.ending.requests import STATE_BYTES, seconds_to_stop, seconds_to_write
 from trainwright.launch.slurm import scheduler
 from trainwright.launch.slurm.job import directory_of, file_of, text
-from trainwright.machine.file_lock import lock_directory
+from trainwright.machine.sharing.file_lock import lock_directory
 from trainwright.paths import write_file
 
 if TYPE_CHECKING:

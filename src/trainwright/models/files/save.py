@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from trainwright.errors import TrainingError
 from trainwright.models.configuration import making, restore_source
 from trainwright.models.files.safetensors_files import write_weights
+from trainwright.paths import sync_tree
 
 if TYPE_CHECKING:
     import torch
@@ -186,12 +187,7 @@ def _flush(directory: Path) -> None:
     mode = next(directory.glob("*.json")).stat().st_mode
     for path in directory.glob("*.safetensors"):
         path.chmod(mode)  # safetensors creates files that only their owner can read
-    for path in [*directory.rglob("*"), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync_tree(directory)
 
 
 def _replace(temporary: Path, directory: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import cache_in_words, cache_root, try_write
+from trainwright.machine.sharing.made_once import made_once
 from trainwright.models.supported import check_supported
 from trainwright.recipe.sections.model_sizes import check_sizes
 
@@ -36,17 +36,18 @@ def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[P
     Raises:
         RequestError: the file is damaged, or its architecture cannot be converted; the message names ``key``.
     """
-    from filelock import FileLock
-
     models = cache_root() / "models"
-    models.mkdir(parents=True, exist_ok=True)
     directory = models / f"{file.stem}-{_fingerprint(file, models)}"
-    if not directory.exists():
-        with FileLock(f"{directory}.lock"):
-            if not directory.exists():
-                notify(f"converting {file.name} to safetensors, once (20 s for 135M parameters): {directory}")
-                write_converted(file, directory, key, notify)
-    return directory, _stored_precision(directory)
+
+    def make(path: Path) -> None:
+        notify(f"converting {file.name} to safetensors, once (20 s for 135M parameters): {directory}")
+        write_converted(file, path, key, notify)
+
+    def find() -> str | None:
+        return _stored_precision(directory) if (directory / "config.json").exists() else None
+
+    with cache_in_words(models):
+        return directory, made_once(directory, find, make)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +91,12 @@ def _remembered(file: Path, models: Path, what: str, make: Callable[[], str]) ->
     stat = file.stat()
     identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{what}"
     memo = models / ".fingerprints" / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-    if memo.exists():
+    try:
         return memo.read_text(encoding="utf-8")
-    made = make()
-    memo.parent.mkdir(parents=True, exist_ok=True)
-    temporary = memo.with_suffix(f".{os.getpid()}")
-    temporary.write_text(made, encoding="utf-8")
-    temporary.rename(memo)
-    return made
+    except OSError:  # not remembered, or stale
+        made = make()
+        try_write(memo, made)
+        return made
 
 
 def _digest(file: Path, name: str) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from trainwright.data.rows.texts import SEPARATOR, pieces
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_root
-from trainwright.models.files.save import replacing
+from trainwright.machine.cache import cache_in_words, cache_root
+from trainwright.machine.sharing.made_once import made_once
 from trainwright.recipe.sections.data import SourceSection
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
 
     Raises:
         RequestError: the name has another form, or the source is missing or not text.
+        MachineError: the cache cannot be read or written.
     """
-    from filelock import FileLock
     from transformers import PreTrainedTokenizerFast
 
     from trainwright.data.sources.key import file_states
@@ -43,13 +43,15 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
     size, source = _parsed(name, key)
     seen = json.dumps([_VERSION, size, file_states(source, key)], default=str)
     directory = cache_root() / "tokenizers" / hashlib.sha256(seen.encode()).hexdigest()[:32]
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory.with_suffix(".lock")):
-        if not directory.exists():
-            made = make_tokenizer([(source, key)], size)
-            with replacing(directory) as scratch:
-                made.save_pretrained(scratch)
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+
+    def find() -> PreTrainedTokenizerFast | None:
+        if not (directory / "tokenizer.json").exists():
+            return None
+        found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        return found
+
+    with cache_in_words(directory):
+        tokenizer = made_once(directory, find, lambda path: make_tokenizer([(source, key)], size).save_pretrained(path))
     tokenizer.name_or_path = name
     return tokenizer
 

@@ -1,0 +1,1 @@
+"""Files and directories that several processes, nodes and users share."""

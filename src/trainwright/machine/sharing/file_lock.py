@@ -1,0 +1,114 @@
+"""Lock directories and files that only one process may use at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainwright.activity import doing
+from trainwright.errors import RequestError
+from trainwright.paths import retried
+
+_LOOKS, _LONGEST_LOOKS = 0.05, 0.5  # seconds between attempts
+# File systems of several machines may have no locks, or no server for them now; NFS needs a file that may be written.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
+
+
+@contextmanager
+def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
+    """Lock ``directory``, which must exist; nothing is written, and a killed process releases the lock.
+
+    Processes that are forked meanwhile hold the lock too until they end. On a file system without locks nothing is
+    locked.
+
+    Args:
+        refusal: the message if another process holds the lock.
+        patience: seconds to wait for it.
+
+    Raises:
+        RequestError: ``refusal``.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        if not _locked(descriptor, time.monotonic() + patience):
+            raise RequestError(refusal)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(directory: Path) -> bool:
+    """Return whether a process has locked ``directory``. Raises OSError if it cannot be opened."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    finally:
+        os.close(descriptor)
+    return False
+
+
+@contextmanager
+def lock_file(file: Path, waiting: str) -> Iterator[bool]:
+    """Hold the lock of ``file``, which is created and stays, once no other process does; a killed one releases it.
+
+    On NFS, whose locks of directories do not reach other machines, those of files do.
+
+    Args:
+        waiting: what is shown while another process holds it.
+
+    Returns:
+        Whether the lock is held; False on a file system without locks.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    descriptor, pause = retried(lambda: _opened(file)), 0.0
+    try:
+        while (held := _taken(descriptor)) is False:
+            if not pause:
+                doing(waiting)
+            pause = min(max(2 * pause, _LOOKS), _LONGEST_LOOKS)
+            time.sleep(pause)
+        if pause:
+            doing("")
+        yield held is True
+    finally:
+        os.close(descriptor)
+
+
+def _opened(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # another user's
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _locked(descriptor: int, deadline: float) -> bool:
+    while _taken(descriptor) is False:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOKS)
+    return True  # or there are no locks: a run must be possible there
+
+
+def _taken(descriptor: int) -> bool | None:
+    """Return whether the lock could be taken now; None on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
