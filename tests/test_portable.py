@@ -56,7 +56,7 @@ _MEASURING = {
     "engine/policies/stragglers.py": "whether a slow rank computes with fewer threads than the others",
     "engine/out_of_memory.py": "what was free when memory ran out",
     "launch/group/members.py": "whether members of one job share cores",
-    "launch/start_event.py": "the threads that a run has, and the names of its machines",
+    "launch/group/start_event.py": "the threads that a run has, and the names of its machines",
     "launch/nodes/nodes.py": "names this machine to others",
     "launch/nodes/info.py": "names this machine to others",
     "launch/joined.py": "names this machine to others",

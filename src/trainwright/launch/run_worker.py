@@ -32,6 +32,7 @@ from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.ending.requests import STATE_BYTES, StopRequests
 from trainwright.launch.ending.stop import resize_requested
 from trainwright.launch.group.contract import agree, check_layout, usable_device
+from trainwright.launch.group.start_event import DTYPES, start_event
 from trainwright.launch.hangs.flight_recorder import keep_collectives
 from trainwright.launch.hangs.stacks import write_stacks_on_signal
 from trainwright.launch.limits import open_files_in_words
@@ -45,7 +46,6 @@ from trainwright.launch.process import (
 )
 from trainwright.launch.relaunch import is_replan_requested
 from trainwright.launch.slurm.scheduler import job_warning
-from trainwright.launch.start_event import DTYPES, start_event
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
