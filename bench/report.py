@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from support import fault_tables
+from support import fault_tables, watching_tables
 from support.tables import HEADER, Row, as_code, markdown, read, table
 
 ROOT = Path(__file__).parents[1]
@@ -351,6 +351,7 @@ SECTIONS = {
     "Quickstart, recipes and start-up": (lambda: recorded("recipes"),),
     "Correctness": (planted_bugs, lambda: recorded("correctness")),
     "Faults": fault_tables.TABLES,
+    **({"Seeing a run": watching_tables.TABLES} if watching_tables.TABLES else {}),
     "Memory predictions": (plan_memory,),
     "Step-time predictions": (plan_time, plan_regret, lambda: recorded("plans")),
     "Predictions of published runs": (published,),

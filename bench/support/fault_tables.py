@@ -6,7 +6,7 @@ import json
 import statistics
 from collections import Counter
 
-from support.tables import RESULTS, Row, read, table
+from support.tables import RESULTS, Row, measured, read, table
 
 
 def faults() -> str:
@@ -170,4 +170,4 @@ def goodput() -> str:
     return table(rows, results)
 
 
-TABLES = (drills, faults, jobs, checkpoints, corruption)
+TABLES = (drills, faults, jobs, checkpoints, corruption, *measured(hangs, false_alarms, heartbeat, goodput))

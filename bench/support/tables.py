@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,13 @@ Results = dict[str, Any]
 def read(name: str) -> Results:
     content: Results = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return content
+
+
+def measured(*tables: Callable[[], str]) -> Iterator[Callable[[], str]]:
+    """Yield the tables, named as their files of results, whose benches have been run."""
+    for each in tables:
+        if (RESULTS / f"{each.__name__}.json").exists():
+            yield each
 
 
 def table(rows: Sequence[Row], *results: Results) -> str:

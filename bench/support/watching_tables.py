@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.tables import Row, read, table
+from support.tables import Row, measured, read, table
 
 
 def ledger() -> str:
@@ -68,7 +68,7 @@ def watching() -> str:
     return table(rows, results)
 
 
-def submitting() -> str:
+def submit() -> str:
     results = read("submit")
     rows: list[Row] = [
         (
@@ -82,4 +82,4 @@ def submitting() -> str:
     return table(rows, results)
 
 
-TABLES = (ledger, stragglers, watching, submitting)
+TABLES = tuple(measured(ledger, stragglers, watching, submit))
