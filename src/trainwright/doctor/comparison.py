@@ -89,7 +89,7 @@ class Comparison:
         for pair in self.steps:
             table.add_row(*self._row(pair), style="bold red" if self._difference_in(pair) else None)
         # Wide enough for the table if output is not a terminal. Console would take the width of standard output.
-        width = text.columns(stream, 120)
+        width = text.columns(stream, 120) if stream.isatty() else 120
         console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
         unbounded = console.options.update(max_width=1_000)
         if console.measure(table, options=unbounded).maximum <= width:
