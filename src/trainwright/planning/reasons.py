@@ -76,7 +76,7 @@ def verdict(candidate: Candidate, best: Candidate | None) -> str:
         return "chosen"
     ratio = candidate.time.seconds / best.time.seconds
     if ratio < 1.02:
-        return "is as fast, and more complex"
+        return "has the same speed, and is more complex"
     part = _slower_part(candidate, best)
     return f"would take {ratio:.2f} times as long per step{f', mostly because of {part}' if part else ''}"
 
