@@ -325,7 +325,7 @@ def _follow_device(world: World) -> None:
 
 
 def _report_compilation() -> None:
-    """Have the heartbeat tell compilation, which happens within the first passes and when shapes change, from them."""
+    """Report compilation as a phase of its own; it runs inside the first passes and whenever shapes change."""
     from torch._dynamo.callback import on_compile_end, on_compile_start  # takes seconds
 
     if (own := heartbeat.own()) is not None:

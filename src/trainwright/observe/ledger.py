@@ -44,7 +44,7 @@ _STEP = {"data": "data", "forward": "forward", "backward": "backward", "gradient
     "profile": OTHER,
     "step policies and observers": OTHER,
 }
-# Compilation is part of the first passes; the price of all later ones.
+# Compilation runs inside the first passes, whose own seconds do not include it.
 _OUTSIDE_STEPS = {name: name for name in ("evaluation", "generation", "checkpoint", "export", "compilation")}
 # In the order in which they are shown.
 CATEGORIES = (
