@@ -6,7 +6,7 @@
 Each case is trained twice. In the first run, this bench measures from outside how long the process of every rank
 exists, and compares that with what the ledger says of it: the share that has a category, the share of "other", and the
 share that is missing. In the second, ``train.profile`` records every step, and the seconds of the phases of the steps
-in torch.profiler's trace are compared with those of the ledger.
+in torch.profiler's trace are compared with those that the ledger has after the last of them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 from support.machine import describe, use_cores
 from support.runs import print_table, write_results
 
+from trainwright import heartbeat
+from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.heartbeat import Use, heartbeat_directory, heartbeat_file, read
+from trainwright.machine.usage.sample import process_age
 from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, by_category, read_ledger
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +48,23 @@ CASES = {
     "quickstart": (QUICKSTART, "ddp", 2, SHORT, 4),
 }
 ATTRIBUTED, DIFFERENCE = 0.99, 0.05
+PHASES = "PHASES_AFTER_THE_LAST_STEP"  # a variable: the directory of their files
 _PHASE = re.compile(r"(?P<waiting>exchange in )?(?P<phase>.+?)(, step \d+)?(, micro-batch \d+)?")
+
+
+class AfterTheLast(StepPolicy):
+    """Write the seconds of every phase after the last step, before ranks wait for the one that writes the trace."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._last = len(training.task.stream)
+
+    def after(self, step: int) -> None:
+        """Write them."""
+        own = heartbeat.own()
+        if step == self._last and own is not None:
+            seconds = by_category(own.spent.read(), 0.0)
+            (Path(os.environ[PHASES]) / str(self.training.world.rank)).write_text(json.dumps(seconds))
 
 
 def main() -> int:
@@ -108,9 +126,9 @@ class Life:
             directory = heartbeat_directory(run)
             beat = None if directory is None else read(heartbeat_file(directory, rank))
             if beat is not None:
-                worker = psutil.Process(beat.pid)
+                age, seen = process_age(beat.pid), time.monotonic()
                 select.select([os.pidfd_open(beat.pid)], [], [])
-                self._seconds = time.time() - worker.create_time()
+                self._seconds = age + time.monotonic() - seen
                 return
             time.sleep(0.01)
 
@@ -122,7 +140,8 @@ class Life:
 
 def profiled(asked: list[str], count: int, run: Path) -> list[dict[str, Any]]:
     """Return for each rank the seconds of the phases of steps by the ledger and by torch.profiler."""
-    finish(start(asked, run))
+    run.parent.joinpath("phases").mkdir()
+    finish(start([*asked, "train.step_policies=['ledger:AfterTheLast']"], run, run.parent / "phases"))
     (trace,) = (run / "profile").glob("*.json.gz")
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
@@ -136,10 +155,11 @@ def profiled(asked: list[str], count: int, run: Path) -> list[dict[str, Any]]:
             use = Use(inside["phase"], waiting=inside["waiting"] is not None)
             uses[ranks[event["pid"]]][use] += event["dur"] / 1e6
     found = []
-    for ledger, spent in zip(read_ledger(run), uses, strict=True):
-        sums = {"ledger": together(ledger.seconds), "profiler": together(by_category(spent, 0.0))}
+    for rank, spent in enumerate(uses):
+        ledger = json.loads((run.parent / "phases" / str(rank)).read_text())
+        sums = {"ledger": together(ledger), "profiler": together(by_category(spent, 0.0))}
         ours, theirs = (sum(each.values()) for each in sums.values())
-        found.append({"rank": ledger.rank, **sums, "difference": ours / theirs - 1})
+        found.append({"rank": rank, **sums, "difference": ours / theirs - 1})
     return found
 
 
@@ -150,9 +170,11 @@ def together(seconds: Any) -> dict[str, float]:
     return found
 
 
-def start(asked: list[str], run: Path) -> subprocess.Popen[bytes]:
+def start(asked: list[str], run: Path, phases: Path = Path()) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "trainwright", "train", *asked, f"logging.run_directory={run}"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, PHASES: str(phases)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=variables)
 
 
 def finish(command: subprocess.Popen[bytes]) -> None:

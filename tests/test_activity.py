@@ -95,7 +95,7 @@ def test_a_fraction_is_shown_beside_the_seconds(monkeypatch: pytest.MonkeyPatch)
         progress(3, 4)
         wait_for(lambda: ", 75%" in stream.getvalue())
         doing("writing")
-        wait_for(lambda: "writing" in stream.getvalue(), 60)
+        wait_for(lambda: "writing" in stream.getvalue())
     assert "writing … 0:00, " not in stream.getvalue()
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.commands import trainwright
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
-from trainwright.machine.sharing.file_lock import is_locked, lock_directory
+from trainwright.machine.sharing.file_lock import is_locked, lock_directory, remove_locked
 from trainwright.paths import appears, run_path, user_path, write_file
 
 
@@ -72,6 +74,45 @@ def test_what_another_machine_writes_may_be_seen_late(tmp_path: Path) -> None:
     assert not appears(tmp_path / "missing" / "recipe.yaml", "new", seconds=0.3)
     threading.Timer(0.5, lambda: write_file(file, "new")).start()
     assert appears(file, "new", seconds=60.0)
+
+
+def test_a_locked_directory_is_locked_where_locks_of_directories_reach_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where each machine keeps those of directories to itself."""
+    flock = fcntl.flock
+
+    def on_this_machine(descriptor: int, operation: int) -> None:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", on_this_machine)
+    assert not is_locked(tmp_path)
+    with lock_directory(tmp_path, "it is in use"):
+        assert is_locked(tmp_path)
+        with pytest.raises(RequestError, match="it is in use"), lock_directory(tmp_path, "it is in use"):
+            pass
+    assert not is_locked(tmp_path)
+
+
+def test_a_directory_that_cannot_be_written_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def only_reads(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", only_reads)
+    with lock_directory(tmp_path, "it is in use"):
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path) and not any(tmp_path.iterdir())
+
+
+def test_a_locked_directory_is_removed(tmp_path: Path) -> None:
+    with lock_directory(tmp_path, "it is in use"):
+        remove_locked(tmp_path)
+    assert not tmp_path.exists()
 
 
 def test_a_file_system_without_locks_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,7 @@ def test_the_names_are_in_the_reference_of_the_docs(installed: Path) -> None:
     assert [name for name in NAMES if not re.search(rf"\| `{name}` .*\| trainwright-example \|", shown.stdout)] == []
 
 
+@pytest.mark.slow
 def test_the_task_the_strategy_the_source_and_the_metric_are_planned_and_train(installed: Path, tmp_path: Path) -> None:
     asked = ("data.validation=10", "evaluate.metrics=[length_ratio]", "evaluate.max_new_tokens=4", *ON_SUMS)
     file = recipe(tmp_path, "focal", focal={"gamma": 0})

@@ -255,8 +255,8 @@ class Heartbeat:
         _PHASE.pack_into(self._memory, _PHASES_AT + place * _PHASE.size, phase.encode()[:32], count + 1, longest)
 
     def _write(self) -> None:
+        # Readers wait where the first number is odd, or 0, which packing begins with.
         self._marks += 1
-        _LOCK.pack_into(self._memory, 0, self._marks * 2 - 1)
         _HEAD.pack_into(
             self._memory,
             0,
@@ -339,8 +339,10 @@ def read(file: Path) -> Beat | None:
             again = file.read_bytes()
         except OSError:
             return None
-        if len(data) == _SIZE and data == again and _LOCK.unpack_from(data)[0] % 2 == 0:
-            return _beat(data)
+        if len(data) == _SIZE and data == again:
+            (lock,) = _LOCK.unpack_from(data)
+            if lock and lock % 2 == 0:
+                return _beat(data)
     return None
 
 

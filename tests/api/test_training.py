@@ -34,6 +34,7 @@ json.dump(run.columns("step"), open("columns.json", "w"))
 """
 
 
+@pytest.mark.slow
 def test_a_script_trains_and_resumes_silently_as_the_command(tmp_path: Path, runs: Runs) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(recipe=str(TINY), settings=SETTINGS))
     command = [sys.executable, "script.py"]

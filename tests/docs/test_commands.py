@@ -69,6 +69,7 @@ def _run(command: Command, cwd: Path) -> None:
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
 
 
+@pytest.mark.slow
 def test_the_guides_commands_run(checkout: Path) -> None:
     run = [command for command in IN_GUIDES.values() if command.reason_not_to_run is None]
     assert len(run) > 10

@@ -109,7 +109,8 @@ def test_a_policy_goes_on_with_its_state(place: Path) -> None:
     assert column(run, "metrics")[2:] == [{"skipped_before": 1.0}] * 2
 
 
-@pytest.mark.parametrize("asked", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [False, True])
 def test_torch_is_told_to_be_deterministic_if_the_recipe_asks(runs: Runs, place: Path, asked: bool) -> None:
     override = f"train.deterministic={str(asked).lower()}"
     run, ended = train(place, "train.step_policies=['somebody:Torch']", override)
@@ -120,6 +121,7 @@ def test_torch_is_told_to_be_deterministic_if_the_recipe_asks(runs: Runs, place:
     assert "\nattention " in ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_an_observer_that_fails_ends_no_run(place: Path) -> None:
     run, ended = train(place, "logging.observers=['somebody:Breaks']")
     assert ended.returncode == 0, ended.stderr

@@ -91,6 +91,7 @@ def halvings(run: Path) -> list[EventRecord]:
     return faults
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_with_half_the_micro_batch(runs: Runs) -> None:
     few = (*WIDE, "train.global_batch_size=8", "data.validation=4", *spread(1, "single"))
     unlimited = runs.trained(*few)

@@ -82,6 +82,7 @@ def test_the_report_has_the_slowest_operators(runs: Runs) -> None:
     assert "aten::mm" in page and "steps-3-4.json.gz" in page
 
 
+@pytest.mark.slow
 def test_a_resumed_run_records_the_steps_that_are_left(runs: Runs) -> None:
     spread = ("parallel.strategy=single", "parallel.num_processes=1")
     started = runs.train(*SETTINGS, "train.profile={steps: [2, 5]}", *spread)

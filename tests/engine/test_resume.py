@@ -69,6 +69,7 @@ def test_killed_at_a_random_moment(runs: Runs, count: int, seed: int, elsewhere:
         assert difference(column(copy, "loss"), column(uninterrupted, "loss")) < 1e-5
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_checkpoint_begins_again(runs: Runs) -> None:
     uninterrupted = runs.trained(processes(2))
     run = killed(runs, processes(2), step=3)
@@ -78,6 +79,7 @@ def test_killed_before_the_first_checkpoint_begins_again(runs: Runs) -> None:
     assert [event["step"] for event in events(run, "evaluate")] == [0, 30]
 
 
+@pytest.mark.slow
 def test_a_line_cut_by_the_kill_is_taken_out(runs: Runs) -> None:
     uninterrupted = runs.trained(processes(1))
     run = killed(runs, processes(1), "checkpoint.every=2", step=5)

@@ -135,6 +135,7 @@ def test_epochs_end_with_a_smaller_batch_and_see_every_example_once(runs: Runs) 
     assert difference(column(two, "loss"), column(one, "loss")) < 1e-5
 
 
+@pytest.mark.slow
 def test_bf16_runs_agree(runs: Runs) -> None:
     few = (NO_DROPOUT, ON_ROWS, "train.max_steps=12")
     fp32 = runs.trained(processes(1), *few)

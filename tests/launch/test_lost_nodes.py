@@ -81,6 +81,7 @@ def worker_of(node: Started) -> int:
     return wait_for(lambda: [process for process in descendants(node.pid) if process.name()])[-1].pid
 
 
+@pytest.mark.slow
 def test_killed_workers_of_any_node_are_replaced_on_all_nodes(runs: Runs) -> None:
     undisturbed = runs.trained(*SETTINGS, TWO, "train.max_steps=30")
     them = cluster(runs, *SETTINGS, TWO, "train.max_steps=30")
@@ -106,6 +107,7 @@ def test_an_exception_that_repeats_at_the_same_step_ends_all_nodes_with_it(runs:
     assert [event["cause"] for event in events(them.run, "restart")] == ["error"]
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_a_node_goes_on_without_it_and_with_it_when_it_is_back(runs: Runs) -> None:
     undisturbed = runs.trained(*LONG, TWO)
     them = cluster(runs, *LONG, RANGE, SLOW)

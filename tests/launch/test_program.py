@@ -45,6 +45,7 @@ def ablating(directory: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.mark.slow
 def test_a_stopped_ablation_leaves_its_run_the_time_for_a_checkpoint(tmp_path: Path) -> None:
     with ablating(tmp_path) as process:
         family = descendants(process.pid)

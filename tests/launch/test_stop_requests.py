@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -15,7 +16,12 @@ from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from tests.support.workers import by_hand, start_workers
 from trainwright.errors import RequestError
 from trainwright.launch.ending.deadline import Deadline, deadline_of, earliest
-from trainwright.launch.ending.requests import StopRequests, forget_stops, was_asked_to_stop
+from trainwright.launch.ending.requests import (
+    StopRequests,
+    forget_stops,
+    seconds_to_write,
+    was_asked_to_stop,
+)
 
 LONG = (ON_ROWS, "train.max_steps=400", "optimizer.schedule=constant", "evaluate.every=null", "checkpoint.every=null")
 
@@ -55,6 +61,24 @@ def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> N
     assert found.look() and "six" in done[0]
     found({"event": "checkpoint", "seconds": 0.5})  # measured: less than assumed
     assert not found.look() and found.needed == pytest.approx(1.5 + 0.75 + 3)
+
+
+def test_a_slow_disk_is_noticed_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = seconds_to_write(400_000_000, tmp_path)
+    assert fast >= 2.0 and seconds_to_write(0, tmp_path) == 0.0
+    assert seconds_to_write(400_000_000, tmp_path / "missing") == 2.0  # nothing can be tried: 200 MB/s
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.1)  # for a MiB
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    assert seconds_to_write(400_000_000, tmp_path) >= 0.1 * 400_000_000 / 2**20
+    found, done = requests(tmp_path, 1040.0, 400_000_000)
+    found.watch()
+    wait_for(lambda: "stop" in done)
+    assert found.needed >= 1.5 * 0.1 * 400_000_000 / 2**20 and not list(tmp_path.iterdir())
 
 
 def test_a_run_writes_a_checkpoint_when_asked_and_goes_on(runs: Runs) -> None:

@@ -83,6 +83,7 @@ def test_a_killed_run_goes_on_on_another_machine(
         assert difference(losses, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_bucket_with_the_same_command(runs: Runs, tmp_path: Path, store: ObjectStore) -> None:
     undisturbed = runs.trained(*SETTINGS, "parallel.num_processes=1")
     copies = f"s3://runs/{tmp_path.name}"

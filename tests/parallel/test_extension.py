@@ -86,6 +86,7 @@ def test_it_is_planned_by_what_its_spec_says(install: Install, run: Run) -> None
     assert flat["memory"]["phases"]["backward"] > ddp["memory"]["phases"]["backward"]
 
 
+@pytest.mark.slow
 def test_it_is_listed_beside_the_others(install: Install, run: Run) -> None:
     install()
     schema = run("-m", "trainwright", "recipe", "schema").stdout

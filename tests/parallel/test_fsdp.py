@@ -19,47 +19,60 @@ SHARDED = {
     "hybrid 2x2": (4, ("parallel.strategy=fsdp", "parallel.replicate_size=2")),
 }
 
-# A row of every kind, and every kind of thing that can go along with it. The slow test has all of them.
+# By the place of SHARDED, with a row of the table and what goes along with it: those of the fast tests, and others.
 SOME = {
     "accumulated": ("fsdp on 2", "fp32", "three passes", ()),
-    "recomputed": ("fsdp on 2", "fp32", "one pass", ("train.activation_checkpointing=full",)),
     "recomputed selectively, kept gathered": (
         "fsdp on 2",
         "fp32",
         "three passes",
         ("train.activation_checkpointing=selective", "parallel.reshard_after_forward=false"),
     ),
-    "bf16, kept gathered": ("fsdp on 2", "bf16", "three passes", ("parallel.reshard_after_forward=false",)),
-    "inner units": ("fsdp on 2", "fp32", "one pass", ("parallel.wrap=[LlamaMLP, LlamaDecoderLayer]",)),
-    "offloaded": (
-        "fsdp on 2",
-        "bf16",
-        "one pass",
-        ("parallel.offload_parameters=true",),
-    ),
     "uneven": ("fsdp on 3", "fp32", "three passes", ("train.activation_checkpointing=full",)),
     "hybrid": ("hybrid 2x2", "fp32", "three passes", ()),
+}
+MORE = {
+    "recomputed": ("fsdp on 2", "fp32", "one pass", ("train.activation_checkpointing=full",)),
+    "bf16, kept gathered": ("fsdp on 2", "bf16", "three passes", ("parallel.reshard_after_forward=false",)),
+    "inner units": ("fsdp on 2", "fp32", "one pass", ("parallel.wrap=[LlamaMLP, LlamaDecoderLayer]",)),
+    "offloaded": ("fsdp on 2", "bf16", "one pass", ("parallel.offload_parameters=true",)),
     "hybrid, kept gathered": ("hybrid 2x2", "bf16", "one pass", ("parallel.reshard_after_forward=false",)),
 }
 
 
-@pytest.fixture(scope="module")
-def some(runs: Runs) -> dict[str, Trained]:
+def trained_of(runs: Runs, rows: dict[str, tuple[str, str, str, tuple[str, ...]]]) -> dict[str, Trained]:
     trained: dict[str, Trained] = {}
     for where, (processes, sharding) in SHARDED.items():
         cases = {
             name: case((precision, passes, "kept"), 8, *sharding, *more)
-            for name, (place, precision, passes, more) in SOME.items()
+            for name, (place, precision, passes, more) in rows.items()
             if place == where
         }
-        trained |= train(runs, cases, processes)
+        trained |= train(runs, cases, processes) if cases else {}
     return trained
+
+
+@pytest.fixture(scope="module")
+def some(runs: Runs) -> dict[str, Trained]:
+    return trained_of(runs, SOME)
+
+
+@pytest.fixture(scope="module")
+def more(runs: Runs) -> dict[str, Trained]:
+    return trained_of(runs, MORE)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_sharded_run_is_the_run_of_one_process(some: dict[str, Trained], singles: Singles, name: str) -> None:
     _, precision, passes, _ = SOME[name]
     assert_same(some[name], singles[precision, passes], TOLERANCE[precision])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_other_sharded_runs_are_too(more: dict[str, Trained], singles: Singles, name: str) -> None:
+    _, precision, passes, _ = MORE[name]
+    assert_same(more[name], singles[precision, passes], TOLERANCE[precision])
 
 
 def test_ranks_hold_their_share_and_no_more(some: dict[str, Trained], singles: Singles) -> None:

@@ -37,6 +37,7 @@ def check_golden(directory: Path, machine: str, *overrides: str) -> None:
         assert event["metrics"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_golden_losses_on_a_gpu(tmp_path: Path) -> None:
     check_golden(tmp_path, "1xT4")
 

@@ -92,7 +92,6 @@ OTHER_TASKS = {
     "dpo": Case("8xH100", ("parallel.num_processes=8",), str(RECIPES / "dpo" / "tiny.yaml")),
     "kto": Case("1xH100", ("dpo.loss=kto",), str(RECIPES / "dpo" / "tiny.yaml")),
 }
-FAST = "ddp on 2"  # of REAL
 
 
 def as_real(name: str) -> Case:
@@ -102,14 +101,14 @@ def as_real(name: str) -> Case:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """All simulations of the fast tests, in forks of one process."""
-    return simulated({FAST: as_real(FAST), "mistakes": MISTAKES, "memory": MEMORY}, tmp_path_factory)
+    """The simulation of the fast tests."""
+    return simulated({"mistakes": MISTAKES}, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """Those of the slow tests."""
-    cases = {"muon": MUON, "offloaded": OFFLOADED, "fp32": IN_FP32, "tf32": IN_TF32, **OTHER_TASKS}
+    """Those of the slow tests, in forks of one process."""
+    cases = {"memory": MEMORY, "muon": MUON, "offloaded": OFFLOADED, "fp32": IN_FP32, "tf32": IN_TF32, **OTHER_TASKS}
     return simulated(cases, tmp_path_factory)
 
 
@@ -120,25 +119,28 @@ def simulated(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """The other simulations of what is also run."""
-    return simulated({name: as_real(name) for name in REAL if name != FAST}, tmp_path_factory)
+    """The simulations of what is also run."""
+    return simulated({name: as_real(name) for name in REAL}, tmp_path_factory)
 
 
-def test_a_run_is_simulated_from_its_first_step_to_its_export(found: dict[str, Found]) -> None:
-    report = found["memory"].report
-    assert found["memory"].error == "" and report["error"] is None
+@pytest.mark.slow
+def test_a_run_is_simulated_from_its_first_step_to_its_export(more: dict[str, Found]) -> None:
+    report = more["memory"].report
+    assert more["memory"].error == "" and report["error"] is None
     assert report["world"] == 512 and report["steps"] == 2
     assert set(report["memory"]) == {
         *("load", "forward", "backward", "optimizer", "evaluation", "checkpoint", "export"),
     }
 
 
-def test_the_peak_is_the_plans(found: dict[str, Found]) -> None:
-    assert found["memory"].planned == pytest.approx(found["memory"].peak, rel=0.05)
+@pytest.mark.slow
+def test_the_peak_is_the_plans(more: dict[str, Found]) -> None:
+    assert more["memory"].planned == pytest.approx(more["memory"].peak, rel=0.05)
 
 
-def test_collectives_are_the_plans(found: dict[str, Found]) -> None:
-    report = found["memory"].report
+@pytest.mark.slow
+def test_collectives_are_the_plans(more: dict[str, Found]) -> None:
+    report = more["memory"].report
     planned = {kind: size for kind, (_, size) in report["planned_collectives"].items()}
     assert planned.keys() >= {"all_gather", "reduce_scatter"}
     planned["all_gather"] += report["world"] * len(RankReport._fields) * torch.float64.itemsize  # the step's numbers
@@ -196,13 +198,9 @@ def check_real(one: Found, real: dict[str, list[int]]) -> None:
     assert [wait["number"] for wait in one.report["waits"]] == [1], one.report["waits"]
 
 
-def test_collectives_are_those_of_a_real_run(runs: Runs, found: dict[str, Found]) -> None:
-    check_real(found[FAST], recorded(runs, FAST))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in REAL if name != FAST])
-def test_collectives_are_those_of_a_real_sharded_run(runs: Runs, sharded: dict[str, Found], name: str) -> None:
+@pytest.mark.parametrize("name", REAL)
+def test_collectives_are_those_of_a_real_run(runs: Runs, sharded: dict[str, Found], name: str) -> None:
     check_real(sharded[name], recorded(runs, name))
 
 

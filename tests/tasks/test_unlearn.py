@@ -52,7 +52,7 @@ def assert_same(found: Path, expected: Path) -> None:
 
 
 ELSEWHERE = [
-    pytest.param((ONE, "train.micro_batch_size=5"), id="larger micro-batches"),
+    pytest.param((ONE, "train.micro_batch_size=5"), id="larger micro-batches", marks=pytest.mark.slow),
     pytest.param((ONE, "data.pack_length=null"), id="padded", marks=pytest.mark.slow),
     pytest.param((TWO, "parallel.strategy=ddp"), id="ddp"),
     pytest.param((TWO, "parallel.strategy=fsdp"), id="fsdp"),

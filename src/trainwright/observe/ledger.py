@@ -41,7 +41,6 @@ _STEP = {"data": "data", "forward": "forward", "backward": "backward", "gradient
     "optimizer": "optimizer",
     "metrics": OTHER,
     "replay": OTHER,
-    "profile": OTHER,
     "step policies and observers": OTHER,
 }
 # Compilation runs inside the first passes, whose own seconds do not include it.

@@ -24,7 +24,7 @@ from trainwright.data.sources.shards import ABOUT, INDEX, VERSION, tokenizer_fin
 from trainwright.data.tokens.token_processes import encoding
 from trainwright.data.tokens.token_worker import Encoded, Settings
 from trainwright.errors import RequestError
-from trainwright.machine.sharing.file_lock import lock_directory
+from trainwright.machine.sharing.file_lock import LOCK, lock_directory, remove_locked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +97,7 @@ def tokenize(
                     report(writer.position.characters, writer.tokens, writer.position.documents)
         except RequestError:
             if writer.discarded_empty() and new:
-                out.rmdir()
+                remove_locked(out)
             raise
         return writer.finish({**_about(sources, tokenizer, settings, task), "notes": notes})
 
@@ -140,7 +140,7 @@ def _finished(out: Path, task: str) -> dict[str, Any] | None:
         if about.get("task") == task:
             return about
         raise RequestError(f"--out: {out} has shards of another text or tokenizer; choose a new directory")
-    if not (out / _PROGRESS).is_file() and any(out.iterdir()):
+    if not (out / _PROGRESS).is_file() and any(path.name != LOCK for path in out.iterdir()):
         raise RequestError(f"--out: {out} has other files; choose a new directory")
     return None
 

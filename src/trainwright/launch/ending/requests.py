@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 import threading
 import time
 from collections import deque
@@ -21,7 +22,9 @@ _LOOK_SECONDS = 0.5
 _STEPS = 20  # the longest of the last ones counts
 _STEP_FACTOR, _WRITE_FACTOR, _END_SECONDS = 1.5, 1.5, 3.0
 STATE_BYTES = 12  # of a parameter that is trained, in a checkpoint: the weight and two moments
-_BYTES_PER_SECOND = 200e6  # of a checkpoint, until one has been written
+# Until a checkpoint has been written: what a processor prepares and checks of one, and how much is written to measure
+# the disk.
+_BYTES_PER_SECOND, _TRIAL_BYTES, _TRIAL_SECONDS = 200e6, 64 * 2**20, 2.0
 
 
 def seconds_to_stop(step: float, write: float) -> float:
@@ -29,9 +32,26 @@ def seconds_to_stop(step: float, write: float) -> float:
     return _STEP_FACTOR * step + _WRITE_FACTOR * write + _END_SECONDS
 
 
-def seconds_to_write(state_bytes: int) -> float:
-    """Return the seconds of a checkpoint before one has been written."""
-    return state_bytes / _BYTES_PER_SECOND
+def seconds_to_write(state_bytes: int, directory: Path) -> float:
+    """Return the seconds of a checkpoint in ``directory`` before one has been written, from how fast the first bytes
+    of a file get to the disk there.
+    """
+    return state_bytes / min(_BYTES_PER_SECOND, _bytes_per_second(directory, min(state_bytes, _TRIAL_BYTES)))
+
+
+def _bytes_per_second(directory: Path, size: int) -> float:
+    """Write up to ``size`` bytes into a file without a name; return how many a second are on the disk, infinity if
+    nothing can be written.
+    """
+    piece, written, begun = os.urandom(2**20), 0, time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            while written < size and time.perf_counter() - begun < _TRIAL_SECONDS:
+                written += file.write(piece)
+                os.fsync(file.fileno())
+    except OSError:
+        return math.inf
+    return written / (time.perf_counter() - begun) if written else math.inf
 
 
 class StopRequests:
@@ -63,7 +83,7 @@ class StopRequests:
         self._stop, self._tell = stop, tell
         self._save = False
         self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._write = seconds_to_write(state_bytes)
+        self._state_bytes, self._write = state_bytes, state_bytes / _BYTES_PER_SECOND
         self._warn, self._measured = warn, False
 
     def __call__(self, event: Record) -> None:
@@ -115,6 +135,10 @@ class StopRequests:
             self._tell(f"warning: {warning}")
 
     def _watch(self) -> None:
+        if self._deadline is not None:
+            assumed, on_disk = self._write, seconds_to_write(self._state_bytes, self._run)
+            if self._write == assumed:  # no checkpoint meanwhile
+                self._write = on_disk
         while not self.look():
             time.sleep(_LOOK_SECONDS)
 

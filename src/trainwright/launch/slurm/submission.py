@@ -11,7 +11,7 @@ from trainwright.launch.clusters.job import Job
 from trainwright.launch.ending.requests import STATE_BYTES, seconds_to_stop, seconds_to_write
 from trainwright.launch.slurm import scheduler
 from trainwright.launch.slurm.job import directory_of, file_of, text
-from trainwright.machine.sharing.file_lock import lock_directory
+from trainwright.machine.sharing.file_lock import lock_directory, remove_locked
 from trainwright.paths import write_file
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _undo(job: Job, before: bytes | None) -> None:
             write_file(file_of(job), before)
             return
         file_of(job).unlink(missing_ok=True)
-        directory_of(job).rmdir()
+        remove_locked(directory_of(job))
         job.run.rmdir()  # raises if a run is in it
 
 
@@ -79,4 +79,4 @@ def stop_warning(job: Job, plan: Plan) -> str | None:
     # Of an adapter, a checkpoint is small.
     whole = workload.adapter is None and workload.trained is None
     parameters = workload.architecture.parameters().total if whole else 0
-    return given.warning(seconds_to_stop(step, seconds_to_write(parameters * STATE_BYTES)))
+    return given.warning(seconds_to_stop(step, seconds_to_write(parameters * STATE_BYTES, directory_of(job))))

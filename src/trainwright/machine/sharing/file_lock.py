@@ -14,6 +14,7 @@ from trainwright.activity import doing
 from trainwright.errors import RequestError
 from trainwright.paths import retried
 
+LOCK = ".lock"  # in a directory: on NFS, locks of directories do not reach other machines, and those of files do
 _LOOKS, _LONGEST_LOOKS = 0.05, 0.5  # seconds between attempts
 # File systems of several machines may have no locks, or no server for them now; NFS needs a file that may be written.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
@@ -21,10 +22,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 @contextmanager
 def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
-    """Lock ``directory``, which must exist; nothing is written, and a killed process releases the lock.
+    """Lock ``directory``, which must exist, by its file `LOCK`, which stays; a killed process releases the lock.
 
-    Processes that are forked meanwhile hold the lock too until they end. On a file system without locks nothing is
-    locked.
+    Processes that are forked meanwhile hold the lock too until they end. A directory in which no file can be created is
+    locked itself. On a file system without locks nothing is locked.
 
     Args:
         refusal: the message if another process holds the lock.
@@ -33,7 +34,10 @@ def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iter
     Raises:
         RequestError: ``refusal``.
     """
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        descriptor = retried(lambda: _opened(directory / LOCK))
+    except OSError:
+        descriptor = os.open(directory, os.O_RDONLY)
     try:
         if not _locked(descriptor, time.monotonic() + patience):
             raise RequestError(refusal)
@@ -42,9 +46,18 @@ def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iter
         os.close(descriptor)
 
 
+def remove_locked(directory: Path) -> None:
+    """Remove a directory that this process has locked, and that has no other files. Raises OSError if it has."""
+    (directory / LOCK).unlink(missing_ok=True)
+    directory.rmdir()
+
+
 def is_locked(directory: Path) -> bool:
     """Return whether a process has locked ``directory``. Raises OSError if it cannot be opened."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY)
+    except (FileNotFoundError, PermissionError):
+        descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -60,8 +73,6 @@ def is_locked(directory: Path) -> bool:
 @contextmanager
 def lock_file(file: Path, waiting: str) -> Iterator[bool]:
     """Hold the lock of ``file``, which is created and stays, once no other process does; a killed one releases it.
-
-    On NFS, whose locks of directories do not reach other machines, those of files do.
 
     Args:
         waiting: what is shown while another process holds it.

@@ -75,14 +75,15 @@ class Sampler:
         return Counters.now(self._parent, self._root, all_threads=False)
 
 
-def process_age() -> float:
-    """Return the seconds since this process was created."""
+def process_age(pid: int | None = None) -> float:
+    """Return the seconds since a process, this one without a ``pid``, was created."""
     try:
-        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        text = Path(f"/proc/{pid or 'self'}/stat").read_text(encoding="ascii", errors="replace")
+        fields = text.rpartition(")")[2].split()
         created = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started (proc_pid_stat(5))
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - created)
     except (OSError, AttributeError):  # not Linux; there, psutil rounds no time to whole seconds
-        return max(0.0, time.time() - psutil.Process().create_time())
+        return max(0.0, time.time() - psutil.Process(pid).create_time())
 
 
 def _clock(root: Path) -> float | None:
