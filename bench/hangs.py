@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,18 +67,18 @@ class Trial:
 def main() -> int:
     options = parse_arguments()
     trials = schedule(options.seed, options.trials, options.kinds)
-    known = read(options.results)
-    for trial in trials:
-        if options.list:
-            print(trial.name)
-        elif trial.name not in known:
-            known[trial.name] = verdict = {**asdict(trial), **attempt(trial)}
-            options.results.parent.mkdir(parents=True, exist_ok=True)
-            with options.results.open("a") as file:
-                file.write(json.dumps({"name": trial.name, **verdict}) + "\n")
-            print(f"{trial.name}: {'right' if verdict['right'] else 'WRONG'} after {verdict['seconds']}", flush=True)
     if options.list:
+        print(*(trial.name for trial in trials), sep="\n")
         return 0
+    known = read(options.results)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    left = [trial for trial in trials if trial.name not in known]
+    with ThreadPoolExecutor(options.jobs) as pool, options.results.open("a") as file:
+        for trial, found in zip(left, pool.map(attempt, left), strict=True):
+            known[trial.name] = verdict = {**asdict(trial), **found}
+            file.write(json.dumps({"name": trial.name, **verdict}) + "\n")
+            file.flush()
+            print(f"{trial.name}: {'right' if verdict['right'] else 'WRONG'} after {verdict['seconds']}", flush=True)
     return report([known[trial.name] for trial in trials], options.output)
 
 
@@ -87,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--kinds", nargs="+", choices=PHASES, default=list(PHASES), help="only hangs of these kinds")
+    parser.add_argument("--jobs", type=int, default=1, help="trials at a time; most of one is waiting")
     parser.add_argument("--list", action="store_true", help="show the trials and run nothing")
     parser.add_argument("--results", type=Path, default=results / "hangs.jsonl", help="the verdicts, one a line")
     parser.add_argument("--output", type=Path, default=results / "hangs.json", help="the summary")

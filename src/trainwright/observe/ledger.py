@@ -37,19 +37,24 @@ _START = {
     "setup": "start: strategy",
     "resuming": "start: checkpoint",
 }
-_STEP = {"data": "data", "forward": "forward", "backward": "backward", "gradient norm": "optimizer"} | {
+_STEP = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "gradient norm": "optimizer",
     "optimizer": "optimizer",
-    "metrics": OTHER,
-    "replay": OTHER,
-    "step policies and observers": OTHER,
+    "metrics": "logging",
+    "step policies and observers": "logging",
 }
 # Compilation runs inside the first passes, whose own seconds do not include it.
-_OUTSIDE_STEPS = {name: name for name in ("evaluation", "generation", "checkpoint", "export", "compilation")}
+_OUTSIDE_STEPS = {
+    name: name for name in ("evaluation", "generation", "checkpoint", "export", "replay", "profile", "compilation")
+}
 # In the order in which they are shown.
 CATEGORIES = (
     *TRAINING,
-    *("data", WAITING, "evaluation", "generation", "checkpoint", "export", REPEATED, STOPPED),
-    *(*_START.values(), "compilation", OTHER),
+    *("data", WAITING, "evaluation", "generation", "checkpoint", "export", "logging", "replay", "profile"),
+    *(REPEATED, STOPPED, *_START.values(), "compilation", OTHER),
 )
 # Events of the rank that trains, unlike those of the launcher and of policies.
 _WORK = ("start", "rewind", "step", "evaluate", "generate", "checkpoint", "finish")
