@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import stat
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import trainwright
+from tests.support.commands import PATIENCE, trainwright
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
 from trainwright.machine.sharing.file_lock import is_locked, lock_directory, remove_locked
@@ -92,7 +94,38 @@ def test_a_locked_directory_is_locked_where_locks_of_directories_reach_nobody(
         assert is_locked(tmp_path)
         with pytest.raises(RequestError, match="it is in use"), lock_directory(tmp_path, "it is in use"):
             pass
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        child.start()
+    assert is_locked(tmp_path)  # by the child
+    child.kill()
+    child.join()
     assert not is_locked(tmp_path)
+    with lock_directory(tmp_path, "it is in use"):
+        pass
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_directory_is_locked_by_one_of_many_at_a_time(tmp_path: Path) -> None:
+    """Also while others remove the file of the lock."""
+    context = multiprocessing.get_context("fork")
+    place, workers = tmp_path / "place", range(4)
+    place.mkdir()
+    (tmp_path / "count").write_text("0")
+    started = [context.Process(target=_count, args=(place, tmp_path / "count")) for _ in workers]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(PATIENCE)
+    assert [process.exitcode for process in started] == [0] * len(workers)
+    assert (tmp_path / "count").read_text() == str(100 * len(workers)) and not any(place.iterdir())
+
+
+def _count(place: Path, file: Path) -> None:
+    for _ in range(100):
+        with lock_directory(place, "it is in use", patience=600):
+            found = int(file.read_text())
+            time.sleep(0.001)
+            file.write_text(str(found + 1))
 
 
 def test_a_directory_that_cannot_be_written_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

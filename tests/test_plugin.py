@@ -113,6 +113,7 @@ def test_the_task_the_strategy_the_source_and_the_metric_are_planned_and_train(i
     assert "length_ratio" in run(installed, tmp_path, "eval", "focal", *asked)
 
 
+@pytest.mark.slow
 def test_the_objective_is_what_is_minimized(installed: Path, tmp_path: Path) -> None:
     file = write_rows(tmp_path)
     asked = ("unlearn.objective=bounded_ascent", "unlearn.alpha=0", "train.max_steps=2", "parallel.num_processes=1")

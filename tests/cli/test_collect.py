@@ -151,6 +151,7 @@ def spawned(pid: int) -> list[psutil.Process]:
     return [one for one in psutil.Process(pid).children() if "spawn_main" in " ".join(one.cmdline())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["a worker dies", pytest.param("a signal", marks=pytest.mark.slow)])
 def test_an_end_before_the_end_says_so(place: Path, end: str) -> None:
     endless = [one.replace("steps: 120", "steps: 1000000") for one in PPO]

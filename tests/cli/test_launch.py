@@ -142,7 +142,9 @@ def ready(tmp_path: Path) -> None:
     wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
 
 
-@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+@pytest.mark.parametrize(
+    ("number", "to_group"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow)]
+)
 def test_stop_is_a_keyboard_interrupt_in_every_rank(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
     output = tmp_path / "output"
     with started(*running(tmp_path, "sleep"), cwd=tmp_path, output=output) as process:
@@ -159,6 +161,7 @@ def test_stop_is_a_keyboard_interrupt_in_every_rank(tmp_path: Path, number: sign
     assert "KeyboardInterrupt" in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_script_that_handles_sigterm_gets_it(tmp_path: Path) -> None:
     with started(*running(tmp_path, "handle"), cwd=tmp_path) as process:
         ready(tmp_path)

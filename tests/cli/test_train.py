@@ -158,6 +158,7 @@ def test_a_run_leaves_what_it_says_and_the_recipe_reproduces_it(runs: Runs, here
     assert (new / "recipe.yaml").read_text() == (run / "recipe.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_in_a_directory_of_its_own_is_trained_again_beside_it_under_its_recipes_name(
     runs: Runs, here: Path
 ) -> None:
@@ -224,6 +225,7 @@ def test_a_run_that_is_being_trained_is_not_trained_by_another(runs: Runs) -> No
     assert json.loads((started.run / "events.jsonl").read_text().splitlines()[0])["event"] == "start"
 
 
+@pytest.mark.slow
 def test_summary_of_a_resumed_run_begins_where_the_run_began(runs: Runs) -> None:
     run = runs.new_directory("longer")
     asked = ("train.max_steps=3", f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS)

@@ -17,6 +17,7 @@ import pytest
 import tokenizers
 
 from tests.support.commands import environment, wait_for
+from tests.support.slow import slow_but
 from trainwright.cli.data import tokens as data_tokens
 from trainwright.data.check import check_corpus
 from trainwright.data.rows.texts import TextPiece, join_documents, pieces
@@ -76,7 +77,7 @@ def test_a_text_file_is_a_document_and_several_with_separators(tmp_path: Path) -
     assert found == ["a\n\nb", "first", "\nsecond", "third"]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", slow_but(2, among=(2, 3)))
 def test_any_number_of_processes_writes_the_same(tmp_path: Path, processes: int) -> None:
     file = rows(tmp_path / "rows.jsonl", [text(20_000, seed) for seed in range(200)])
     one = made(tmp_path / "one", file, shard_tokens=1_000_000)

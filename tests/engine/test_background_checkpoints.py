@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.support.forked import wait_for
 from tests.support.runs import Runs, column, events
+from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.background import Background
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.engine.checkpoints.writer import Writer
@@ -43,7 +44,7 @@ def writers(group: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", slow_but("fsdp", among=("ddp", "fsdp", "zero3")))
 def test_they_have_the_same_bytes_as_those_that_training_waits_for(runs: Runs, strategy: str) -> None:
     fixed = (f"parallel={{strategy: {strategy}, num_processes: 2}}", "train.max_steps=12")
     waited = runs.trained(*fixed, KEPT % "false")
@@ -104,6 +105,7 @@ def test_a_stop_waits_for_what_is_being_written(runs: Runs) -> None:
     wait_for(lambda: not writers(started.pid))
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_process_that_writes_is_killed(runs: Runs) -> None:
     fixed = ("parallel.num_processes=2", "train.max_steps=20")
     undisturbed = runs.trained(*fixed)

@@ -81,6 +81,7 @@ def test_copies_that_are_damaged_or_incomplete_are_passed_over(tmp_path: Path) -
     assert set(Place(str(tmp_path / "two"), "run").steps()) == {1}
 
 
+@pytest.mark.slow
 def test_a_place_that_fails_keeps_neither_training_nor_other_places(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)

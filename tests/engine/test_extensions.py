@@ -134,7 +134,11 @@ def test_an_observer_that_fails_ends_no_run(place: Path) -> None:
     [
         ("train.step_policies=[lacks]", "train.step_policies: package somebody: step policy lacks (entry point "),
         ("train.step_policies=[every-secnd]", "unknown step policy 'every-secnd'; did you mean every-second?"),
-        ("logging.observers=['somebody:Gone']", "logging.observers: observer somebody:Gone cannot be imported: "),
+        pytest.param(
+            "logging.observers=['somebody:Gone']",
+            "logging.observers: observer somebody:Gone cannot be imported: ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_anything_is_written(place: Path, override: str, message: str) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.commands import PATIENCE, descendants, started, wait_for
 from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, difference, events
+from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.observe.reader import read_log
 from trainwright.parallel.shards import Shard
@@ -147,7 +148,7 @@ def poisoned(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
     )
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", slow_but(2, among=(1, 2)))
 def test_a_loss_that_is_no_number_stops_before_the_weights_are_touched(
     runs: Runs, poisoned: tuple[str, ...], count: int
 ) -> None:
@@ -241,6 +242,7 @@ def test_numbers_that_are_never_finite_end_the_run(runs: Runs) -> None:
         assert ended.code == 4 and "in a row" in ended.stderr, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_the_examples_named_do_not_depend_on_the_number_of_processes(runs: Runs, poisoned: tuple[str, ...]) -> None:
     details = []
     for count in (1, 3):
@@ -265,7 +267,7 @@ def small_disk(at: Path, kilobytes: int) -> Iterator[None]:
         subprocess.run(["umount", str(at)], check=True)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", slow_but(2, among=(1, 2)))
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int) -> None:
     settings = (processes(count), ON_ROWS, "train.max_steps=12")
     uninterrupted = runs.trained(*settings)
@@ -376,7 +378,7 @@ def test_a_run_whose_directory_is_deleted_ends_with_words(runs: Runs, count: int
     assert checkpoints(moved).latest()[0] is not None
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", slow_but(2, among=(1, 2)))
 def test_a_stop_whose_checkpoint_fails_does_not_end_as_if_saved(runs: Runs, count: int) -> None:
     settings = (processes(count), ON_ROWS, "train.max_steps=3000")
     run = stopped(runs, *settings, step=2)

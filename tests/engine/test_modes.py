@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ ADAPTER = "model.adapter={type: lora, rank: 4, dropout: 0.4}"
 WATCHED = ("evaluate.every=1", "evaluate.prompts=[Hi]", "evaluate.max_new_tokens=4", "checkpoint.every=1")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_evaluated_and_saved_every_step_is_the_run_that_is_not(runs: Runs) -> None:
     cases: dict[Any, Case] = {
         (kind, watched): Case((*DROPOUT, *more, *(WATCHED if watched else ("evaluate.every=null",))))

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.support.runs import ON_ROWS, TINY, Finished, Runs, column, difference, events
+from tests.support.slow import slow_but
 from tests.support.workers import by_hand
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
@@ -78,6 +79,9 @@ def same_run(one: Path, other: Path) -> None:
 
 def rows_kept(run: Path) -> Any:
     return load_recipe(run / "recipe.yaml").train.micro_batch_size
+
+
+PLACES = ("micro-batch 0, layer 1", "micro-batch 1, layer 0", "after the exchange")
 
 
 def halvings(run: Path) -> list[EventRecord]:
@@ -144,7 +148,7 @@ def test_ranks_that_did_not_run_out_do_the_step_again_with_the_one_that_did(runs
     same_run(run, unlimited)
 
 
-@pytest.mark.parametrize("where", ["micro-batch 0, layer 1", "micro-batch 1, layer 0", "after the exchange"])
+@pytest.mark.parametrize("where", slow_but(PLACES[1], among=PLACES))
 def test_a_step_that_fails_anywhere_leaves_nothing_behind(runs: Runs, where: str) -> None:
     runs.function("tests.support.memory:abandon", where, processes=2)
 
@@ -242,7 +246,7 @@ def test_an_evaluation_is_done_again_in_halves_and_training_stays_as_it_is(
     assert rows_kept(run) == 8
 
 
-@pytest.mark.parametrize(("strategy", "count"), [("single", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(("strategy", "count"), [("single", 1), pytest.param("fsdp", 2, marks=pytest.mark.slow)])
 def test_a_row_that_does_not_fit_ends_the_run_and_says_what_would(runs: Runs, strategy: str, count: int) -> None:
     packs = ("data.pack_length=1024", "data.max_length=128", "train.micro_batch_size=1", "train.global_batch_size=32")
     run, ended = limited(runs, 600, *WIDE, *packs, *spread(count, strategy))

@@ -53,6 +53,7 @@ def test_the_odd_one_out_is_known_from_three_on() -> None:
     assert _mismatches([right[0], Passes([2], [9]), right[2]]) == [2]
 
 
+@pytest.mark.slow
 def test_a_run_that_checks_is_the_run_that_does_not(runs: Runs) -> None:
     never = losses(runs.trained(*settings(2, "ddp"), "faults.replay_every=null"))
     checked = runs.trained(*settings(2, "ddp"))

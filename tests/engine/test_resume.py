@@ -153,7 +153,7 @@ def every_pair(names: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     "walk",
     [
-        ("fsdp", "zero3", "single", "fsdp", "ddp"),
+        ("fsdp", "single", "ddp"),
         pytest.param(tuple(every_pair(STRATEGIES)), marks=(pytest.mark.slow, pytest.mark.timeout(1500))),
     ],
     ids=["a few", "each after each"],

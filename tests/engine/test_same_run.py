@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.support.runs import ON_ROWS, ROOT, TINY, Runs, column, difference, events
+from tests.support.slow import slow_but
 
 GOLDEN = Path(__file__).parent / "golden" / "tiny.json"
 NO_DROPOUT = "model.dropout=0"
@@ -36,7 +37,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", slow_but(2, among=(2, 3)))
 def test_losses_do_not_depend_on_the_number_of_processes(runs: Runs, count: int) -> None:
     one, several = runs.trained(processes(1)), runs.trained(processes(count))
     assert len(column(one, "loss")) == 30
@@ -65,6 +66,7 @@ def test_dropout_is_the_same_on_any_number_of_processes(runs: Runs, gpt2: Path) 
     assert difference(column(three, "loss"), column(one, "loss")) < 1e-5
 
 
+@pytest.mark.slow
 def test_dropout_and_seed_change_the_losses(runs: Runs) -> None:
     with_dropout = runs.trained(processes(1))
     without = runs.trained(processes(1), NO_DROPOUT)
@@ -79,9 +81,9 @@ def test_dropout_and_seed_change_the_losses(runs: Runs) -> None:
     "overrides",
     [
         ("train.micro_batch_size=1",),
-        ("train.micro_batch_size=4",),
-        ("data.pack_length=null", "train.micro_batch_size=1"),
-        ("data.pack_length=null", "train.micro_batch_size=2"),
+        pytest.param(("train.micro_batch_size=4",), marks=pytest.mark.slow),
+        pytest.param(("data.pack_length=null", "train.micro_batch_size=1"), marks=pytest.mark.slow),
+        pytest.param(("data.pack_length=null", "train.micro_batch_size=2"), marks=pytest.mark.slow),
         ("data.pack_length=null", "train.micro_batch_size=4"),
     ],
     ids=" ".join,
@@ -105,6 +107,7 @@ def test_accumulation_packing_and_processes_together_do_not_matter(runs: Runs) -
         assert difference(column(run, "loss"), column(one, "loss")) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_rank_with_one_long_example_keeps_step_with_ranks_that_have_many_short_ones(
     runs: Runs, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_what_is_no_interval_is_refused_with_what_is(tmp_path: Path, every: str)
         load_recipe(tmp_path / "recipe.yaml")
 
 
+@pytest.mark.slow
 def test_saving_by_time_changes_no_loss(runs: Runs) -> None:
     fixed = ("parallel.num_processes=2", ON_ROWS, "train.max_steps=12")
     never = runs.trained(*fixed, "checkpoint.every=null")

@@ -177,6 +177,7 @@ def test_long_texts_are_split_and_lose_nothing(evaluate: Evaluate, model: str, p
     assert len(samples) == metrics["metrics"]["loss"]["n"] == len(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("single source", marks=pytest.mark.slow), "a mixture"])
 def test_a_run_is_measured_on_the_rows_that_it_held_out(runs: Runs, evaluate: Evaluate, place: Path, kind: str) -> None:
     texts = place / "library"

@@ -264,6 +264,7 @@ def test_a_worker_that_stands_still_is_woken_for_the_checkpoint(tmp_path: Path) 
     assert (logs / "checkpoint-1").exists()
 
 
+@pytest.mark.slow
 def test_workers_with_nothing_to_save_end_in_bounded_time(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     with running("fresh", logs) as process:
@@ -303,6 +304,7 @@ def test_a_job_script_whose_shell_dies_stops_its_run_after_a_checkpoint(tmp_path
     assert all((logs / f"checkpoint-{rank}").exists() for rank in range(2))
 
 
+@pytest.mark.slow
 def test_outside_of_a_job_a_run_outlives_its_shell(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     with in_a_shell(logs) as shell:

@@ -44,7 +44,8 @@ def spread(count: int, strategy: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("count", "strategy"), [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp")]
+    ("count", "strategy"),
+    [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow), pytest.param(2, "fsdp", marks=pytest.mark.slow)],
 )
 def test_what_fits_is_measured_and_what_does_not_is_said(runs: Runs, tmp_path: Path, count: int, strategy: str) -> None:
     settings = (ON_ROWS, *WIDE, *spread(count, strategy))

@@ -95,6 +95,7 @@ def test_a_run_writes_a_checkpoint_when_asked_and_goes_on(runs: Runs) -> None:
         tw.checkpoint(started.run)
 
 
+@pytest.mark.slow
 def test_a_last_step_stops_the_run_after_it(runs: Runs) -> None:
     settings = (ON_ROWS, "train.max_steps=8", "evaluate.every=null", "parallel.num_processes=2")
     run = runs.new_directory("until")

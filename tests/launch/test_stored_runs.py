@@ -107,6 +107,7 @@ def test_a_run_goes_on_from_a_bucket_with_the_same_command(runs: Runs, tmp_path:
     assert column(back, "loss") == column(undisturbed, "loss")
 
 
+@pytest.mark.slow
 def test_places_that_cannot_be_used_are_refused_before_training(tmp_path: Path, store: ObjectStore) -> None:
     def refused(where: str, **variables: str) -> str:
         words = ("train", str(TINY), *SETTINGS, f"checkpoint.copies=['{where}']", "logging.run_directory=run")

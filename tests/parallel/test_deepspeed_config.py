@@ -223,6 +223,7 @@ def test_without_deepspeed_the_line_that_installs_it_is_given(monkeypatch: pytes
         check_library("zero2")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_a_run_with_a_file_is_the_run_without(runs: Runs, tmp_path: Path) -> None:
     file = tmp_path / "deepspeed.json"

@@ -22,9 +22,12 @@ def using(strategy: str) -> str:
     return f"parallel.strategy={strategy}"
 
 
-def every(*names: str) -> list[object]:
-    """Strategies as parameters of a test; those of DeepSpeed where it is."""
-    return [pytest.param(name, marks=needs_deepspeed) if name in ZERO else name for name in names]
+def every(*names: str, fast: str | None = None) -> list[object]:
+    """Strategies as parameters of a test; those of DeepSpeed where it is. With ``fast``, the others are slow."""
+    marks = {name: [needs_deepspeed] if name in ZERO else [] for name in names}
+    for name in names:
+        marks[name] += [pytest.mark.slow] if fast not in (None, name) else []
+    return [pytest.param(name, marks=marks[name]) for name in names]
 
 
 DDP = {
@@ -62,7 +65,7 @@ def test_deepspeed_recomputes_some_of_it(runs: Runs, singles: Singles) -> None:
 OVERFLOWING = ("train.mixed_precision=fp16", "model.config.initializer_range=0.4", "data.validation=8", *steps(6))
 
 
-@pytest.mark.parametrize("strategy", every("ddp", "fsdp", "zero2"))
+@pytest.mark.parametrize("strategy", every("ddp", "fsdp", "zero2", fast="fsdp"))
 def test_a_step_whose_fp16_gradients_overflow_is_done_again(runs: Runs, strategy: str) -> None:
     one = train(runs, {"one": Case((using("single"), *OVERFLOWING))}, 1)["one"]
     assert one.faults() and {fault["kind"] for fault in one.faults()} == {"overflow"}
@@ -92,7 +95,7 @@ def test_plain_transformers_loads_what_was_trained(runs: Runs, tmp_path: Path, s
     runs.function("tests.parallel.entries:exported_model_is_the_trained_one", cases, str(tmp_path), processes=2)
 
 
-@pytest.mark.parametrize("strategy", every("fsdp", "zero3"))
+@pytest.mark.parametrize("strategy", every("fsdp", "zero3", fast="fsdp"))
 def test_the_head_is_gathered_once_for_all_chunks_of_the_loss(runs: Runs, strategy: str) -> None:
     runs.function("tests.parallel.entries:the_head_is_gathered_once", strategy, processes=2)
 

@@ -150,6 +150,7 @@ def test_weights_are_filled_into_shards_to_the_bit(runs: Runs, model_directories
     runs.function(where, [cases["GivenWeights"], cases["FileWeights"]], ["GivenWeights", "FileWeights"], processes=1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's account of memory")
 def test_no_rank_has_memory_for_the_whole_model_but_one_that_gives_it_to_all(runs: Runs, tmp_path: Path) -> None:
     large = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14}  # 99 million parameters

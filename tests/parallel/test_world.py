@@ -149,6 +149,7 @@ def make_groups_of_deepspeed() -> None:
     leave()
 
 
+@pytest.mark.slow
 def test_groups_of_deepspeed_have_the_timeout_of_all(runs: Runs) -> None:
     runs.function(HERE + make_groups_of_deepspeed.__name__, processes=2)
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.parallel.conftest import from_directory
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
+from tests.support.slow import slow_but
 from tests.support.strategies import PASSES, PRECISIONS, TOLERANCE, Singles, assert_same, assert_table, case, steps
 from tests.support.training import Case, Trained, train
 
@@ -147,6 +148,7 @@ OFFLOADED = {"offload_optimizer": True}
 OFFLOADED_3 = {"offload_optimizer": True, "offload_parameters": True}
 
 
+@pytest.mark.slow
 def test_weights_are_filled_into_shards_to_the_bit(runs: Runs, model_directories: dict[str, Path]) -> None:
     settings = {kind: from_directory(path) for kind, path in model_directories.items()}
     fp32, bf16 = (["parallel.strategy=zero3", f"train.mixed_precision={name}"] for name in ("no", "bf16"))
@@ -162,6 +164,7 @@ def test_weights_are_filled_into_shards_to_the_bit(runs: Runs, model_directories
     runs.function(where, list(cases.values()), kinds, processes=2)
 
 
+@pytest.mark.slow
 def test_anything_can_be_sharded(runs: Runs) -> None:
     cases: list[tuple[str, dict[str, bool], dict[str, bool]]] = [
         ("zero1", {}, {"discarded": True}),
@@ -175,7 +178,7 @@ def test_anything_can_be_sharded(runs: Runs) -> None:
     runs.function("tests.parallel.odd_models:train_as_plain_torch", cases, processes=2)
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", slow_but(3, among=(1, 3)))
 def test_a_number_of_processes_that_divides_nothing(runs: Runs, processes: int) -> None:
     cases: list[tuple[str, dict[str, bool], dict[str, bool]]] = [("zero2", {}, {}), ("zero3", {}, {})]
     runs.function("tests.parallel.odd_models:train_as_plain_torch", cases, processes=processes)
@@ -188,6 +191,7 @@ def test_parameters_smaller_than_the_number_of_ranks_survive_a_checkpoint(runs: 
     runs.function(where, ["zero1", "zero3"], str(tmp_path), True, processes=2)
 
 
+@pytest.mark.slow
 def test_ranks_use_the_whole_model_each_in_their_own_way(runs: Runs) -> None:
     where = "tests.parallel.odd_models:give_the_whole_model_to_each_rank_alone"
     runs.function(where, ["zero2", "zero3"], processes=2)

@@ -108,21 +108,32 @@ def offloads(choice: Choice) -> bool:
     return choice.offload_parameters or choice.offload_optimizer
 
 
+ON_GPUS: list[tuple[str, str, int, int, dict[str, Any], dict[str, Any]]] = [
+    (SMALL, "2xRTX4090", 16, 1024, {}, {}),
+    (LARGE, "2x8xV100-32GB", 16, 512, {"strategy": "fsdp"}, {}),
+    # A micro-batch that is the whole share of a device fits, and half of it, accumulated, does not.
+    (LARGE, "4xA100-40GB", 7, 256, {}, PADDED),
+    (SMALL, "2xT4", 16, 2048, {"mixed_precision": "no"}, {}),
+    ("Qwen/Qwen2.5-1.5B", "2xA100-40GB", 16, 4096, {}, {}),
+    (LARGE, "4xA100-80GB", 16, 4096, {}, {}),
+    (LARGE, "8xL4", 16, 1024, {"num_processes": 8, "micro_batch_size": 1}, {}),
+    (SMALL, "2xRTX4090", 16, 512, {}, PADDED),
+    ("Qwen/Qwen2.5-1.5B", "4xT4", 7, 512, {}, PADDED),
+    (LARGE, "8xH100", 64, 512, {}, PADDED),
+]
+ON_CORES: list[tuple[int, tuple[str, ...], float, dict[str, Any]]] = [
+    (2, BF16, 2.0e9, {}),
+    (16, AVX512, 2.7e9, {"mixed_precision": "bf16"}),
+    (2, AVX2, 3.5e9, {}),
+    (2, BF16, 2.5e9, {}),
+    (2, AMX, 2.2e9, {}),
+    (128, AMX, 2.0e9, {"mixed_precision": "no"}),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "on", "rows", "tokens", "fixed", "more"),
-    [
-        (SMALL, "2xRTX4090", 16, 1024, {}, {}),
-        (SMALL, "2xT4", 16, 2048, {"mixed_precision": "no"}, {}),
-        ("Qwen/Qwen2.5-1.5B", "2xA100-40GB", 16, 4096, {}, {}),
-        (LARGE, "4xA100-80GB", 16, 4096, {}, {}),
-        (LARGE, "2x8xV100-32GB", 16, 512, {"strategy": "fsdp"}, {}),
-        (LARGE, "8xL4", 16, 1024, {"num_processes": 8, "micro_batch_size": 1}, {}),
-        (SMALL, "2xRTX4090", 16, 512, {}, PADDED),
-        # A micro-batch that is the whole share of a device fits, and half of it, accumulated, does not.
-        (LARGE, "4xA100-40GB", 7, 256, {}, PADDED),
-        ("Qwen/Qwen2.5-1.5B", "4xT4", 7, 512, {}, PADDED),
-        (LARGE, "8xH100", 64, 512, {}, PADDED),
-    ],
+    [*ON_GPUS[:3], *(pytest.param(*case, marks=pytest.mark.slow) for case in ON_GPUS[3:])],
 )
 def test_nothing_that_was_not_looked_at_is_faster_on_gpus(
     name: str, on: str, rows: int, tokens: int, fixed: dict[str, Any], more: dict[str, Any]
@@ -133,14 +144,7 @@ def test_nothing_that_was_not_looked_at_is_faster_on_gpus(
 @pytest.mark.parametrize("more", [{}, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize(
     ("cores", "instructions", "clock", "fixed"),
-    [
-        (2, AVX2, 3.5e9, {}),
-        (2, BF16, 2.0e9, {}),
-        (2, BF16, 2.5e9, {}),
-        (2, AMX, 2.2e9, {}),
-        (16, AVX512, 2.7e9, {"mixed_precision": "bf16"}),
-        (128, AMX, 2.0e9, {"mixed_precision": "no"}),
-    ],
+    [*ON_CORES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in ON_CORES[2:])],
 )
 def test_nothing_that_was_not_looked_at_is_faster_on_cores(
     cores: int, instructions: tuple[str, ...], clock: float, fixed: dict[str, Any], more: dict[str, Any]

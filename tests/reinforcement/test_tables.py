@@ -16,7 +16,14 @@ Q: dict[str, Any] = {"name": "q-learning", "streams": 10}
 UCB: dict[str, Any] = {"name": "ucb", "streams": 10}
 
 
-@pytest.mark.parametrize(("name", "part"), [("darkroom", 0.75), ("key-to-door", 0.8), ("darkroom-permuted", 0.75)])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("darkroom", 0.75),
+        pytest.param("key-to-door", 0.8, marks=pytest.mark.slow),
+        pytest.param("darkroom-permuted", 0.75, marks=pytest.mark.slow),
+    ],
+)
 def test_q_learning_comes_near_the_optimum(name: str, part: float) -> None:
     environment = make(name, size=5, horizon=20)
     tasks = environment.tasks()[:: len(environment.tasks()) // 4]
@@ -55,6 +62,7 @@ def test_a_goal_learns_the_same_whichever_are_beside_it(name: str, source: dict[
     assert (actions[:, 0] != actions[:, 1]).any()
 
 
+@pytest.mark.slow
 def test_what_ends_an_episode_is_worth_nothing_beyond() -> None:
     pytest.importorskip("gymnasium")
     options: dict[str, Any] = {

@@ -204,6 +204,7 @@ def test_collectives_are_those_of_a_real_run(runs: Runs, sharded: dict[str, Foun
     check_real(sharded[name], recorded(runs, name))
 
 
+@pytest.mark.slow
 def test_mixed_devices_are_an_error_with_its_line(found: dict[str, Found]) -> None:
     error = found["mistakes"].report["error"]
     assert "cuda:0" in error and "cpu" in error
@@ -216,6 +217,7 @@ def test_fp32_products_are_computed_in_tf32_if_the_recipe_asks(more: dict[str, F
     assert "fp32 products are computed in ('highest', 'ieee')" in more["fp32"].report["error"]
 
 
+@pytest.mark.slow
 def test_waits_are_counted_by_line(found: dict[str, Found]) -> None:
     """Besides the one for the numbers of the step."""
     waits = found["mistakes"].report["waits"]

@@ -15,6 +15,7 @@ import torch
 
 from tests.support.learners import write_histories
 from tests.support.runs import ROOT, Runs, column, difference, events
+from tests.support.slow import slow_but
 from trainwright.models.history.model import HistoryModel, HistoryShape
 from trainwright.models.history.objective import HistoryObjective, LossWeights
 from trainwright.reinforcement.environments import make
@@ -143,7 +144,7 @@ def test_a_fingerprint_is_of_steps_and_cut(file: Path, tmp_path: Path) -> None:
     assert windows_of(file).fingerprint == windows_of(file).fingerprint
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but("ddp", among=("ddp", "fsdp")))
 def test_two_processes_train_as_one_does(runs: Runs, file: Path, strategy: str) -> None:
     one = runs.trained(*on(file, "parallel.num_processes=1"), recipe=TINY)
     two = runs.trained(*on(file, "parallel.num_processes=2", f"parallel.strategy={strategy}"), recipe=TINY)
@@ -158,7 +159,7 @@ def test_two_processes_train_as_one_does(runs: Runs, file: Path, strategy: str) 
 COMPRESSED = "algorithm_distillation.context=compressed", "algorithm_distillation.context_length=8"
 
 
-@pytest.mark.parametrize("compression", ["region", "latents"])
+@pytest.mark.parametrize("compression", slow_but("region", among=("region", "latents")))
 def test_compressed_contexts_are_trained_in_two_processes(runs: Runs, file: Path, compression: str) -> None:
     settings = (*COMPRESSED, f"algorithm_distillation.compression={compression}", "train.max_steps=8")
     one = runs.trained(*on(file, *settings, "parallel.num_processes=1"), recipe=TINY)
@@ -336,6 +337,7 @@ def test_an_agent_is_a_directory_that_can_be_moved(runs: Runs, file: Path, tmp_p
     assert ended.code == 2 and str(moved) in ended.stderr
 
 
+@pytest.mark.slow
 def test_other_histories_are_refused_on_resuming(runs: Runs, file: Path, tmp_path: Path) -> None:
     mine = Path(shutil.copy(file, tmp_path / "mine.h5"))
     started = runs.train(*on(mine, "parallel.num_processes=1", "checkpoint.every=2"), recipe=TINY)

@@ -17,6 +17,7 @@ import torch
 
 from tests.support.preferences import TINY_DPO, labelled, pairs, write
 from tests.support.runs import Runs, column, difference, events
+from tests.support.slow import slow_but
 
 DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'deepspeed==0.19.*'"
@@ -76,12 +77,14 @@ def assert_same(found: Path, expected: Path) -> None:
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", slow_but("dpo", among=LOSSES))
 @pytest.mark.parametrize(
     "overrides",
     [
         (processes(2),),
-        (processes(1), "data.pack_length=null", "train.micro_batch_size=1"),
+        pytest.param(
+            (processes(1), "data.pack_length=null", "train.micro_batch_size=1"), id="padded", marks=pytest.mark.slow
+        ),
         (processes(2), "parallel.strategy=fsdp", "train.micro_batch_size=1"),
     ],
     ids=" ".join,
@@ -126,7 +129,7 @@ def test_nor_does_kto_on_labelled_answers(runs: Runs, answers: Path, overrides: 
     assert_same(run_of(runs, answers, *kto, *overrides), run_of(runs, answers, *kto, processes(1)))
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora", "dora"])
+@pytest.mark.parametrize("adapter", slow_but("none", "lora", among=("none", "lora", "dora")))
 def test_the_first_loss_of_dpo_is_ln_2(runs: Runs, data: Path, adapter: str) -> None:
     run = run_of(runs, data, f"model.adapter={adapter}", processes(1))
     assert column(run, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
@@ -152,7 +155,7 @@ def test_the_reference_is_computed_without_dropout(runs: Runs, data: Path, loss:
     assert column(run, "loss")[0] != pytest.approx(first, rel=1e-5)  # a training step does drop
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", slow_but("kto", among=LOSSES))
 def test_pairs_that_can_be_told_apart_are(runs: Runs, data: Path, loss: str) -> None:
     faster = "optimizer.learning_rate=5e-3"
     run = run_of(runs, data, f"dpo.loss={loss}", faster, processes(1), steps=16)
@@ -164,6 +167,7 @@ def test_pairs_that_can_be_told_apart_are(runs: Runs, data: Path, loss: str) -> 
     assert after["reward_margin"] == pytest.approx(after["chosen_reward"] - after["rejected_reward"])
 
 
+@pytest.mark.slow
 def test_label_smoothing_and_beta_change_what_is_minimized(runs: Runs, data: Path) -> None:
     plain = run_of(runs, data, processes(1), "dpo.loss=dpo")
     for override in ("dpo.label_smoothing=0.2", "dpo.beta=0.5"):
@@ -220,7 +224,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo"])
+@pytest.mark.parametrize("loss", slow_but("dpo", among=("dpo", "ipo")))
 def test_metrics_are_those_of_plain_transformers(
     runs: Runs, data: Path, start: Path, validation: Path, loss: str
 ) -> None:
@@ -237,6 +241,7 @@ def test_metrics_are_those_of_plain_transformers(
     assert measured["reward_accuracy"] == sum(m > 0 for m in margins) / len(margins)
 
 
+@pytest.mark.slow
 def test_the_metrics_of_kto_are_those_of_plain_transformers(
     runs: Runs, answers: Path, start: Path, tmp_path: Path
 ) -> None:
@@ -266,6 +271,7 @@ def test_the_metrics_of_kto_are_those_of_plain_transformers(
 # The reference
 
 
+@pytest.mark.slow
 def test_the_reference_is_computed_once_for_all_runs_from_a_model_on_some_data(runs: Runs, tmp_path: Path) -> None:
     rows = [{**row, "prompt": f"{row['prompt']} (one)"} for row in pairs()]
     data = write(tmp_path / "pairs.jsonl", rows)
@@ -312,6 +318,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(runs: Runs, data: Pa
         assert metrics(run)[-1] == metrics(uninterrupted)[-1]
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_against_another_reference(runs: Runs, data: Path, start: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(start, tmp_path / "model"))
     run = runs.copied(run_of(runs, data, *from_start(model)))

@@ -12,6 +12,7 @@ from torch.optim import Muon as TorchMuon
 from transformers import AutoModelForCausalLM
 
 from tests.support.runs import ROOT, Runs, column, difference, events
+from tests.support.slow import slow_but
 from tests.support.training import Case, Trained, train
 from trainwright.engine.muon import Muon, orthogonalized
 from trainwright.engine.progress import LossStatistics, Noise
@@ -71,7 +72,7 @@ def test_a_run_learns_reports_bits_and_saves_what_transformers_loads(runs: Runs)
     assert len(trained.texts()) == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but("contiguous", "muon", among=KINDS))
 def test_two_processes_train_as_one(runs: Runs, kind: str) -> None:
     one = train(runs, {"": case(*KINDS[kind])}, 1)[""]
     two = train(runs, {"": case(*KINDS[kind])}, 2)[""]

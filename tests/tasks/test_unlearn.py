@@ -7,12 +7,12 @@ import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.support.runs import Runs, column, difference, events
+from tests.support.slow import slow_but
 from tests.support.unlearning import OBJECTIVES, write_rows
 
 DEEPSPEED = pytest.mark.skipif(
@@ -95,11 +95,7 @@ def test_truth_ratios_on_the_way_are_the_same_anywhere(
 FAST = ("npo", "dpo", "rmu", "undial", "pdu")
 
 
-def slow_but(*fast: str, among: tuple[str, ...] = tuple(OBJECTIVES)) -> list[Any]:
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in among]
-
-
-@pytest.mark.parametrize("objective", slow_but(*FAST))
+@pytest.mark.parametrize("objective", slow_but(*FAST, among=OBJECTIVES))
 def test_every_objective_does_what_it_says(runs: Runs, recipe: Path, knowing: tuple[str, ...], objective: str) -> None:
     first, *_, last = measured(run_of(runs, recipe, objective, *knowing, ONE))
     assert all(math.isfinite(value) for value in last.values())
@@ -174,6 +170,7 @@ def test_only_what_matches_is_trained(runs: Runs, recipe: Path, knowing: tuple[s
     assert changed == ["model.layers.0.mlp.down_proj.weight"]
 
 
+@pytest.mark.slow
 def test_the_reference_may_be_another_model(runs: Runs, recipe: Path, knowing: tuple[str, ...]) -> None:
     other = knowing[0].removeprefix("model.name=")
     run = run_of(runs, recipe, "npo", ONE, f"unlearn.reference={other}")

@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainwright.activity import doing
@@ -16,16 +16,18 @@ from trainwright.paths import retried
 
 LOCK = ".lock"  # in a directory: on NFS, locks of directories do not reach other machines, and those of files do
 _LOOKS, _LONGEST_LOOKS = 0.05, 0.5  # seconds between attempts
+_ATTEMPTS = 1000  # where the file of a lock is another one each time, which is a matter of the file system
 # File systems of several machines may have no locks, or no server for them now; NFS needs a file that may be written.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
 
 
 @contextmanager
 def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
-    """Lock ``directory``, which must exist, by its file `LOCK`, which stays; a killed process releases the lock.
+    """Lock ``directory``, which must exist, by its file `LOCK`; a killed process releases the lock.
 
-    Processes that are forked meanwhile hold the lock too until they end. A directory in which no file can be created is
-    locked itself. On a file system without locks nothing is locked.
+    Processes that are forked meanwhile hold the lock too until they end. The file is removed when the last one leaves,
+    unless it is killed. A directory in which no file can be created is locked itself. On a file system without locks
+    nothing is locked.
 
     Args:
         refusal: the message if another process holds the lock.
@@ -34,16 +36,57 @@ def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iter
     Raises:
         RequestError: ``refusal``.
     """
+    descriptor = _locked(directory, refusal, time.monotonic() + patience)
     try:
-        descriptor = retried(lambda: _opened(directory / LOCK))
-    except OSError:
-        descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        if not _locked(descriptor, time.monotonic() + patience):
-            raise RequestError(refusal)
         yield
     finally:
         os.close(descriptor)
+        _remove_unused(directory / LOCK)
+
+
+def _locked(directory: Path, refusal: str, deadline: float) -> int:
+    """Return a descriptor that holds the lock of ``directory``."""
+    for _ in range(_ATTEMPTS):
+        try:
+            descriptor = retried(lambda: _opened(directory / LOCK))
+        except OSError:
+            break
+        _wait(descriptor, refusal, deadline)
+        if _is_open(directory / LOCK, descriptor):
+            return descriptor
+        os.close(descriptor)  # another process has removed the file meanwhile
+    descriptor = os.open(directory, os.O_RDONLY)
+    _wait(descriptor, refusal, deadline)
+    return descriptor
+
+
+def _wait(descriptor: int, refusal: str, deadline: float) -> None:
+    try:
+        while _taken(descriptor) is False:  # where there are no locks, a run must be possible
+            if time.monotonic() >= deadline:
+                raise RequestError(refusal)
+            time.sleep(_LOOKS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _is_open(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unused(file: Path) -> None:
+    """Remove the file of a lock that no process holds."""
+    with suppress(OSError):
+        descriptor = os.open(file, os.O_RDWR)
+        try:
+            if _taken(descriptor) and _is_open(file, descriptor):
+                file.unlink()
+        finally:
+            os.close(descriptor)
 
 
 def remove_locked(directory: Path) -> None:
@@ -102,14 +145,6 @@ def _opened(file: Path) -> int:
         return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except PermissionError:  # another user's
         return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _locked(descriptor: int, deadline: float) -> bool:
-    while _taken(descriptor) is False:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_LOOKS)
-    return True  # or there are no locks: a run must be possible there
 
 
 def _taken(descriptor: int) -> bool | None:
