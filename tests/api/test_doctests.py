@@ -20,8 +20,8 @@ def examples(module: str) -> list[doctest.DocTest]:
 MODULES = [module.name for module in pkgutil.walk_packages(api.__path__, "trainwright.api.") if examples(module.name)]
 
 
-# Those that start torch without training.
-SLOW = ("evaluation", "generation", "merging", "publishing", "verification")
+# Those that start torch.
+SLOW = ("training", "evaluation", "generation", "merging", "publishing", "verification")
 PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] * name.endswith(SLOW)) for name in MODULES]
 
 

@@ -142,9 +142,8 @@ def ready(tmp_path: Path) -> None:
     wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
 
 
-@pytest.mark.parametrize(
-    ("number", "to_group"), [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_stop_is_a_keyboard_interrupt_in_every_rank(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
     output = tmp_path / "output"
     with started(*running(tmp_path, "sleep"), cwd=tmp_path, output=output) as process:

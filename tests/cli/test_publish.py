@@ -86,6 +86,7 @@ def test_a_run_becomes_a_gguf_file_that_answers_as_it_does(runs: Runs, base: Pat
     assert own.code == 0 and own.stdout == ended(runs, "generate", tmp_path / "f32.gguf", *asked).stdout
 
 
+@pytest.mark.slow
 def test_an_adapter_and_a_checkpoint_are_exported(runs: Runs, base: Path, tmp_path: Path) -> None:
     run = adapted(runs, base, "lora")
     done = ended(runs, "export", run, "--to", "adapter", "--out", tmp_path / "adapter")

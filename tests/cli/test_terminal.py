@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.commands import PATIENCE, environment
 from tests.support.runs import ON_ROWS, TINY
+from tests.support.slow import slow_but
 from tests.support.terminal import lines, record
 from trainwright.doctor.comparison import Comparison
 from trainwright.observe.console import ConsoleObserver
@@ -106,7 +107,7 @@ def test_a_run_breaks_no_word_and_no_command(columns: int) -> None:
     assert sum(f"{RUN}/checkpoints/step-00000010" in line for line in shown) == 1
 
 
-@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("columns", slow_but(40, among=(40, 80)))
 def test_commands_break_no_word(tmp_path: Path, columns: int) -> None:
     for arguments in (
         ["plan", str(TINY)],

@@ -174,6 +174,7 @@ def test_a_run_in_a_directory_of_its_own_is_trained_again_beside_it_under_its_re
     assert [e["loss"] for e in events(new, "step")] == [e["loss"] for e in events(here / "kept" / "run", "step")]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_up_what_may_change_tells_it_and_keeps_its_reasons(runs: Runs, here: Path) -> None:
     ended = attempt(runs, here, "recipe.yaml", "logging.tensorboard=false", "logging.run_directory=run")
     assert ended.code == 0, ended.stdout + ended.stderr

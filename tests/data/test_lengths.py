@@ -24,6 +24,7 @@ def test_lengths_of_a_tokenized_source_are_counted() -> None:
     assert (lengths.mean, lengths.longest) == (6.0, 10)
 
 
+@pytest.mark.slow
 def test_many_examples_are_kept_as_equally_spaced_quantiles() -> None:
     lengths = lengths_of(dataset([2 * n + 2 for n in range(5000)]))
     assert len(lengths.quantiles) == 1024

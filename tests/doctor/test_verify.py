@@ -180,6 +180,7 @@ def test_the_reference_has_the_same_micro_batches(tmp_path: Path) -> None:
     assert reference.model_dump(exclude={"parallel", "train"}) == chosen.model_dump(exclude={"parallel", "train"})
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_one_process_is_cut_on_both_sides(runs: Runs, tmp_path: Path) -> None:
     recipe = yaml.safe_load(TINY.read_text())
     recipe["model"]["config"]["num_hidden_layers"] = 12

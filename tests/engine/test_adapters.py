@@ -59,7 +59,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
 }
 # Those of the fast tests.
-FEWER = ("lora", "dora", "nf4", "lora and a tied head", "nf4 in bf16")
+FEWER = ("lora", "nf4", "lora and a tied head")
 MORE = tuple(name for name in ADAPTERS if name not in FEWER)
 ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 # DeepSpeed takes numbers alone.
@@ -194,6 +194,7 @@ def read_back_without_room(cases: list[list[str]], directory: str) -> None:
     leave()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_read_back_where_no_rank_has_room_for_the_model(runs: Runs, tmp_path: Path) -> None:
     cases = [[*ADAPTERS[name], "parallel.strategy=fsdp"] for name in ("lora", "nf4", "lora in bf16")]
     runs.function("tests.engine.test_adapters:read_back_without_room", cases, str(tmp_path), processes=2)

@@ -68,6 +68,7 @@ def test_they_have_the_same_bytes_as_those_that_training_waits_for(runs: Runs, s
     assert written <= 2 * copied <= 1.01 * written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(2, 10)))])
 def test_a_run_that_is_killed_while_it_writes_goes_on_as_if_it_had_not_been(runs: Runs, seed: int) -> None:
     fixed = ("parallel={strategy: fsdp, num_processes: 2}", "train.max_steps=20")

@@ -38,6 +38,7 @@ def same_weights(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "every"),
     [("ddp", 9), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "zero2"))],

@@ -90,6 +90,7 @@ def train(site: Path, *overrides: str) -> tuple[Path, subprocess.CompletedProces
     return run, started(site, "train", str(TINY), *fixed, *overrides)
 
 
+@pytest.mark.slow
 def test_a_policy_and_an_observer_come_in_by_entry_points(runs: Runs, place: Path) -> None:
     run, ended = train(place, "train.step_policies=[every-second]", "logging.observers=[lines]")
     assert ended.returncode == 0, ended.stderr

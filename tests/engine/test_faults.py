@@ -81,7 +81,9 @@ def test_killed_while_a_checkpoint_is_written_the_one_before_is_used(runs: Runs)
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000005", "step-00000006"]
 
 
-@pytest.mark.parametrize("file", ["rank-00001.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", slow_but("rank-00001.safetensors", among=("rank-00001.safetensors", "state.json", "manifest.json"))
+)
 def test_a_flipped_byte_is_refused_by_name_and_the_checkpoint_before_is_used(runs: Runs, file: str) -> None:
     settings = (processes(2), ON_ROWS, "train.max_steps=10", "checkpoint.every=3")
     uninterrupted = runs.trained(*settings)
@@ -229,6 +231,7 @@ def test_every_rank_rewinds_and_a_killed_run_leaves_out_the_same(
     assert steps_of(runs.resumed(started.run)) == steps_of(whole)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_never_finite_end_the_run(runs: Runs) -> None:
     for policy in ("skip", "rewind"):
         started = runs.train(
@@ -363,7 +366,7 @@ def test_a_run_whose_output_cannot_be_written_goes_on(runs: Runs, tmp_path: Path
     assert column(tmp_path / "run", "loss") == column(expected, "loss")
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", slow_but(2, among=(1, 2)))
 def test_a_run_whose_directory_is_deleted_ends_with_words(runs: Runs, count: int) -> None:
     started = runs.train(processes(count), ON_ROWS, "train.max_steps=3000", "checkpoint.every=5")
     started.wait_for_step(8)

@@ -77,6 +77,7 @@ def test_a_wrong_weight_is_found_and_taken_back(runs: Runs, count: int, strategy
     assert (first["rank"] == rank) or count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "strategy", "rank", "passed"),
     [

@@ -80,7 +80,7 @@ def test_dropout_and_seed_change_the_losses(runs: Runs) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("train.micro_batch_size=1",),
+        pytest.param(("train.micro_batch_size=1",), marks=pytest.mark.slow),
         pytest.param(("train.micro_batch_size=4",), marks=pytest.mark.slow),
         pytest.param(("data.pack_length=null", "train.micro_batch_size=1"), marks=pytest.mark.slow),
         pytest.param(("data.pack_length=null", "train.micro_batch_size=2"), marks=pytest.mark.slow),
@@ -95,6 +95,7 @@ def test_without_dropout_neither_micro_batches_nor_packing_matter(runs: Runs, ov
     assert difference(column(run, "loss"), column(reference, "loss")) < 1e-5
 
 
+@pytest.mark.slow
 def test_accumulation_packing_and_processes_together_do_not_matter(runs: Runs) -> None:
     few = (NO_DROPOUT, ON_ROWS, "train.max_steps=12")
     one = runs.trained(processes(1), *few)

@@ -123,6 +123,7 @@ def test_answers_are_the_greedy_ones_and_nothing_of_the_question_is_judged(
     assert metrics["metrics"]["rouge_l"]["n"] == metrics["metrics"]["loss"]["n"] == len(QUESTIONS)
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(
     evaluate: Evaluate, model: str, place: Path, alone: tuple[dict[str, Any], list[dict[str, Any]]]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.inference.models import ARCHITECTURES, PROMPTS, TOKENIZER, model_of
+from tests.support.slow import slow_but
 from trainwright.errors import RequestError
 from trainwright.inference.generation import answer_batch
 from trainwright.inference.sampling import Sampling
@@ -31,7 +32,7 @@ def of_transformers(model: Any, prompt: list[int]) -> tuple[int, ...]:
     return tuple(tokens[:-1] if tokens[-1] == END else tokens)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", slow_but("llama", "gpt2", among=ARCHITECTURES))
 def test_greedy_answers_are_those_of_transformers_together_and_alone(kind: str) -> None:
     model = model_of(kind)
     expected = [of_transformers(model, prompt) for prompt in PROMPTS]

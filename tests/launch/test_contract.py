@@ -88,9 +88,13 @@ def test_an_environment_variable_on_one_rank_ends_every_worker_with_3(tmp_path: 
     ("overrides", "expected"),
     [
         (("parallel.num_processes=1",), "whole (259 x 64), float32; "),
-        (("parallel.num_processes=2",), "whole, 2 copies (259 x 64), float32; "),
+        pytest.param(("parallel.num_processes=2",), "whole, 2 copies (259 x 64), float32; ", marks=pytest.mark.slow),
         (("parallel.num_processes=2", "train.mixed_precision=bf16"), "bfloat16 (masters float32); "),
-        (("parallel.num_processes=3", "parallel.strategy=fsdp"), "rows over 3 ranks (87 x 64 of 259 x 64), float32"),
+        pytest.param(
+            ("parallel.num_processes=3", "parallel.strategy=fsdp"),
+            "rows over 3 ranks (87 x 64 of 259 x 64), float32",
+            marks=pytest.mark.slow,
+        ),
         (
             ("parallel.num_processes=4", "parallel.strategy=fsdp", "parallel.replicate_size=2"),
             "rows over 2 ranks, 2 copies (130 x 64 of 259 x 64), float32; of 90,624 elements this rank holds 50.0%",

@@ -121,6 +121,7 @@ def test_machine_error_keeps_its_exit_code(tmp_path: Path) -> None:
     assert (failure.message, failure.exit_code) == ("no such GPU", 3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_a_signal_has_ended_is_the_cause_of_what_others_say_of_connections(tmp_path: Path) -> None:
     slots = {rank: new_slot() for rank in range(3)}
     RankErrorHandler(slots[0]).record_exception(RuntimeError(f"[gloo/transport/tcp/pair.cc:534] {'x' * 200_000}"))

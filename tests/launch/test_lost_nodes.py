@@ -97,6 +97,7 @@ def test_killed_workers_of_any_node_are_replaced_on_all_nodes(runs: Runs) -> Non
     assert column(them.run, "loss") == column(undisturbed, "loss")
 
 
+@pytest.mark.slow
 def test_an_exception_that_repeats_at_the_same_step_ends_all_nodes_with_it(runs: Runs) -> None:
     policy = "train.step_policies=['tests.support.hanging:Failing']"
     them = cluster(runs, *SETTINGS, RANGE, policy, "train.max_steps=30")

@@ -43,10 +43,8 @@ def spread(count: int, strategy: str) -> tuple[str, ...]:
     return f"parallel.num_processes={count}", f"parallel.strategy={strategy}"
 
 
-@pytest.mark.parametrize(
-    ("count", "strategy"),
-    [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow), pytest.param(2, "fsdp", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
 def test_what_fits_is_measured_and_what_does_not_is_said(runs: Runs, tmp_path: Path, count: int, strategy: str) -> None:
     settings = (ON_ROWS, *WIDE, *spread(count, strategy))
     (tmp_path / "1").mkdir()
@@ -66,6 +64,7 @@ def test_another_failure_is_not_taken_for_the_end_of_memory(runs: Runs, tmp_path
     assert found["memory_bytes"] is None and "none_such" in found["error"]
 
 
+@pytest.mark.slow
 def test_the_fullest_step_is_the_one_that_is_tried(runs: Runs, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     rows = [{"question": f"{n}?", "answer": "x" * (230 if n == 20 else 5)} for n in range(40)]

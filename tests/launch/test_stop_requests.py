@@ -181,6 +181,7 @@ def test_what_is_no_time_is_refused(until: str | None, limit: str | None, said: 
         earliest(until, limit, NOW)
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_by_name_and_goes_on(runs: Runs) -> None:
     started = runs.train(*LONG, "parallel.num_processes=2")
     assert started.run is not None

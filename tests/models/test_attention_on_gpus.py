@@ -15,6 +15,8 @@ from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.models.causal_lm import CausalLM
 
+pytestmark = pytest.mark.slow
+
 VARLEN, FLEX = "torch_attn::_varlen_attn", "flex_attention"
 OLD = ("old GPU, bf16", "old GPU, fp16", "old GPU, equal sequences")
 # What makes the host wait for a GPU.

@@ -129,13 +129,14 @@ def test_a_place_needs_no_entry_point(install: Install, run: Run) -> None:
             {"flat_spec": "class SPEC:\n    summary = 'x'"},
             "strategy flat (entry point flat_spec:SPEC of trainwright.strategies) lacks implementation, memory",
         ),
-        (
+        pytest.param(
             "flat = flat_spec:SPEC",
             {"flat_strategy": "class Flat:\n    def backward(self, loss, last): pass"},
             "strategy flat (entry point flat_spec:SPEC of trainwright.strategies): its implementation "
             "flat_strategy:Flat lacks gradient_norm, step",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "flat = other_spec:SPEC",
             {
                 "other_spec": "from dataclasses import replace\nfrom flat_spec import SPEC\n"
@@ -143,6 +144,7 @@ def test_a_place_needs_no_entry_point(install: Install, run: Run) -> None:
             },
             "(entry point other_spec:SPEC of trainwright.strategies): its memory model flat_strategy:Flat is no "
             "trainwright.planning.memory.strategies.StrategyMemory",
+            marks=pytest.mark.slow,
         ),
         ("ddp = flat_spec:SPEC", {}, "strategy ddp (entry point flat_spec:SPEC of trainwright.strategies) is also"),
     ],

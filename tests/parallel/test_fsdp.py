@@ -116,12 +116,12 @@ def test_checkpoints_move_between_strategies_and_numbers_of_processes(
 @pytest.mark.parametrize(
     ("processes", "settings", "so"),
     [
-        (1, {}, {"by_input": False}),
+        pytest.param(1, {}, {"by_input": False}, marks=pytest.mark.slow),
         (2, {}, {"recomputed": True, "discarded": True}),
-        (2, {}, {"muon": True}),
-        (4, {"replicate_size": 2, "reshard_after_forward": False}, {}),
+        pytest.param(2, {}, {"muon": True}, marks=pytest.mark.slow),
+        pytest.param(4, {"replicate_size": 2, "reshard_after_forward": False}, {}, marks=pytest.mark.slow),
         (3, {"reshard_after_forward": False}, {"tied_blocks": True}),
-        (4, {}, {}),
+        pytest.param(4, {}, {}, marks=pytest.mark.slow),
         (4, {"replicate_size": 2}, {"tied_blocks": True}),
     ],
 )
@@ -134,6 +134,7 @@ FSDP = "parallel.strategy=fsdp"
 FP32 = "train.mixed_precision=no"
 
 
+@pytest.mark.slow
 def test_weights_are_filled_into_shards_to_the_bit(runs: Runs, model_directories: dict[str, Path]) -> None:
     named = {kind: [FSDP, FP32, *from_directory(path)] for kind, path in model_directories.items()}
     cases = {

@@ -18,10 +18,10 @@ DDP: tuple[str, dict[str, Any]] = ("ddp", {})
 @pytest.mark.parametrize(
     ("processes", "cases"),
     [
-        (1, [FSDP]),
+        pytest.param(1, [FSDP], marks=pytest.mark.slow),
         (2, [DDP, FSDP]),
         (3, [DDP, FSDP, ("fsdp", {"reshard_after_forward": False, "offload_parameters": True})]),
-        (4, [("fsdp", {"replicate_size": 2})]),
+        pytest.param(4, [("fsdp", {"replicate_size": 2})], marks=pytest.mark.slow),
     ],
 )
 def test_updates_are_those_of_one_process_and_divided(

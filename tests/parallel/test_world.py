@@ -115,6 +115,7 @@ def write_slowly(directory: str) -> None:
     leave()
 
 
+@pytest.mark.slow
 def test_ranks_wait_longer_than_collectives_for_a_slow_disk(runs: Runs, tmp_path: Path) -> None:
     runs.function(HERE + write_slowly.__name__, str(tmp_path), processes=2)
     assert (tmp_path / "saved-None" / "model.safetensors").exists()

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from tests.parallel.conftest import from_directory
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
-from tests.support.slow import slow_but
 from tests.support.strategies import PASSES, PRECISIONS, TOLERANCE, Singles, assert_same, assert_table, case, steps
 from tests.support.training import Case, Trained, train
 
@@ -178,7 +177,8 @@ def test_anything_can_be_sharded(runs: Runs) -> None:
     runs.function("tests.parallel.odd_models:train_as_plain_torch", cases, processes=2)
 
 
-@pytest.mark.parametrize("processes", slow_but(3, among=(1, 3)))
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3])
 def test_a_number_of_processes_that_divides_nothing(runs: Runs, processes: int) -> None:
     cases: list[tuple[str, dict[str, bool], dict[str, bool]]] = [("zero2", {}, {}), ("zero3", {}, {})]
     runs.function("tests.parallel.odd_models:train_as_plain_torch", cases, processes=processes)

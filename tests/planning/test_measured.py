@@ -43,7 +43,7 @@ def planned(found: Calibration | None, fixed: dict[str, Any] | None = None, flag
 
 
 @pytest.mark.parametrize("flags", [(), AMX])
-@pytest.mark.parametrize(("bf16", "chosen"), [(0.56, "no"), (0.1, "no"), (4.0, "bf16"), (16.0, "bf16")])
+@pytest.mark.parametrize(("bf16", "chosen"), [(0.56, "no"), (4.0, "bf16")])
 def test_bf16_is_chosen_where_it_was_measured_to_be_faster_whatever_the_flags(
     flags: tuple[str, ...], bf16: float, chosen: str
 ) -> None:

@@ -171,6 +171,7 @@ def test_nothing_that_was_not_looked_at_is_faster_on_any_machine(seed: int) -> N
         check_search(work(name, rows, tokens, **more), cluster, fixed)
 
 
+@pytest.mark.slow
 def test_what_is_given_up_for_a_simpler_choice_does_not_add_up() -> None:
     # Of one process and of two, of small micro-batches and of large ones: within five per cent of the fastest of all.
     for clock in range(20, 40):

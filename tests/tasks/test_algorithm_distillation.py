@@ -144,7 +144,8 @@ def test_a_fingerprint_is_of_steps_and_cut(file: Path, tmp_path: Path) -> None:
     assert windows_of(file).fingerprint == windows_of(file).fingerprint
 
 
-@pytest.mark.parametrize("strategy", slow_but("ddp", among=("ddp", "fsdp")))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_train_as_one_does(runs: Runs, file: Path, strategy: str) -> None:
     one = runs.trained(*on(file, "parallel.num_processes=1"), recipe=TINY)
     two = runs.trained(*on(file, "parallel.num_processes=2", f"parallel.strategy={strategy}"), recipe=TINY)

@@ -146,7 +146,14 @@ def test_the_first_losses_of_ipo_and_kto(runs: Runs, data: Path) -> None:
     assert metrics(kto)[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize(("loss", "first"), [("dpo", math.log(2)), ("ipo", 25.0), ("kto", 0.5)])
+@pytest.mark.parametrize(
+    ("loss", "first"),
+    [
+        ("dpo", math.log(2)),
+        pytest.param("ipo", 25.0, marks=pytest.mark.slow),
+        pytest.param("kto", 0.5, marks=pytest.mark.slow),
+    ],
+)
 def test_the_reference_is_computed_without_dropout(runs: Runs, data: Path, loss: str, first: float) -> None:
     """What is evaluated drops nothing either, so before the first step the two are the same model."""
     run = run_of(runs, data, f"dpo.loss={loss}", "model.dropout=0.3", processes(1), steps=1)
@@ -292,6 +299,7 @@ def test_the_reference_is_computed_once_for_all_runs_from_a_model_on_some_data(r
     assert len([line for line in notices(again) if "are in" in line]) == 2
 
 
+@pytest.mark.slow
 def test_other_weights_have_another_reference(runs: Runs, data: Path) -> None:
     run = run_of(runs, data, processes(1), "train.seed=3")
     assert column(run, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)

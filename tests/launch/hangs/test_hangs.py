@@ -86,6 +86,7 @@ def test_a_slow_first_step_is_no_hang(runs: Runs) -> None:
     assert started.run is not None and not events(started.run, "fault")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_shared_memory_by_workers_of_another_launcher(runs: Runs) -> None:
     workers = start_workers(runs, srun(2, "417"), ON_ROWS, "parallel.num_processes=2", "train.max_steps=2")
     for worker in workers:
