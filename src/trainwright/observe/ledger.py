@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trainwright.heartbeat import Heartbeat, Use
+from trainwright.heartbeat import FINISHED, Heartbeat, Use
 from trainwright.machine.usage.sample import process_age
 from trainwright.observe.reader import EventRecord, superseded
 
@@ -49,12 +51,12 @@ _STEP = {
 # Compilation runs inside the first passes, whose own seconds do not include it.
 _OUTSIDE_STEPS = {
     name: name for name in ("evaluation", "generation", "checkpoint", "export", "replay", "profile", "compilation")
-}
+} | {FINISHED: "end"}
 # In the order in which they are shown.
 CATEGORIES = (
     *TRAINING,
     *("data", WAITING, "evaluation", "generation", "checkpoint", "export", "logging", "replay", "profile"),
-    *(REPEATED, STOPPED, *_START.values(), "compilation", OTHER),
+    *(REPEATED, STOPPED, *_START.values(), "compilation", "end", OTHER),
 )
 # Events of the rank that trains, unlike those of the launcher and of policies.
 _WORK = ("start", "rewind", "step", "evaluate", "generate", "checkpoint", "finish")
@@ -106,9 +108,11 @@ class LedgerWriter:
         self.close()
 
     def close(self) -> None:
-        """Write the last line."""
+        """Write the last line; a process that the launcher has forked writes one more when it ends."""
         self._closed.set()
         self._thread.join()
+        if parent_process() is not None:
+            Finalize(None, self._write, exitpriority=0)
 
     def _write_now_and_then(self) -> None:
         self._write()  # also of a launch that is killed at once
