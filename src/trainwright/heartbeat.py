@@ -165,6 +165,7 @@ class Heartbeat:
         self._since = self.spent.begun
         self.newest_step = -1
         self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
+        self.stood_still = 0.0  # seconds inside collectives in which this process did not run, see `Standstills`
         self.changed: Callable[[Use, int, int], None] | None = None  # told each use with its step and micro-batch
         self._write()
         if file is not None:
@@ -226,6 +227,12 @@ class Heartbeat:
         self._took()
         self._waiting = False
         self._write()
+
+    def waited(self) -> float:
+        """Return the seconds inside collectives so far, with those of the present one; for another thread."""
+        since, waiting = self._since, self._waiting
+        ended = sum(seconds for use, seconds in self.spent.read().items() if use.waiting)
+        return ended + (time.monotonic() - since if waiting else 0.0)
 
     @contextmanager
     def inside(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +58,7 @@ from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.ledger import LedgerWriter
 from trainwright.observe.plan_watch import PlanWatch, Watched
+from trainwright.observe.standstills import Standstills
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
@@ -121,7 +122,8 @@ def train(
         own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert own is not None, "it has begun"
     sampler = Sampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
-    with LedgerWriter(run, rank_info.rank, own, sampler):
+    alone = rank_info.size == 1
+    with LedgerWriter(run, rank_info.rank, own, sampler), nullcontext() if alone else Standstills(own):
         return run_worker(
             run,
             cache=cache_root(),

@@ -32,11 +32,13 @@ class RankReport(NamedTuple):
     out_of_memory: float  # whether memory ran out
     save: float  # whether a checkpoint is due; rank 0's counts
     written: float = 0.0  # how far its part of the checkpoint in the background is
-    # Its seconds in these phases since its last report, without those in collectives.
+    # Its seconds in these phases since its last report, without those in collectives; of those only in which it did not
+    # run.
     data: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
     optimizer: float = 0.0
+    exchange: float = 0.0
 
 
 @dataclass(frozen=True)

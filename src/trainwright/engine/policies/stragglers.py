@@ -24,6 +24,7 @@ _PHASES = {
     "forward": ("forward",),
     "backward": ("backward",),
     "optimizer": ("gradient norm", "optimizer"),
+    "exchange": (),  # collectives, of which only standstills count
 }
 # Steps are compared in blocks: a slow process may be slow in some steps only, and a single one proves nothing.
 _BLOCK, _BLOCKS = 4, 4
@@ -70,7 +71,7 @@ class Comparison:
         self._walls: deque[float] = deque(maxlen=WINDOW)
         # Of windows without a slow rank: how much blocks differ, and the seconds of a step.
         self._noise: deque[float] = deque(maxlen=_NOISE_WINDOWS)
-        self._usual: deque[float] = deque(maxlen=_NOISE_WINDOWS)
+        self._usual: deque[float] = deque(maxlen=_NOISE_WINDOWS * _BLOCKS)
         self._named: int | None = None
 
     def add(self, seconds: list[list[float]], wall: float) -> Straggler | None:
@@ -94,8 +95,8 @@ class Comparison:
         blocks = steps.reshape(_BLOCKS, _BLOCK).mean(axis=1)
         spread, mean = float(blocks.std(ddof=1)), float(blocks.mean())
         usual = float(np.median(self._noise)) if self._noise else 0.0
-        if self.taken % WINDOW == 0 and abs(mean) < _SLOWER:
-            self._noise.append(spread)
+        if abs(mean) < _SLOWER:
+            self._noise.extend([spread] * (self.taken % WINDOW == 0))
             self._usual.append(float(_without_outliers(np.array(self._walls)).mean()))
         errors = _ERRORS * spread / _BLOCKS**0.5, _USUAL_ERRORS * usual / _BLOCKS**0.5
         without_largest = float(np.sort(blocks)[:-1].mean())
@@ -191,7 +192,10 @@ class Stragglers(StepPolicy):
 
 
 def own_seconds() -> list[float]:
-    """Return the seconds of this process in each phase that ranks are compared in, without those in collectives."""
+    """Return the seconds of this process in each phase that ranks are compared in, as `RankReport` has them."""
     own = heartbeat.own()
-    spent: dict[Use, float] = {} if own is None else own.spent.read()
-    return [sum(spent.get(Use(name, False), 0.0) for name in names) for names in _PHASES.values()]
+    if own is None:
+        return [0.0] * len(_PHASES)
+    spent = own.spent.read()
+    *phases, _ = (sum(spent.get(Use(name, False), 0.0) for name in names) for names in _PHASES.values())
+    return [*phases, own.stood_still]
