@@ -210,6 +210,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, lost: str) -> None:
     assert not [path for path in first.directory.parent.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_one_process_builds_and_the_others_wait(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", ROWS * 50)
     code = (

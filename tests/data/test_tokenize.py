@@ -329,6 +329,7 @@ def test_an_article_of_a_corpus_of_lines_is_a_document() -> None:
     assert list(join_documents("tinystories", iter(rows))) == rows
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_a_corpus() -> None:
     found = list(pieces(SourceSection(source="stdlib", limit=3), "data.train"))
     assert sum(piece.last for piece in found) == 3

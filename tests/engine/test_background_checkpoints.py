@@ -201,6 +201,7 @@ def test_memory_for_the_copy_is_allocated_before_the_first_checkpoint() -> None:
         writer.close()
 
 
+@pytest.mark.slow
 def test_a_run_is_ready_for_its_first_checkpoint_after_its_first_step(runs: Runs) -> None:
     started = runs.train("parallel.num_processes=2", "checkpoint={every: 1000, background: true}", "train.max_steps=60")
     started.wait_for_step(2)

@@ -99,6 +99,7 @@ def test_a_place_that_cannot_be_opened_is_refused(where: str, word: str) -> None
         Place(where, "run")
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_lost_goes_on_from_a_copy(runs: Runs, tmp_path: Path) -> None:
     copied = ("checkpoint.every=3", f"checkpoint.copies=[{tmp_path / 'copies'}]")
     undisturbed = runs.trained("train.max_steps=9")

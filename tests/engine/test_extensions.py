@@ -133,7 +133,11 @@ def test_an_observer_that_fails_ends_no_run(place: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.step_policies=[lacks]", "train.step_policies: package somebody: step policy lacks (entry point "),
+        pytest.param(
+            "train.step_policies=[lacks]",
+            "train.step_policies: package somebody: step policy lacks (entry point ",
+            marks=pytest.mark.slow,
+        ),
         ("train.step_policies=[every-secnd]", "unknown step policy 'every-secnd'; did you mean every-second?"),
         pytest.param(
             "logging.observers=['somebody:Gone']",

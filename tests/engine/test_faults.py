@@ -295,6 +295,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int
     assert (run / "final" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_written_is_told_with_the_checkpoint_that_there_is(runs: Runs) -> None:
     settings = (processes(1), ON_ROWS, "train.max_steps=12", "checkpoint.every=4")
     uninterrupted = runs.trained(*settings)
@@ -381,6 +382,7 @@ def test_a_run_whose_directory_is_deleted_ends_with_words(runs: Runs, count: int
     assert checkpoints(moved).latest()[0] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", slow_but(2, among=(1, 2)))
 def test_a_stop_whose_checkpoint_fails_does_not_end_as_if_saved(runs: Runs, count: int) -> None:
     settings = (processes(count), ON_ROWS, "train.max_steps=3000")

@@ -116,6 +116,7 @@ def test_a_signal_ends_with_a_checkpoint_and_75(runs: Runs) -> None:
     assert same_weights(run, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(runs: Runs) -> None:
     finished = runs.trained(processes(1))
     run = runs.copied(finished)

@@ -77,13 +77,14 @@ def test_dropout_and_seed_change_the_losses(runs: Runs) -> None:
     assert column(other, "tokens") != column(with_dropout, "tokens")[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("train.micro_batch_size=1",), marks=pytest.mark.slow),
-        pytest.param(("train.micro_batch_size=4",), marks=pytest.mark.slow),
-        pytest.param(("data.pack_length=null", "train.micro_batch_size=1"), marks=pytest.mark.slow),
-        pytest.param(("data.pack_length=null", "train.micro_batch_size=2"), marks=pytest.mark.slow),
+        ("train.micro_batch_size=1",),
+        ("train.micro_batch_size=4",),
+        ("data.pack_length=null", "train.micro_batch_size=1"),
+        ("data.pack_length=null", "train.micro_batch_size=2"),
         ("data.pack_length=null", "train.micro_batch_size=4"),
     ],
     ids=" ".join,

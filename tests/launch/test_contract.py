@@ -44,13 +44,33 @@ def refusal(runs: Runs, run: Path, kind: str, processes: int) -> str:
     ("kind", "strategy", "expected"),
     [
         ("recipe", "ddp", "recipe: train.seed: 0 on ranks 0, 2, 1 on rank 1"),
-        ("setting", "ddp", "settings: precision of fp32 products: 'highest' on ranks 0, 2, 'high' on rank 1"),
+        pytest.param(
+            "setting",
+            "ddp",
+            "settings: precision of fp32 products: 'highest' on ranks 0, 2, 'high' on rank 1",
+            marks=pytest.mark.slow,
+        ),
         ("weights", "ddp", "weights: fingerprint: "),
         ("device", "ddp", "device: type: the run was planned for 'cuda', and it is 'cpu' on ranks 0-2"),
-        ("dtype", "ddp", "layout: forward dtype: the recipe asks for 'float32', and it is 'bfloat16' on rank 1"),
+        pytest.param(
+            "dtype",
+            "ddp",
+            "layout: forward dtype: the recipe asks for 'float32', and it is 'bfloat16' on rank 1",
+            marks=pytest.mark.slow,
+        ),
         ("another strategy", "fsdp", "layout: strategy: the recipe asks for 'fsdp', and it is 'ddp' on ranks 0-2"),
-        ("another strategy", "fsdp", "layout: placement: the recipe asks for 'rows over 3 ranks', and it is 'whole"),
-        ("alone", "ddp", "layout: gradient ranks: the recipe asks for 3, and it is 1 on rank 1"),
+        pytest.param(
+            "another strategy",
+            "fsdp",
+            "layout: placement: the recipe asks for 'rows over 3 ranks', and it is 'whole",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "alone",
+            "ddp",
+            "layout: gradient ranks: the recipe asks for 3, and it is 1 on rank 1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_rank_that_is_not_as_the_recipe_says_stops_all(runs: Runs, kind: str, strategy: str, expected: str) -> None:

@@ -215,6 +215,7 @@ def test_a_killed_rank_0_ends_the_others_too(runs: Runs) -> None:
     assert second.code == 5 and "rank 0 is gone" in second.stderr, second.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_others_are_awaited_ends_all(runs: Runs, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     listener.close()
@@ -227,6 +228,7 @@ def test_a_rank_that_is_killed_while_others_are_awaited_ends_all(runs: Runs, lis
     assert present[0].run is not None and not present[0].run.exists()
 
 
+@pytest.mark.slow
 def test_steps_on_several_nodes_meet_at_a_port_made_of_the_job(runs: Runs) -> None:
     nodes = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
     variables = [

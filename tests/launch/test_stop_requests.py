@@ -81,6 +81,7 @@ def test_a_slow_disk_is_noticed_before_the_first_checkpoint(tmp_path: Path, monk
     assert found.needed >= 1.5 * 0.1 * 400_000_000 / 2**20 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_checkpoint_when_asked_and_goes_on(runs: Runs) -> None:
     settings = (*LONG, "parallel.num_processes=2")
     started = runs.train(*settings)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.slow import slow_but
 from trainwright.errors import RequestError
 from trainwright.models.files.save import save_model
 from trainwright.models.gguf.export import export_gguf
@@ -40,7 +41,7 @@ def make(family: str, directory: Path) -> None:
     save_model(directory, config, model.state_dict(), bytes_tokenizer(), model.generation_config)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but("llama", "gemma2", "gpt2", among=FAMILIES))
 def test_a_file_in_f32_is_read_back_as_the_model(family: str, tmp_path: Path) -> None:
     make(family, tmp_path / "model")
     size = export_gguf(tmp_path / "model", tmp_path / "out" / "model.gguf", "f32")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.slow import slow_but
 from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers
 from trainwright.models.files.save import save_model
@@ -55,7 +56,12 @@ def logits_of(directory: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("adapter", [{}, {"type": "dora"}, {"rank_stabilised": True}, {"targets": ["c_attn"]}])
+@pytest.mark.parametrize(
+    "adapter",
+    slow_but(
+        {}, {"targets": ["c_attn"]}, among=({}, {"type": "dora"}, {"rank_stabilised": True}, {"targets": ["c_attn"]})
+    ),
+)
 def test_merged_logits_are_those_of_base_and_adapter(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
     if (family == "llama") == ("targets" in adapter):
         adapter = {**adapter, "targets": ["q_proj", "down_proj"]} if family == "llama" else adapter

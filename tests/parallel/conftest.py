@@ -8,13 +8,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.support.runs import ON_ROWS, Runs
-from tests.support.strategies import Singles, trained_singles
+from tests.support.strategies import Singles, TrainedSingles
 
 
 @pytest.fixture(scope="session")
 def singles(runs: Runs) -> Singles:
     """Eight steps on one process, for whatever is spread over more to be compared with."""
-    return trained_singles(runs, 8)
+    return TrainedSingles(runs, 8)
 
 
 @pytest.fixture(scope="session")

@@ -204,6 +204,7 @@ def test_a_class_that_is_not_there_is_found_before_workers_start(runs: Runs) -> 
     assert started.run is not None and not started.run.exists()
 
 
+@pytest.mark.slow
 def test_a_key_that_one_strategy_reads_chooses_it(runs: Runs) -> None:
     few = (ON_ROWS, "train.max_steps=2", "parallel.num_processes=2")
     start = events(runs.trained(*few, "parallel.wrap=[LlamaDecoderLayer]"), "start")[0]

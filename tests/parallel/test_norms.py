@@ -24,6 +24,7 @@ def test_all_together_are_the_sum_of_each() -> None:
     assert float(squared_norm([])) == 0
 
 
+@pytest.mark.slow
 def test_a_gpu_computes_all_norms_of_a_dtype_at_once() -> None:
     found = in_process("tests.support.fake_gpu.norms")
     assert found["operations"].count("aten::_foreach_norm") == 2  # fp32 and bf16

@@ -39,11 +39,17 @@ def case(row: Row, count: int, *more: str) -> Case:
     return Case((*PRECISIONS[precision], *PASSES[passes], *RECOMPUTE[kept], *PROMPTS, *steps(count), *more))
 
 
-def trained_singles(runs: Runs, count: int) -> Singles:
-    """On one process, nothing recomputed, by precision and passes."""
-    kinds = list(itertools.product(PRECISIONS, PASSES))
-    cases = {kind: case((*kind, "kept"), count, "parallel.strategy=single") for kind in kinds}
-    return train(runs, cases, 1)
+class TrainedSingles(Singles):
+    """On one process, nothing recomputed, by precision and passes; each is trained when it is first asked for."""
+
+    def __init__(self, runs: Runs, count: int) -> None:
+        super().__init__()
+        self._runs, self._count = runs, count
+
+    def __missing__(self, kind: tuple[str, str]) -> Trained:
+        one = case((*kind, "kept"), self._count, "parallel.strategy=single")
+        self[kind] = found = train(self._runs, {kind: one}, 1)[kind]
+        return found
 
 
 def assert_same(trained: Trained, single: Trained, tolerance: float) -> None:
@@ -58,7 +64,7 @@ def assert_same(trained: Trained, single: Trained, tolerance: float) -> None:
 
 def assert_table(runs: Runs, processes: int, sharding: tuple[str, ...], count: int = 20) -> None:
     """Every row of the table, with these overrides on so many processes, is the run of one process."""
-    singles = trained_singles(runs, count)
+    singles = TrainedSingles(runs, count)
     trained = train(runs, {row: case(row, count, *sharding) for row in TABLE}, processes)
     for row, found in trained.items():
         precision, passes, _ = row

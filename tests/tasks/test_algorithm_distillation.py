@@ -323,6 +323,7 @@ def test_commands_that_want_texts_refuse_an_agent(runs: Runs, file: Path) -> Non
         assert ended.code == 2 and "reads no texts" in ended.stderr, (asked, ended.stderr)
 
 
+@pytest.mark.slow
 def test_an_agent_is_a_directory_that_can_be_moved(runs: Runs, file: Path, tmp_path: Path) -> None:
     apart = ("algorithm_distillation.test_tasks=[[0, 0], [3, 1], [2, 2]]", "algorithm_distillation.trial.episodes=3")
     run = runs.trained(*on(file, "parallel.num_processes=1"), *apart, recipe=TINY)

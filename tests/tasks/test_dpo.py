@@ -129,7 +129,7 @@ def test_nor_does_kto_on_labelled_answers(runs: Runs, answers: Path, overrides: 
     assert_same(run_of(runs, answers, *kto, *overrides), run_of(runs, answers, *kto, processes(1)))
 
 
-@pytest.mark.parametrize("adapter", slow_but("none", "lora", among=("none", "lora", "dora")))
+@pytest.mark.parametrize("adapter", slow_but("none", among=("none", "lora", "dora")))
 def test_the_first_loss_of_dpo_is_ln_2(runs: Runs, data: Path, adapter: str) -> None:
     run = run_of(runs, data, f"model.adapter={adapter}", processes(1))
     assert column(run, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
@@ -138,6 +138,7 @@ def test_the_first_loss_of_dpo_is_ln_2(runs: Runs, data: Path, adapter: str) -> 
     assert column(run, "loss")[-1] < 0.68  # and it learns
 
 
+@pytest.mark.slow
 def test_the_first_losses_of_ipo_and_kto(runs: Runs, data: Path) -> None:
     ipo = run_of(runs, data, "dpo.loss=ipo", processes(1))
     assert column(ipo, "loss")[0] == pytest.approx(25.0, abs=1e-4)

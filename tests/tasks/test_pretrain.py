@@ -131,6 +131,7 @@ def test_a_budget_of_tokens_is_as_many_steps_as_have_them(runs: Runs) -> None:
     assert trained.column("tokens")[-1] == pytest.approx(6000, abs=8 * 64)
 
 
+@pytest.mark.slow
 def test_shards_are_trained_on_and_refused_where_they_are_anothers(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "shards"
     made = runs.command(

@@ -112,6 +112,7 @@ def test_metrics_are_those_of_plain_transformers(run: Path, held_out: Path) -> N
     assert measured["token_accuracy"] == pytest.approx(plain["token_accuracy"], abs=1.5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [("data.pack_length=null",), ("train.micro_batch_size=5",)], ids=" ".join)
 def test_metrics_do_not_depend_on_batching(
     runs: Runs, held_out: Path, reference: Path, overrides: tuple[str, ...]

@@ -113,6 +113,7 @@ def test_a_retain_row_stands_beside_each_forget_row_and_none_much_more_often(run
     assert events(run, "start")[0]["epoch_examples"] == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", slow_but("pdu", among=("npo", "undial", "pdu")))
 def test_a_run_that_is_resumed_ends_with_the_same_losses(runs: Runs, recipe: Path, objective: str) -> None:
     whole = run_of(runs, recipe, objective, ONE)
