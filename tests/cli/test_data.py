@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import trainwright
+from tests.support.slow import slow_but
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -28,7 +29,7 @@ def write(path: Path, rows: list[Any]) -> str:
     return path.name
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", slow_but("messages", "question_answer", "text", among=SHAPES))
 def test_show_marks_what_is_learnt_in_rows_of_every_shape(tmp_path: Path, shape: str) -> None:
     write(tmp_path / "rows.jsonl", [SHAPES[shape]] * 3)
     cache = str(tmp_path / "cache")

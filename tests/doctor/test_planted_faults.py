@@ -364,6 +364,7 @@ def test_what_a_user_may_not_ask_a_gpu_is_said(this_machine: None, tmp_path: Pat
     assert "ECC" not in shown and "process" not in shown and "91 °C" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(installed_build().cuda is not None, reason="torch is built for GPUs here")
 def test_a_torch_for_cpus_on_a_machine_with_a_gpu(gpu: list[str], this_machine: None, tmp_path: Path) -> None:
     found = doctor("torch", "kernels", "offload", cwd=tmp_path, before=gpu)

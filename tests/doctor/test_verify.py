@@ -24,7 +24,12 @@ def leftovers(temporary: Path) -> list[str]:
     ("overrides", "name", "steps"),
     [
         (("parallel.num_processes=2",), "ddp x 2", 3),
-        (("parallel.strategy=fsdp", "parallel.num_processes=3", "train.mixed_precision=bf16"), "fsdp x 3", 3),
+        pytest.param(
+            ("parallel.strategy=fsdp", "parallel.num_processes=3", "train.mixed_precision=bf16"),
+            "fsdp x 3",
+            3,
+            marks=pytest.mark.slow,
+        ),
         (
             (
                 "parallel.strategy=fsdp",

@@ -59,7 +59,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "nf4 on gpt2": (*GPT2, "model.adapter={type: qlora, rank: 4}"),
 }
 # Those of the fast tests.
-FEWER = ("lora", "nf4", "lora and a tied head")
+FEWER = ("lora", "nf4")
 MORE = tuple(name for name in ADAPTERS if name not in FEWER)
 ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
 # DeepSpeed takes numbers alone.

@@ -130,6 +130,7 @@ def test_a_rank_with_one_long_example_keeps_step_with_ranks_that_have_many_short
     assert difference(column(three, "loss"), column(one, "loss")) < 1e-5
 
 
+@pytest.mark.slow
 def test_epochs_end_with_a_smaller_batch_and_see_every_example_once(runs: Runs) -> None:
     settings = (ON_ROWS, "train.max_steps=null", "train.epochs=1", "train.global_batch_size=32")
     one, two = (runs.trained(processes(count), *settings) for count in (1, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.support.slow import slow_but
 from trainwright.engine.policies.stragglers import Comparison, Straggler
 
 PHASES = (0.002, 0.03, 0.05, 0.01)  # seconds of data, forward, backward, optimizer
@@ -28,7 +29,7 @@ def named(
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("noise", [0.01, 0.05, 0.1])
+@pytest.mark.parametrize("noise", slow_but(0.05, among=(0.01, 0.05, 0.1)))
 def test_healthy_ranks_are_not_named(noise: float, ranks: int) -> None:
     assert [seed for seed in range(100) if named(seed, noise, ranks)] == []
 

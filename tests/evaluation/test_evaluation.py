@@ -133,6 +133,7 @@ def test_two_processes_give_what_one_gives(
     assert found(place / "two") == alone
 
 
+@pytest.mark.slow
 def test_a_comparison_is_of_the_same_rows(evaluate: Evaluate, model: str, place: Path) -> None:
     other = model_of("llama", positions=512)
     with torch.no_grad():

@@ -145,6 +145,7 @@ def test_a_taken_port_ends_every_rank_soon(runs: Runs, listener: socket.socket) 
     assert told.count("error: ") == 1 and f"port {port}" in told and "MASTER_PORT" in told, told
 
 
+@pytest.mark.slow
 def test_pods_with_nothing_but_ranks_are_the_same_run(runs: Runs, free_port: int) -> None:
     """As Kubeflow starts them: no LOCAL_RANK, and an address that is not known to be this machine's own."""
     address = str(int.from_bytes(socket.inet_aton("127.0.0.1")))  # a name for it that no one takes for loopback
@@ -197,6 +198,7 @@ def test_two_processes_with_one_local_rank_are_refused(runs: Runs, listener: soc
     assert "LOCAL_RANK" in first.stderr and second.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_is_named_once(runs: Runs) -> None:
     workers = start_workers(runs, srun(3, next(_jobs)), LONG)
     workers[0].wait_for_step(3)

@@ -18,6 +18,7 @@ import pytest
 from tests.support.commands import PATIENCE, ROOT, all_gone, descendants, environment, wait_for
 from tests.support.control_groups import real_group
 from tests.support.forked import Finished, Started, fork_server
+from tests.support.slow import slow_but
 from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER
 
 
@@ -146,10 +147,11 @@ def test_nothing_listens_outside_loopback(tmp_path: Path) -> None:
         assert addresses == {"127.0.0.1"}
 
 
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+
+
 @pytest.mark.parametrize("to_group", [False, True])
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
-)
+@pytest.mark.parametrize("number", slow_but(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, among=STOPPING))
 def test_stop_signal_lets_workers_write_a_checkpoint(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
     logs = tmp_path / "logs"
     with running("train", logs, CHECKPOINT_SECONDS="1") as process:

@@ -202,6 +202,7 @@ def test_a_run_is_stopped_by_name_and_goes_on(runs: Runs) -> None:
     assert steps == [*range(1, len(steps) + 1)] and len(steps) > step
 
 
+@pytest.mark.slow
 def test_a_run_ends_within_its_time(runs: Runs) -> None:
     started = runs.train("--time-limit", "6 s", *LONG, "train.max_steps=100000", "parallel.num_processes=1")
     finished = started.wait()

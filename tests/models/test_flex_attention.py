@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
 
+from tests.support.slow import slow_but
 from trainwright.models.attention import flex
 from trainwright.models.attention.call import Call
 from trainwright.models.attention.sequences import Sequences, allowed_blocks, first_allowed
@@ -46,7 +47,7 @@ def expected(call: Call, lengths: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 8, 200])
+@pytest.mark.parametrize("window", slow_but(None, 8, among=(None, 8, 200)))
 @pytest.mark.parametrize("lengths", LENGTHS[:2])
 def test_it_is_attention(lengths: list[int], window: int | None, softcap: float | None, sinks: bool) -> None:
     random = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, in
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.support.slow import slow_but
 from trainwright.models.load import load_model
 from trainwright.models.quantization import DoubleNF4Linear, Int8Linear, NF4Linear, QuantizedLinear, count_parameters
 from trainwright.models.tokenization.bytes import bytes_tokenizer
@@ -110,7 +111,7 @@ def resident(field: str) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells how much a process held at most")
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", slow_but("nf4", among=("nf4", "int8")))
 def test_a_base_is_quantized_as_it_is_read(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 4, "num_attention_heads": 8}
     config = LlamaConfig(**sizes, vocab_size=300, dtype=torch.bfloat16)

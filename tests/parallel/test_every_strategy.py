@@ -37,9 +37,13 @@ DDP = {
 }
 
 
-def test_ddp_is_the_run_of_one_process(runs: Runs, singles: Singles) -> None:
-    trained = train(runs, {name: case(row, 8, using("ddp")) for name, row in DDP.items()}, 2)
-    for name, (precision, passes, _) in DDP.items():
+@pytest.mark.parametrize(
+    "names", [("accumulated",), pytest.param(tuple(DDP)[1:], marks=pytest.mark.slow)], ids=" ".join
+)
+def test_ddp_is_the_run_of_one_process(runs: Runs, singles: Singles, names: list[str]) -> None:
+    trained = train(runs, {name: case(DDP[name], 8, using("ddp")) for name in names}, 2)
+    for name in names:
+        precision, passes, _ = DDP[name]
         assert_same(trained[name], singles[precision, passes], TOLERANCE[precision])
 
 
@@ -65,6 +69,7 @@ def test_deepspeed_recomputes_some_of_it(runs: Runs, singles: Singles) -> None:
 OVERFLOWING = ("train.mixed_precision=fp16", "model.config.initializer_range=0.4", "data.validation=8", *steps(6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", every("ddp", "fsdp", "zero2", fast="fsdp"))
 def test_a_step_whose_fp16_gradients_overflow_is_done_again(runs: Runs, strategy: str) -> None:
     one = train(runs, {"one": Case((using("single"), *OVERFLOWING))}, 1)["one"]

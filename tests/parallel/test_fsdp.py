@@ -22,16 +22,16 @@ SHARDED = {
 # By the place of SHARDED, with a row of the table and what goes along with it: those of the fast tests, and others.
 SOME = {
     "accumulated": ("fsdp on 2", "fp32", "three passes", ()),
+    "uneven": ("fsdp on 3", "fp32", "three passes", ("train.activation_checkpointing=full",)),
+    "hybrid": ("hybrid 2x2", "fp32", "three passes", ()),
+}
+MORE = {
     "recomputed selectively, kept gathered": (
         "fsdp on 2",
         "fp32",
         "three passes",
         ("train.activation_checkpointing=selective", "parallel.reshard_after_forward=false"),
     ),
-    "uneven": ("fsdp on 3", "fp32", "three passes", ("train.activation_checkpointing=full",)),
-    "hybrid": ("hybrid 2x2", "fp32", "three passes", ()),
-}
-MORE = {
     "recomputed": ("fsdp on 2", "fp32", "one pass", ("train.activation_checkpointing=full",)),
     "bf16, kept gathered": ("fsdp on 2", "bf16", "three passes", ("parallel.reshard_after_forward=false",)),
     "inner units": ("fsdp on 2", "fp32", "one pass", ("parallel.wrap=[LlamaMLP, LlamaDecoderLayer]",)),

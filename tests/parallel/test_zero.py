@@ -129,6 +129,7 @@ def test_checkpoints_move_between_strategies_and_numbers_of_processes(
         assert difference(values, singles["fp32", "three passes"].column(name)[: len(stations)]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_what_is_exported_is_what_one_process_exports(runs: Runs, stage: str) -> None:
     settings = (ON_ROWS, "train.max_steps=6", "data.validation=8")

@@ -169,6 +169,7 @@ def test_compressed_contexts_are_trained_in_two_processes(runs: Runs, file: Path
     assert difference(column(two, "loss"), column(one, "loss")) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was(runs: Runs, file: Path) -> None:
     whole = runs.trained(*on(file, "parallel.num_processes=1"), recipe=TINY)
     started = runs.train(*on(file, "parallel.num_processes=1", "checkpoint.every=2"), recipe=TINY)

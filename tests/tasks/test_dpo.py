@@ -85,7 +85,9 @@ def assert_same(found: Path, expected: Path) -> None:
         pytest.param(
             (processes(1), "data.pack_length=null", "train.micro_batch_size=1"), id="padded", marks=pytest.mark.slow
         ),
-        (processes(2), "parallel.strategy=fsdp", "train.micro_batch_size=1"),
+        pytest.param(
+            (processes(2), "parallel.strategy=fsdp", "train.micro_batch_size=1"), id="fsdp", marks=pytest.mark.slow
+        ),
     ],
     ids=" ".join,
 )

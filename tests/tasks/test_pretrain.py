@@ -72,7 +72,7 @@ def test_a_run_learns_reports_bits_and_saves_what_transformers_loads(runs: Runs)
     assert len(trained.texts()) == 3
 
 
-@pytest.mark.parametrize("kind", slow_but("contiguous", "muon", among=KINDS))
+@pytest.mark.parametrize("kind", slow_but("muon", among=KINDS))
 def test_two_processes_train_as_one(runs: Runs, kind: str) -> None:
     one = train(runs, {"": case(*KINDS[kind])}, 1)[""]
     two = train(runs, {"": case(*KINDS[kind])}, 2)[""]
@@ -112,6 +112,7 @@ def test_a_fresh_phi3_is_sharded_by_its_layers_with_and_without_offload(runs: Ru
         _assert_same(one, trained)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(runs: Runs) -> None:
     more = ("train.skip_loss_spikes=4", "train.gradient_noise_scale=2", "train.initial_batch_size=2")
     more = (*more, "train.batch_warmup_steps=5", "optimizer.name=muon")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.runs import ROWS, Runs, column, events
+from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.parallel.shards import Shard
 
@@ -42,7 +43,7 @@ def settings(held_out: Path) -> tuple[str, ...]:
     )
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=slow_but(1, 2, among=(1, 2, 3)))
 def run(request: pytest.FixtureRequest, runs: Runs, held_out: Path) -> Path:
     return runs.trained(f"parallel.num_processes={request.param}", *settings(held_out))
 

@@ -92,7 +92,7 @@ def test_truth_ratios_on_the_way_are_the_same_anywhere(
 
 
 # The losses of all are compared with their formulas in seconds; these differ in how they run.
-FAST = ("npo", "undial")
+FAST = ("undial",)
 
 
 @pytest.mark.parametrize("objective", slow_but(*FAST, among=OBJECTIVES))
