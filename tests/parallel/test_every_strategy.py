@@ -40,7 +40,7 @@ DDP = {
 @pytest.mark.parametrize(
     "names", [("accumulated",), pytest.param(tuple(DDP)[1:], marks=pytest.mark.slow)], ids=" ".join
 )
-def test_ddp_is_the_run_of_one_process(runs: Runs, singles: Singles, names: list[str]) -> None:
+def test_ddp_is_the_run_of_one_process(runs: Runs, singles: Singles, names: tuple[str, ...]) -> None:
     trained = train(runs, {name: case(DDP[name], 8, using("ddp")) for name in names}, 2)
     for name in names:
         precision, passes, _ = DDP[name]

@@ -91,11 +91,8 @@ def test_truth_ratios_on_the_way_are_the_same_anywhere(
     assert all({"forget_truth_ratio", "retain_truth_ratio"} <= set(metrics) for metrics in measured(found))
 
 
-# The losses of all are compared with their formulas in seconds; these differ in how they run.
-FAST = ("undial",)
-
-
-@pytest.mark.parametrize("objective", slow_but(*FAST, among=OBJECTIVES))
+# The losses of all are compared with their formulas in fast tests.
+@pytest.mark.parametrize("objective", slow_but("undial", among=OBJECTIVES))
 def test_every_objective_does_what_it_says(runs: Runs, recipe: Path, knowing: tuple[str, ...], objective: str) -> None:
     first, *_, last = measured(run_of(runs, recipe, objective, *knowing, ONE))
     assert all(math.isfinite(value) for value in last.values())
