@@ -44,6 +44,7 @@ _ALLOWED = {
     "machine/test_described.py": "tests the variable",
     "machine/test_quick.py": "tests what a described machine brings",
     "parallel/test_world.py": "gives ranks unequal memory",
+    "observe/test_ledger.py": "has a launcher count the seconds since a line",
     "planning/test_on_other_machines.py": "sets the variable",
 }
 # Of the package, the files outside of machine/ that may, and why.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.support.runs import ON_ROWS, Runs
 from trainwright.heartbeat import Heartbeat, Use
-from trainwright.observe.ledger import LedgerWriter, by_category, rank_file, read_ledger
+from trainwright.observe.ledger import LedgerWriter, by_category, count_ends, rank_file, read_ledger
 
 
 def line(launch: int, time: float, started: float, step: int = 1, **seconds: float) -> dict[str, Any]:
@@ -40,6 +41,17 @@ def test_time_in_collectives_is_exchange_as_far_as_no_other_rank_was_waited_for(
         }
     )
     assert by_category(spent, behind=9.0)["waiting for ranks"] == 2.0
+
+
+def test_the_launcher_counts_what_came_after_the_last_line_as_the_end(tmp_path: Path) -> None:
+    now = time.time()
+    written(tmp_path, line(1, now - 1.0, now - 5.0, forward=3.0, end=1.0))
+    written(tmp_path, line(1, now - 100.0, now - 105.0, forward=5.0), rank=1)  # of a rank that could not write its last
+    count_ends(tmp_path, range(3))
+    ended, cut = read_ledger(tmp_path)
+    assert ended.seconds["forward"] == 3.0 and ended.seconds["end"] >= 2.0
+    assert sum(ended.seconds.values()) == pytest.approx(ended.wall, abs=0.01)
+    assert cut.seconds == {"forward": 5.0}
 
 
 def test_a_phase_within_another_is_not_part_of_it() -> None:

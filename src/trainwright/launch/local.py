@@ -50,6 +50,7 @@ from trainwright.launch.nodes.crew import Crew
 from trainwright.launch.nodes.nodes import Nodes, NodesLost
 from trainwright.launch.process import enter_process, forking, threads_allowed
 from trainwright.launch.relaunch import Relaunch
+from trainwright.observe.ledger import count_ends
 from trainwright.text import say
 
 
@@ -126,6 +127,8 @@ def launch_once(
         codes = rendezvous.exit_codes(first) | {rank: f.exitcode for rank, f in result.failures.items()}
         if not result.is_failed():
             codes = {rank: int(code or 0) for rank, code in result.return_values.items()}
+            if watched is not None:
+                count_ends(watched.run, ranks)
             others = nodes.finish(codes) if nodes else []
             return _joint_code([int(code or 0) for code in codes.values()] + others)
     except RunHangs as hanging:

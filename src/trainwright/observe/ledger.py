@@ -28,7 +28,7 @@ from trainwright.observe.reader import EventRecord, superseded
 DIRECTORY = "ledger"
 FORMAT = 1
 EXCHANGE, WAITING, REPEATED, STOPPED, OTHER = "exchange", "waiting for ranks", "repeated", "stopped", "other"
-IMPORTS = "start: imports"
+IMPORTS, _END = "start: imports", "end"
 # What makes the model better; all other seconds are the price of it.
 TRAINING = ("forward", "backward", EXCHANGE, "optimizer")
 
@@ -51,18 +51,19 @@ _STEP = {
 # Compilation runs inside the first passes, whose own seconds do not include it.
 _OUTSIDE_STEPS = {
     name: name for name in ("evaluation", "generation", "checkpoint", "export", "replay", "profile", "compilation")
-} | {FINISHED: "end"}
+} | {FINISHED: _END}
 # In the order in which they are shown.
 CATEGORIES = (
     *TRAINING,
     *("data", WAITING, "evaluation", "generation", "checkpoint", "export", "logging", "replay", "profile"),
-    *(REPEATED, STOPPED, *_START.values(), "compilation", "end", OTHER),
+    *(REPEATED, STOPPED, *_START.values(), "compilation", _END, OTHER),
 )
 # Events of the rank that trains, unlike those of the launcher and of policies.
 _WORK = ("start", "rewind", "step", "evaluate", "generate", "checkpoint", "finish")
 # Seconds between two lines: a part of the time of the launch, within bounds.
 _PART, _LEAST, _MOST = 1 / 60, 1.0, 30.0
 _TAIL_BYTES = 2**16
+_LONGEST_END = 10.0  # seconds; a line that is older is not the last one that the rank wanted to write
 
 
 def by_category(spent: Mapping[Use, float], behind: float) -> dict[str, float]:
@@ -140,14 +141,32 @@ class LedgerWriter:
         }
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)  # not its parents: a deleted run directory stays deleted
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                size = os.fstat(descriptor).st_size
-                # A line that a killed rank has begun stays the only damaged one.
-                cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-                os.write(descriptor, (b"\n" if cut else b"") + json.dumps(line).encode() + b"\n")
-            finally:
-                os.close(descriptor)
+            _append(self._file, line)
+
+
+def _append(file: Path, line: Mapping[str, Any]) -> None:
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        # A line that a killed rank has begun stays the only damaged one.
+        cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, (b"\n" if cut else b"") + json.dumps(line).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def count_ends(run: Path, ranks: Iterable[int]) -> None:
+    """Count the seconds since the last lines of ``ranks``, whose processes have ended by now, as their end.
+
+    Freeing the memory of a process takes some hundredths of a second, after the last that it could write.
+    """
+    for rank in ranks:
+        with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+            line = json.loads(_tail(rank_file(run, rank)).splitlines()[-1])
+            now = time.time()
+            if 0.0 < (seconds := now - line["time"]) < _LONGEST_END:
+                ended = {**line["seconds"], _END: round(line["seconds"].get(_END, 0.0) + seconds, 4)}
+                _append(rank_file(run, rank), {**line, "time": round(now, 3), "seconds": ended})
 
 
 def rank_file(run: Path, rank: int) -> Path:
