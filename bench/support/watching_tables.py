@@ -17,7 +17,7 @@ def ledger() -> str:
             "99%",
             f"{min(rank['attributed'] for rank in ranks):.1%} to {max(rank['attributed'] for rank in ranks):.1%}; "
             f"`other` at most {max(rank['other'] for rank in ranks):.1%}, missing at most "
-            f"{max(rank['missing'] for rank in ranks):.1%}",
+            f"{max(0.0, *(rank['missing'] for rank in ranks)):.1%}",
             "python bench/ledger.py",
         ),
         (
