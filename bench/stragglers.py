@@ -36,8 +36,8 @@ OUTPUT = ROOT / "bench" / "results" / "stragglers.json"
 STRATEGIES = ("ddp", "fsdp")
 PERIOD = 0.1
 BEGIN, SLOW, AFTER = 40, 40, 40  # steps before, while, and after a rank is slow
-# Steps of a quarter of a second: 20 of those of some 40 ms that the recipe has are over before what else a machine does,
-# or the host of a virtual one, evens out among its processors.
+# Steps of a quarter of a second: 20 of those of some 40 ms that the recipe has are over before what else a machine or
+# its host does evens out among the processors.
 BATCH = 64
 WITHIN = 20
 
