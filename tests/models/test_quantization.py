@@ -125,4 +125,4 @@ def test_a_base_is_quantized_as_it_is_read(kind: str, tmp_path: Path) -> None:
     most = peak(lambda: held.append(count_parameters(load_model(section))[0]))
     # As it was in the file it is 2 bytes a parameter, and in fp32 4.
     assert held[0] > 4e7
-    assert most < {"nf4": 1.5, "int8": 1.9}[kind] * held[0], most / held[0]
+    assert most < {"nf4": 1.8, "int8": 1.9}[kind] * held[0], most / held[0]
