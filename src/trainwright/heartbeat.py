@@ -165,7 +165,7 @@ class Heartbeat:
         self._since = self.spent.begun
         self.newest_step = -1
         self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
-        self.stood_still = 0.0  # seconds inside collectives in which this process did not run, see `Standstills`
+        self.stalled = 0.0  # seconds inside collectives in which this process did not run, see `Stalls`
         self.changed: Callable[[Use, int, int], None] | None = None  # told each use with its step and micro-batch
         self._write()
         if file is not None:

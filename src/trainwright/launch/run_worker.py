@@ -58,7 +58,7 @@ from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.ledger import LedgerWriter
 from trainwright.observe.plan_watch import PlanWatch, Watched
-from trainwright.observe.standstills import Standstills
+from trainwright.observe.stalls import Stalls
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
@@ -123,7 +123,7 @@ def train(
     assert own is not None, "it has begun"
     sampler = Sampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
     alone = rank_info.size == 1
-    with LedgerWriter(run, rank_info.rank, own, sampler), nullcontext() if alone else Standstills(own):
+    with LedgerWriter(run, rank_info.rank, own, sampler), nullcontext() if alone else Stalls(own):
         return run_worker(
             run,
             cache=cache_root(),

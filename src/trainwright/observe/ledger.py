@@ -63,7 +63,7 @@ _WORK = ("start", "rewind", "step", "evaluate", "generate", "checkpoint", "finis
 # Seconds between two lines: a part of the time of the launch, within bounds.
 _PART, _LEAST, _MOST = 1 / 60, 1.0, 30.0
 _TAIL_BYTES = 2**16
-_LONGEST_END = 10.0  # seconds; a line that is older is not the last one that the rank wanted to write
+_LONGEST_END = 10.0  # seconds; after an older line, the rank could not write its last one
 
 
 def by_category(spent: Mapping[Use, float], behind: float) -> dict[str, float]:
@@ -156,9 +156,9 @@ def _append(file: Path, line: Mapping[str, Any]) -> None:
 
 
 def count_ends(run: Path, ranks: Iterable[int]) -> None:
-    """Count the seconds since the last lines of ``ranks``, whose processes have ended by now, as their end.
+    """Count the time since the last line of each rank as its end. Call this when the processes have ended.
 
-    Freeing the memory of a process takes some hundredths of a second, after the last that it could write.
+    A process takes some hundredths of a second to free its memory, after it has written its last line.
     """
     for rank in ranks:
         with suppress(OSError, ValueError, KeyError, TypeError, IndexError):

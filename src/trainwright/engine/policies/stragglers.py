@@ -24,7 +24,7 @@ _PHASES = {
     "forward": ("forward",),
     "backward": ("backward",),
     "optimizer": ("gradient norm", "optimizer"),
-    "exchange": (),  # collectives, of which only standstills count
+    "exchange": (),  # collectives, of which only stalls count
 }
 # Steps are compared in blocks: a slow process may be slow in some steps only, and a single one proves nothing.
 _BLOCK, _BLOCKS = 4, 4
@@ -96,7 +96,8 @@ class Comparison:
         spread, mean = float(blocks.std(ddof=1)), float(blocks.mean())
         usual = float(np.median(self._noise)) if self._noise else 0.0
         if abs(mean) < _SLOWER:
-            self._noise.extend([spread] * (self.taken % WINDOW == 0))
+            if self.taken % WINDOW == 0:
+                self._noise.append(spread)
             self._usual.append(float(_without_outliers(np.array(self._walls)).mean()))
         errors = _ERRORS * spread / _BLOCKS**0.5, _USUAL_ERRORS * usual / _BLOCKS**0.5
         without_largest = float(np.sort(blocks)[:-1].mean())
@@ -198,4 +199,4 @@ def own_seconds() -> list[float]:
         return [0.0] * len(_PHASES)
     spent = own.spent.read()
     *phases, _ = (sum(spent.get(Use(name, False), 0.0) for name in names) for names in _PHASES.values())
-    return [*phases, own.stood_still]
+    return [*phases, own.stalled]

@@ -16,7 +16,7 @@ from trainwright.paths import retried
 
 LOCK = ".lock"  # in a directory: on NFS, locks of directories do not reach other machines, and those of files do
 _LOOKS, _LONGEST_LOOKS = 0.05, 0.5  # seconds between attempts
-_ATTEMPTS = 1000  # where the file of a lock is another one each time, which is a matter of the file system
+_ATTEMPTS = 1000  # on a file system that identifies the same file differently each time, this ends
 # File systems of several machines may have no locks, or no server for them now; NFS needs a file that may be written.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
 
@@ -102,15 +102,9 @@ def is_locked(directory: Path) -> bool:
     except (FileNotFoundError, PermissionError):
         descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+        return _taken(descriptor, fcntl.LOCK_SH) is False
     finally:
         os.close(descriptor)
-    return False
 
 
 @contextmanager
@@ -147,10 +141,10 @@ def _opened(file: Path) -> int:
         return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _taken(descriptor: int) -> bool | None:
+def _taken(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
     """Return whether the lock could be taken now; None on a file system without locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Standstills of a rank inside collectives, which delay all ranks and look the same to all of them."""
+"""Stalls of a rank inside collectives: they delay all ranks, and look the same on all of them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trainwright.heartbeat import Heartbeat
 _TICK, _LATE = 0.02, 0.015  # seconds
 
 
-class Standstills:
-    """Count the seconds inside collectives in which this process did not run, from a thread that wakes late then.
+class Stalls:
+    """Count the seconds inside collectives in which this process did not run, with a thread that then wakes up late.
 
-    A process that is stopped again and again, as by cpulimit, or that gets no processor, is late in the collective that
-    it has entered already. There is no other trace of that: all ranks wait until it goes on.
+    A process that cpulimit stops, or that gets no processor, may stall in a collective that it has already entered. All
+    ranks then wait in the collective, so their seconds do not show which rank stalled.
     """
 
     def __init__(self, own: Heartbeat) -> None:
         self._own = own
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._count, name="standstills", daemon=True)
+        self._thread = threading.Thread(target=self._count, name="stalls", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -36,5 +36,5 @@ class Standstills:
         while not self._closed.wait(_TICK):
             now, now_waited = time.monotonic(), self._own.waited()
             if (late := now - before - _TICK) > _LATE:
-                self._own.stood_still += min(late, max(0.0, now_waited - waited))
+                self._own.stalled += min(late, max(0.0, now_waited - waited))
             before, waited = now, now_waited

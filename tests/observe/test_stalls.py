@@ -1,4 +1,4 @@
-"""Standstills count inside collectives, and nowhere else."""
+"""Stalls are counted inside collectives, and nowhere else."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainwright.engine.policies.stragglers import WINDOW, Comparison
 CHILD = """
 import sys, time
 from trainwright.heartbeat import Heartbeat
-from trainwright.observe.standstills import Standstills
+from trainwright.observe.stalls import Stalls
 
 own = Heartbeat(None)
 own.phase("backward", 1)
-with Standstills(own):
+with Stalls(own):
     if sys.argv[1] == "waits":
         own.enter("all_reduce", "", "", counted=True, same_shape=True)
     print("ready", flush=True)
@@ -28,13 +28,13 @@ with Standstills(own):
     time.sleep(0.1)  # the thread wakes
     if sys.argv[1] == "waits":
         own.leave()
-print(own.stood_still)
+print(own.stalled)
 """
 STOPS, SECONDS = 3, 0.4
 
 
 @pytest.mark.parametrize("does", ["waits", "computes"])
-def test_a_process_that_is_stopped_inside_a_collective_stands_still(does: str) -> None:
+def test_a_process_that_is_stopped_inside_a_collective_stalls(does: str) -> None:
     command = [sys.executable, "-c", CHILD, does]
     with subprocess.Popen(
         command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -52,7 +52,7 @@ def test_a_process_that_is_stopped_inside_a_collective_stands_still(does: str) -
     assert found > STOPS * (SECONDS - 0.1) if does == "waits" else found == 0.0
 
 
-def test_a_rank_whose_standstills_delay_the_others_is_named() -> None:
+def test_a_rank_whose_stalls_delay_the_others_is_named() -> None:
     comparison = Comparison()
     found = None
     for step in range(80):
