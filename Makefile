@@ -1,6 +1,6 @@
 # `make` alone lists what there is. Everything installs into .venv; nothing else on the machine is touched.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-conditions lint format clean benchmarks docs setup-accelerate check gpu-info memory-check \
+.PHONY: help install quickstart test test-slow test-gpu test-conditions lint format clean benchmarks docs setup-accelerate check gpu-info memory-check \
 	process style render train train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
 	eval eval-quick eval-full infer infer-batch infer-interactive merge merge-test tensorboard
 
@@ -60,6 +60,9 @@ test: $(STAMP)  ## run the fast tests (PYTEST_ARGS="tests/recipe -x" selects som
 
 test-slow: $(STAMP)  ## run the slow tests and print their durations
 	$(TEST) -m slow --timeout 1800 --durations 0 --durations-min 1 $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)  ## run the tests that need a GPU, on a machine that has one
+	$(BIN)/python -m pytest -q -n 4 tests/gpu tests/models/test_recompute.py::test_offloading_frees_the_gpu --timeout 600 $(PYTEST_ARGS)
 
 test-conditions: $(STAMP)  ## run the tests under other conditions; takes minutes each (CONDITIONS="one-core no-root")
 	$(BIN)/python -m tests.support.conditions $(CONDITIONS) -- $(PYTEST_ARGS)

@@ -1,6 +1,7 @@
 """Compare what training waits for a checkpoint of SmolLM2-135M on two processes, written in the background and not.
 
     python bench/checkpoints.py
+    python bench/checkpoints.py --single --random-weights --every 300 --output bench/results/checkpoints_gpu.json
 
 Runs with and without the background take turns. The first checkpoint of a run also makes the directory, starts the
 process that writes and allocates its memory; it counts like the others. The last one is always waited for and left out.
@@ -21,34 +22,38 @@ from typing import Any
 
 import psutil
 import yaml
+from gpu_runs import SMOLLM2
 from support.machine import describe
 from support.runs import print_table, write_results
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "checkpoints.json"
 STRATEGIES = ("ddp", "fsdp")
-EVERY, CHECKPOINTS = 15, 3
+CHECKPOINTS = 3
 MEMORY = "memfd:checkpoint"
 
 
-def recipe(strategy: str, background: bool, run: Path) -> dict[str, Any]:
+def recipe(strategy: str, background: bool, run: Path, random_weights: bool, every: int) -> dict[str, Any]:
     """A recipe with short steps; their length changes nothing in a checkpoint."""
     return {
         "task": "sft",
-        "model": {"name": "HuggingFaceTB/SmolLM2-135M-Instruct"},
+        "model": {"config": SMOLLM2, "tokenizer": "bytes"}
+        if random_weights
+        else {"name": "HuggingFaceTB/SmolLM2-135M-Instruct"},
         "data": {"train": "pydoc", "limit": 400, "max_length": 256},
-        "train": {"max_steps": EVERY * (CHECKPOINTS + 1), "global_batch_size": 2, "micro_batch_size": 1},
-        "parallel": {"num_processes": 2, "strategy": strategy},
-        "checkpoint": {"every": EVERY, "keep_last": 1, "background": background},
+        "train": {"max_steps": every * (CHECKPOINTS + 1), "global_batch_size": 2, "micro_batch_size": 1},
+        "parallel": {"num_processes": 1 if strategy == "single" else 2, "strategy": strategy},
+        "checkpoint": {"every": every, "keep_last": 1, "background": background},
         "logging": {"run_directory": str(run), "tensorboard": False},
     }
 
 
-def measure(strategy: str, background: bool, directory: Path) -> dict[str, Any]:
+def measure(strategy: str, background: bool, directory: Path, random_weights: bool, every: int) -> dict[str, Any]:
     """Train; return the seconds of its checkpoints and the bytes of memory that the copies of all ranks take."""
     run, path = directory / "run", directory / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe(strategy, background, run)))
-    environment = {**os.environ, "TRAINWRIGHT_QUIET": "1", "PYTHONPATH": str(ROOT / "src")}
+    path.write_text(yaml.safe_dump(recipe(strategy, background, run, random_weights, every)))
+    path_of_modules = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TRAINWRIGHT_QUIET": "1", "PYTHONPATH": path_of_modules}
     command = [sys.executable, "-m", "trainwright", "train", str(path)]
     begun, copies = time.monotonic(), 0
     with (directory / "output").open("w") as output:
@@ -91,17 +96,25 @@ def copied_bytes(command: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=2, help="of runs of each strategy")
+    parser.add_argument("--every", type=int, default=15, help="steps between checkpoints; 300 on a GPU")
+    parser.add_argument("--single", action="store_true", help="one process, such as of one GPU")
+    parser.add_argument(
+        "--random-weights", action="store_true", help="without the model's own, for machines without it"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    strategies = ("single",) if arguments.single else STRATEGIES
     runs = []
     for pair in range(arguments.pairs):
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             for background in (True, False) if pair % 2 else (False, True):
                 with tempfile.TemporaryDirectory(prefix="checkpoints-") as directory:
-                    runs.append(measure(strategy, background, Path(directory)))
+                    runs.append(
+                        measure(strategy, background, Path(directory), arguments.random_weights, arguments.every)
+                    )
                 print({key: value for key, value in runs[-1].items() if key != "step_times"}, flush=True)
     rows = []
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         waited, blocked = (
             statistics.median(
                 seconds

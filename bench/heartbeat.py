@@ -5,9 +5,9 @@ Steps of one run have one or not, in pairs.
     python bench/heartbeat.py
     python bench/heartbeat.py --steps 2000
 
-Two processes train a small model, whose steps of some 20 ms are shorter than those of any real one. The heartbeat is
-switched off and on from step to step; the cost is the median difference of the two steps of a pair, as a share of the
-median step.
+Two processes, or one with `--strategy single`, train a small model, whose steps of some 20 ms are shorter than those of
+any real one. The heartbeat is switched off and on from step to step; the cost is the median difference of the two steps
+of a pair, as a share of the median step.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def main() -> int:
 
 def steps(count: int, strategy: str) -> dict[int, float]:
     """The seconds of every step."""
+    processes = 1 if strategy == "single" else 2
     with tempfile.TemporaryDirectory(prefix="heartbeat-") as temporary:
         run = Path(temporary) / "run"
         settings = [
@@ -83,7 +84,7 @@ def steps(count: int, strategy: str) -> dict[int, float]:
                 f"logging.run_directory={run}",
                 "logging.tensorboard=false",
             ),
-            *(f"train.max_steps={count}", f"parallel.strategy={strategy}", "parallel.num_processes=2"),
+            *(f"train.max_steps={count}", f"parallel.strategy={strategy}", f"parallel.num_processes={processes}"),
             *("checkpoint.every=null", "evaluate.every=null", "evaluate.prompts=[]"),
             "train.step_policies=['heartbeat:Switched']",
         ]

@@ -26,6 +26,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from support.machine import describe, use_cores
 from support.runs import print_table, write_results
 
@@ -63,6 +64,9 @@ class AfterTheLast(StepPolicy):
         """Write them."""
         own = heartbeat.own()
         if step == self._last and own is not None:
+            if self.training.world.device.type == "cuda":
+                torch.cuda.synchronize()
+                heartbeat.phase("step policies and observers", step)  # adds up what the GPU has done by now
             seconds = by_category(own.spent.read(), 0.0)
             (Path(os.environ[PHASES]) / str(self.training.world.rank)).write_text(json.dumps(seconds))
 

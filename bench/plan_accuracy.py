@@ -79,7 +79,7 @@ def main() -> None:
     output = arguments.output or RESULTS / f"plan_accuracy_{device}_{arguments.seed}.json"
     before = json.loads(output.read_text()) if output.exists() else {"cases": [], "machine": None}
     known = {result["id"]: result for result in before["cases"]}
-    described = before["machine"] if arguments.predict else describe(use_cores(2)) | {"gpus": _gpus(machine)}
+    described = before["machine"] if arguments.predict else describe(use_cores(2))
     cases = draw(arguments.seed, arguments.cases, machine, arguments.family or FAMILIES)
     chosen = [case for case in cases if all(word in case.name for word in arguments.only)]
     results: dict[str, dict[str, Any]] = {}
@@ -102,10 +102,6 @@ def main() -> None:
             )
     report(list(results.values()))
     print(f"All numbers: {output}")
-
-
-def _gpus(machine: Machine) -> list[dict[str, Any]]:
-    return [{"name": gpu.name, "memory_gib": round(gpu.memory_bytes / 2**30, 1)} for gpu in machine.gpus]
 
 
 def report(results: list[dict[str, Any]]) -> None:

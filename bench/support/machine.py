@@ -28,7 +28,28 @@ def describe(cores: list[int]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "load_average_before": os.getloadavg()[0],
+        **({"gpus": gpus} if (gpus := _gpus()) else {}),
     }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Name, memory and driver of each GPU, by NVML."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # without the library or a driver there are none
+        return []
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    return [
+        {
+            "name": pynvml.nvmlDeviceGetName(handle),
+            "memory_gib": round(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30, 1),
+            "driver": driver,
+        }
+        for handle in handles
+    ]
 
 
 def use_cores(count: int) -> list[int]:

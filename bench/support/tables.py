@@ -39,8 +39,9 @@ def as_code(row: Row) -> Row:
 
 def _machine(machine: Results) -> str:
     units = ", bf16 instructions" if machine["bf16_instructions"] else ""
+    gpus = "".join(f"{each['name']} (driver {each['driver']}), " for each in machine.get("gpus", ()))
     return (
-        f"{machine['processor']} ({machine['cores_in_machine']} cores{units}), {machine['memory_gib']} GiB, "
+        f"{gpus}{machine['processor']} ({machine['cores_in_machine']} cores{units}), {machine['memory_gib']} GiB, "
         f"{machine['system']}, Python {machine['python']}"
     )
 
