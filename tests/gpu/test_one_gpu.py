@@ -186,6 +186,6 @@ def test_a_full_gpu_is_met_with_smaller_micro_batches(tmp_path: Path) -> None:
     keys = (*SAME, *wide, "train.global_batch_size=16", "train.micro_batch_size=8")
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     train(undisturbed, *keys)
-    said = train(run, *keys, "train.step_policies=['tests.gpu.policies:FillsMemory']")
-    assert "micro" in said
+    train(run, *keys, "train.step_policies=['tests.gpu.policies:FillsMemory']")
+    assert any("micro-batch 8 -> 4" in event["action"] for event in events(run, "fault")), events(run, "fault")
     assert difference(column(run, "loss"), column(undisturbed, "loss")) < 1e-5
