@@ -53,12 +53,13 @@ STEPS = 14
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument("--skip", default="-", help="cases whose name has this")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_runs.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a GPU")
     found, failed = [], []
-    for name in (each for each in CASES if options.only in each):
+    for name in (each for each in CASES if options.only in each and options.skip not in each):
         with tempfile.TemporaryDirectory(prefix="gpu-runs-") as directory:
             case = measure(name, Path(directory))
         (failed if "error" in case else found).append(case)

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import PATIENCE, started
+from tests.support.commands import PATIENCE, machine_file, started
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from trainwright.launch.run_directory import record
 from trainwright.recipe.loading import dump_recipe, load_recipe
 
 RESOLVED = (
     ON_ROWS,
+    "parallel.device=cpu",
     "train.mixed_precision=no",
     "train.compile=false",
     "train.activation_checkpointing=none",
@@ -126,3 +127,12 @@ def test_the_start_event_says_how_the_model_lies(runs: Runs, overrides: tuple[st
     layout = events(run, "start")[0]["layout"]
     assert layout.startswith("model.model.embed_tokens.weight ")
     assert expected in layout
+
+
+def test_a_machine_with_a_gpu_trains_on_its_cpu(runs: Runs, tmp_path: Path) -> None:
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 * 2**30, "capability": [9, 0]}
+    run = tmp_path / "run"
+    fixed = (*RESOLVED, "parallel.num_processes=1", f"logging.run_directory={run}")
+    ended = runs.command("train", str(TINY), *fixed, TRAINWRIGHT_MACHINE=machine_file(tmp_path, gpus=[gpu])).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert events(run, "start")[0]["gpus"] == 0 and len(events(run, "step")) == 2

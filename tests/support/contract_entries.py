@@ -33,7 +33,8 @@ def _go(kind: str, run: Path, rank: int) -> None:
     tampered = rank == 1
     if kind == "setting" and tampered:
         torch.set_float32_matmul_precision("high")
-    recipe = load_recipe(run / "recipe.yaml", ["train.seed=1"] if kind == "recipe" and tampered else [])
+    changes = {"recipe": ["train.seed=1"] if tampered else [], "device": ["parallel.device=cuda"]}
+    recipe = load_recipe(run / "recipe.yaml", changes.get(kind, []))
     parallel = recipe.parallel
     if kind == "another strategy":
         parallel = ParallelSection(strategy="ddp", num_processes=parallel.num_processes)
@@ -45,7 +46,7 @@ def _go(kind: str, run: Path, rank: int) -> None:
             next(task.module.parameters()).mul_(1.001)
     world = join("cpu")
     try:
-        agree(recipe, task, world, "cuda" if kind == "device" else "cpu")
+        agree(recipe, task, world)
         dtype = torch.bfloat16 if kind == "dtype" and tampered else torch.float32
         if kind == "alone" and tampered:
             world = World(rank=0, size=1, local_rank=0, local_size=1, device=world.device)

@@ -14,7 +14,6 @@ from typing import Any
 
 from trainwright.engine.checkpoints.stored_run import STORED_AS
 from trainwright.errors import RequestError, unwritable
-from trainwright.machine.detect import detect
 from trainwright.machine.sharing.file_lock import lock_directory
 from trainwright.paths import user_path, write_file
 from trainwright.recipe.loading import dump_recipe
@@ -127,7 +126,7 @@ def record(
     plan: Mapping[str, Any] | None = None,
     chosen: Sequence[str] = (),
 ) -> None:
-    """Write the resolved recipe (YAML), its name, the device it was resolved for, and the reason for each choice.
+    """Write the resolved recipe (YAML), its name, and the reason for each choice.
 
     Args:
         plan: further predictions, serializable as JSON.
@@ -136,7 +135,7 @@ def record(
     Each file is written completely or not at all. Raises MachineError if the disk is full or not writable,
     RequestError if a directory is in the place of a file.
     """
-    known = {**(plan or {}), "recipe": stem, "device": detect().device, "reasons": list(reasons)}
+    known = {**(plan or {}), "recipe": stem, "reasons": list(reasons)}
     known["chosen_keys"] = list(chosen)
     if (stored := plan_of(directory).get(STORED_AS)) is not None:
         known[STORED_AS] = stored
@@ -155,11 +154,6 @@ def reasons(directory: Path) -> list[str]:
 def chosen(directory: Path) -> tuple[str, ...]:
     """Return the keys (``section.key``) of a run's recipe whose values were chosen for the user, as recorded."""
     return tuple(map(str, plan_of(directory).get("chosen_keys", ())))
-
-
-def planned_device(directory: Path) -> str:
-    """Return the device that a run was planned for: cuda or cpu."""
-    return str(plan_of(directory)["device"])
 
 
 def predicted(directory: Path) -> dict[str, float]:

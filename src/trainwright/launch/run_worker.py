@@ -229,7 +229,7 @@ def run_worker(
     with Activity(console(), f"setting up {recipe.parallel.strategy}"):
         heartbeat.phase("setup")
         _follow_device(world)
-        agree(recipe, task, world, run_directory.planned_device(run))
+        agree(recipe, task, world)
         strategy, layout = _strategy(recipe, task, world)
         watch(task, strategy)
     with Activity(console(), "starting the trackers"):

@@ -99,11 +99,8 @@ def usable_device(machine: Machine, rank_info: RankInfo | None, asked: str | Non
     return "cuda"
 
 
-def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
+def agree(recipe: Recipe, task: Task, world: World) -> None:
     """Compare the processes before a strategy is built on them. Every rank must call.
-
-    Args:
-        device: the type that the run was planned for, "cuda" or "cpu".
 
     Raises:
         MachineError: on all ranks, naming every difference and the ranks that have it.
@@ -124,7 +121,7 @@ def agree(recipe: Recipe, task: Task, world: World, device: str) -> None:
         found["weights", "fingerprint"] = weights
     planned: dict[tuple[str, str], Any] = {
         ("processes", "number"): recipe.parallel.num_processes,
-        ("device", "type"): device,
+        ("device", "type"): recipe.parallel.device,
     }
     steps = recipe.train.gradient_accumulation_steps
     examples = sum(len(micro.examples) for micro in first.micro_batches)
