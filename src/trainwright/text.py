@@ -82,7 +82,11 @@ def duration(seconds: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format seconds with a unit: 300 ms, 12.5 s, 12 min, 3.4 h, 2.1 days."""
+    """Format seconds with a unit: 40 µs, 5.3 ms, 300 ms, 12.5 s, 12 min, 3.4 h, 2.1 days."""
+    if 0 < seconds < 0.00095:
+        return f"{seconds * 1e6:.0f} µs"
+    if 0 < seconds < 0.00995:
+        return f"{seconds * 1000:.1f} ms"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:

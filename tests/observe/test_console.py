@@ -206,7 +206,11 @@ def test_numbers_for_people() -> None:
     assert [text.duration(s) for s in (4.6, 75, 3_725, float("inf"))] == ["0:05", "1:15", "1:02:05", "?"]
     assert [text.size(n) for n in (12, 1 << 20, 3 << 40)] == ["12 B", "1.0 MiB", "3.0 TiB"]
     assert [text.size(n) for n in (500 << 20, 1023 << 20)] == ["500 MiB", "1023 MiB"]
-    assert [text.span(s) for s in (0.3, 12.5, 720, 12_240, 181_440)] == [
+    assert [text.span(s) for s in (0, 4e-5, 9.9e-4, 0.00532, 0.3, 12.5, 720, 12_240, 181_440)] == [
+        "0 ms",
+        "40 µs",
+        "1.0 ms",
+        "5.3 ms",
         "300 ms",
         "12.5 s",
         "12 min",

@@ -32,27 +32,37 @@ def table(
     rows: Iterable[Sequence[object]],
     text: Sequence[int] = (),
     numbers: Sequence[int] = (),
+    names: Sequence[int] = (),
 ) -> str:
     """Return a table.
 
     Args:
         text: columns of longer text, whose line breaks are kept.
         numbers: columns of numbers that are compared with each other: on one line, and one below the other.
+        names: columns of names that may be very long: cut at the width of the column, and shown whole as a tooltip.
     """
     kinds = dict.fromkeys(text, " class=text dir=auto") | dict.fromkeys(numbers, " class=number")
+    kinds |= dict.fromkeys(names, " class=name")
     shown = "".join(
         f'<th scope="col"{kinds.get(column, "") if column in numbers else ""}>{escaped(name)}</th>'
         for column, name in enumerate(head)
     )
     lines = "".join(
         "<tr>"
-        + "".join(f"<td{kinds.get(column, '')}>{escaped(cell)}</td>" for column, cell in enumerate(row))
+        + "".join(
+            f"<td{kinds.get(column, '')}{_tooltip(cell) if column in names else ''}>{escaped(cell)}</td>"
+            for column, cell in enumerate(row)
+        )
         + "</tr>"
         for row in rows
     )
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{shown}</tr></thead><tbody>{lines}</tbody></table></div>'
     )
+
+
+def _tooltip(cell: object) -> str:
+    return f' title="{escaped(cell)}"'
 
 
 def prose(sentence: str) -> str:

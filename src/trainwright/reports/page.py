@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -95,8 +96,10 @@ def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
         rows = [{"part": name, "kind": "plan", "value": value / _BYTES} for name, value in phases.items()]
         if run.steps:
             peak = max(float(event.get("memory_bytes", 0)) for event in run.steps) / _BYTES
-            rows.append({"part": "whole process", "kind": "plan", "value": predicted.get("memory_bytes", 0) / _BYTES})
-            rows.append({"part": "whole process", "kind": "measured", "value": peak})
+            # On GPUs tensors are counted, without the memory of the driver and the libraries.
+            part, of = ("all tensors", "tensors_bytes") if run.start.get("gpus") else ("whole process", "memory_bytes")
+            rows.append({"part": part, "kind": "plan", "value": predicted.get(of, 0) / _BYTES})
+            rows.append({"part": part, "kind": "measured", "value": peak})
         charts.append(pair_chart("Memory per process by phase", rows, "MiB"))
     if parts := _largest((chosen.get("time") or {}).get("parts")):
         rows = [{"part": name, "kind": "plan", "value": value} for name, value in parts.items()]
@@ -114,10 +117,15 @@ def _profiles(run: RunFigures) -> Iterator[str]:
         for snapshot in event.get("memory") or ():
             yield f"<p>Memory: <code>{escaped(snapshot)}</code>, which pytorch.org/memory_viz opens.</p>"
         rows = [
-            (each["name"], f"{each['calls']:,}", text.span(each["seconds"]), f"{each['share']:.1%}")
+            (_kernel(str(each["name"])), f"{each['calls']:,}", text.span(each["seconds"]), f"{each['share']:.1%}")
             for each in event.get("operators") or ()
         ]
-        yield table(["Operator", "Calls", "Time, all ranks", "Share"], rows)
+        yield table(["Operator", "Calls", "Time, all ranks", "Share"], rows, numbers=[1, 2, 3], names=[0])
+
+
+def _kernel(name: str) -> str:
+    """Return the name of an operator or kernel without what torch's kernels begin with."""
+    return re.sub(r"^void |\(anonymous namespace\)::|\bat::native::|\bc10::", "", name)
 
 
 def _timeline(run: RunFigures) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
@@ -149,8 +150,11 @@ class _Recording:
         """Return the operators, on a GPU the kernels, without our phases."""
         found = []
         for each in self._profile.key_averages():
+            # An operator of the host has the device's time of its kernels, which are there themselves.
+            if self._on_gpu and each.device_type != DeviceType.CUDA:
+                continue
             microseconds = each.self_device_time_total if self._on_gpu else each.self_cpu_time_total
-            if microseconds > 0 and not each.key.startswith((_PHASE, "ProfilerStep")):
+            if microseconds > 0 and not each.is_user_annotation and not each.key.startswith((_PHASE, "ProfilerStep")):
                 found.append(Operator(each.key, each.count, microseconds / 1e6))
         return found
 
