@@ -1,0 +1,70 @@
+"""Tables of what was measured on a real GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from support.tables import RESULTS, Row, measured, read, table
+
+MIB = 2**20
+# Torch allocates the workspaces of cuBLAS as tensors: on Hopper 32 MiB for each of two threads. Plans count them with
+# the driver and the libraries.
+WORKSPACES = 64 * MIB
+
+
+def gpu_runs() -> str:
+    results, memory = read("gpu_runs"), [read(file.stem) for file in sorted(RESULTS.glob("plan_accuracy_gpu_*.json"))]
+    rows: list[Row] = [
+        (
+            f"`{case['name']}` with random weights, {case['precision']}, micro-batches of {case['micro_batch_size']}, "
+            "as planned: tokens per second and peak of tensors, in brackets beside the plan's",
+            "-",
+            f"{case['tokens_per_second']:,.0f} ({_more(case, 'tokens_per_second')}), "
+            f"{case['memory_bytes'] / 2**30:.1f} GiB ({case['memory_bytes'] / case['predicted_bytes'] - 1:+.1%}); "
+            f"{case['mfu']:.0%} of the datasheet's peak rate",
+            "python bench/gpu_runs.py",
+        )
+        for case in results["cases"]
+    ]
+    cases = [case for each in memory for case in each["cases"]]
+    wholly = [(case["predicted"] + WORKSPACES) / case["measured"] - 1 for case in cases]
+    rows.append(
+        (
+            f"Peak of tensors of {len(cases)} runs (single and ddp, full, LoRA and DoRA), predicted against "
+            "`max_memory_allocated`",
+            "median 3%",
+            f"{_errors([case['error'] for case in cases])}; with the 64 MiB that cuBLAS holds, which the plan counts "
+            f"with the libraries: {_errors(wholly)}",
+            "python bench/plan_accuracy.py --seed 0 (1, 2)",
+        )
+    )
+    return table(rows, results)
+
+
+def ledger_gpu() -> str:
+    results = read("ledger_gpu")
+    (rank,), (phases,) = (results["cases"]["tiny"][key] for key in ("ranks", "phases"))
+    rows: list[Row] = [
+        (
+            "The life of the process of `tiny` that the ledger has in a named category; its phases of steps, on the "
+            "clock of the GPU, beside torch.profiler's",
+            "99%; within 5%",
+            f"{rank['attributed']:.1%}; {phases['difference']:+.1%}",
+            "python bench/ledger.py --only tiny --output bench/results/ledger_gpu.json",
+        ),
+    ]
+    return table(rows, results)
+
+
+def _more(case: dict[str, Any], key: str) -> str:
+    return f"{case[key] / case[f'predicted_{key}'] - 1:+.1%}"
+
+
+def _errors(errors: Sequence[float]) -> str:
+    sizes = sorted(map(abs, errors))
+    return f"median {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}"
+
+
+TABLES = tuple(measured(gpu_runs, ledger_gpu))
