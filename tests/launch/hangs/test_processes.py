@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.commands import wait_for
-from trainwright.launch.hangs.processes import ProcessState, bytes_moved, state_of
+from tests.support.commands import environment, wait_for
+from trainwright.launch.hangs.processes import Moving, ProcessState, bytes_moved, state_of
 
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17  # linux/ptrace.h
 
@@ -72,6 +74,34 @@ def test_bytes_of_the_processes_that_a_worker_has_started_count() -> None:
         wait_for(lambda: bytes_moved(parent.pid) > before + 1000)
         for process in (*children, parent):
             process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("what", "moves"),
+    [
+        # What the ledger of a rank does, ten times as often; and a slow disk.
+        ("sample(); file.write('x' * 200)", False),
+        ("file.write('x' * 20_000)", True),
+    ],
+)
+def test_the_ledger_of_a_rank_is_not_taken_for_a_model_that_is_written(tmp_path: Path, what: str, moves: bool) -> None:
+    code = (
+        "import sys, time; from trainwright.machine.usage.sample import Sampler\n"
+        "sample, file = Sampler(), open(sys.argv[1], 'w', buffering=1)\n"
+        f"file.write('begun\\n')\nwhile True: {what}; file.flush(); time.sleep(0.1)"
+    )
+    written = tmp_path / "written"
+    with subprocess.Popen([sys.executable, "-c", code, str(written)], env=environment()) as process:
+        try:
+            wait_for(lambda: written.exists() and written.read_text())
+            moving, found = Moving(), []
+            assert moving(process.pid, 0.25), "nothing is known yet"
+            for _ in range(12):
+                time.sleep(0.25)
+                found.append(moving(process.pid, 0.25))
+            assert any(found) == moves
+        finally:
+            process.kill()
 
 
 def test_the_thread_that_waited_longest_for_a_core_counts() -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import psutil
 
+_BYTES_PER_SECOND = 64 * 2**10  # a process that moves fewer does not read or write a model
+_READ = 16  # `bytes_moved` counts one byte for each 16 that were read, but not from storage
+
 
 @dataclass(frozen=True)
 class ProcessState:
@@ -55,15 +58,38 @@ def state_of(pid: int, *, closely: bool = False) -> ProcessState | None:
 
 
 def bytes_moved(pid: int) -> int:
-    """Return the bytes that a process and those that it has started have read and written so far."""
+    """Return the bytes that a process and those that it has started have written, and read from storage, so far.
+
+    Of what was read otherwise a part is added: it is from caches, file systems that do not tell, or from /proc, where
+    the ledger of a rank reads some 20 KB every second.
+    """
     total = 0
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):
             with suppress(psutil.Error, AttributeError, OSError):  # it has ended, or the system does not count
                 counted = each.io_counters()
-                total += int(counted.read_chars + counted.write_chars)
+                total += int(counted.write_chars + counted.read_bytes + counted.read_chars // _READ)
     return total
+
+
+class Moving:
+    """Whether a process reads or writes a model; the ledger of a rank writes some bytes all the time."""
+
+    def __init__(self) -> None:
+        self._moved: int | None = None
+        self._seconds = 0.0
+
+    def __call__(self, pid: int, passed: float) -> bool:
+        """Return whether it has moved the bytes of a model since it last did; ``passed``: seconds since the last call.
+
+        The first call returns True.
+        """
+        moved, self._seconds = bytes_moved(pid), self._seconds + passed
+        if self._moved is not None and moved - self._moved < _BYTES_PER_SECOND * max(1.0, self._seconds):
+            return False
+        self._moved, self._seconds = moved, 0.0
+        return True
 
 
 def seconds_asleep() -> float:

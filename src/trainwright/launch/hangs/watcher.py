@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainwright.engine.event_log import append_event
@@ -17,7 +17,7 @@ from trainwright.heartbeat import Beat, heartbeat_directory, heartbeat_file, rea
 from trainwright.launch.hangs.flight_recorder import remove_pipes, write_collectives
 from trainwright.launch.hangs.judge import STORAGE, Conflict, Seen, Verdict, conflict_of, judge
 from trainwright.launch.hangs.machines import Machines
-from trainwright.launch.hangs.processes import ProcessState, bytes_moved, seconds_asleep, state_of
+from trainwright.launch.hangs.processes import Moving, ProcessState, seconds_asleep, state_of
 from trainwright.launch.hangs.stacks import stacks_file, stacks_of, training_thread
 from trainwright.text import say, span
 
@@ -66,7 +66,7 @@ class _Rank:
     passed: float = 0.0  # seconds of the watcher's clock
     on_disk: float = 0.0
     suspended: float = 0.0
-    moved: int = 0  # bytes, while it reads or writes a model
+    moving: Moving = field(default_factory=Moving)
 
     @property
     def seen(self) -> Seen:
@@ -167,8 +167,8 @@ class HangWatcher:
                 before.on_disk += passed
             else:
                 before.quiet += max(0.0, passed - starved)
-            if rank in quiet and beat.phase in STORAGE and (moved := bytes_moved(pids[rank])) != before.moved:
-                before.moved, before.quiet = moved, _QUIET
+            if rank in quiet and beat.phase in STORAGE and before.moving(pids[rank], passed):
+                before.quiet = _QUIET
             if asleep > _CHECK_SECONDS:
                 before.quiet = -_AFTER_SLEEP
         for rank in self._ranks.keys() - beats.keys():
