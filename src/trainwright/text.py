@@ -112,15 +112,22 @@ def block(text: str, indent: str, width: int) -> str:
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
-def table(rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
+def table(rows: Sequence[Sequence[str]], width: int | None = None, *, numbers: bool = False) -> Iterator[str]:
     """Yield the lines of a table whose first row is its head.
 
     If it is wider than ``width``, each row becomes a list: its first cell, and a line for each other cell that is not
     empty, with the head as label. No width: never.
+
+    Args:
+        numbers: all columns but the first have numbers, and are aligned to the right.
     """
     shown = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in shown) for column in range(len(shown[0]))]
-    lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in shown]
+    aligned = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]
+    lines = [
+        "  ".join(align(cell, size) for align, cell, size in zip(aligned, row, widths, strict=True)).rstrip()
+        for row in shown
+    ]
     if width is None or all(len(line) <= width for line in lines):
         yield from lines
         return

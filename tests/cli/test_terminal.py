@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -226,3 +227,65 @@ def test_after_a_resume_the_summary_is_about_the_whole_run(tmp_path: Path) -> No
     before = re.search(r"step 0: validation  loss (\S+)", first.shown)
     assert before and re.search(rf"  loss +{re.escape(before[1])} -> ", again.shown), again.shown
     assert re.search(r"finished at step 6 after \S+, \S+ of it since it was resumed at step 2", again.shown)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run of an adapter, `run`, and the cache of all."""
+    directory = tmp_path_factory.mktemp("adapted")
+    settings = ["train.max_steps=2", "model.adapter={type: lora, rank: 2}", "logging.run_directory=run"]
+    found = record("train", str(TINY), ON_ROWS, *settings, cwd=directory, TRAINWRIGHT_CACHE=str(directory / "cache"))
+    assert found.code == 0, found.shown
+    return directory
+
+
+SWEPT = ("train.max_steps=2", "parallel.num_processes=1", "--over", "train.seed=1", "--out", "swept")
+LONG = {
+    "merge": (("merge", "run", "--out", "merged"), "reading the model", "logits differ from those of"),
+    "ablate": (("ablate", str(TINY), ON_ROWS, *SWEPT), "planning", "seed=1"),
+    "drill": (
+        ("drill", str(TINY), ON_ROWS, "--tries", "1", "--strategies", "single", "--processes", "1"),
+        "training once without a fault",
+        "held",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("name", LONG)
+def test_commands_that_take_long_say_what_they_do(adapted: Path, tmp_path: Path, name: str, columns: int) -> None:
+    command, phase, said = LONG[name]
+    (tmp_path / "run").symlink_to(adapted / "run")
+    cache = str(adapted / "cache")
+    found = record(*command, cwd=tmp_path, columns=columns, announcing=True, TRAINWRIGHT_CACHE=cache)
+    assert found.code == 0, found.shown
+    assert f"{phase} … 0:0" in found.written and said in found.shown
+    found.check_unbroken()
+    found.check_announced(most=_SILENT)
+
+
+@pytest.mark.slow
+def test_submit_prints_a_file_that_no_terminal_breaks(adapted: Path, tmp_path: Path) -> None:
+    command = ("submit", str(TINY), ON_ROWS, "--to", "slurm", "--time", "1h", "--print")
+    found = record(*command, cwd=tmp_path, columns=40, TRAINWRIGHT_CACHE=str(adapted / "cache"))
+    assert found.code == 0 and "#SBATCH --time=1:00:00" in found.lines
+    script = tmp_path / "job.sh"
+    script.write_text(found.shown)
+    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    assert any(line.startswith("srun ") and len(line) > 200 for line in found.lines)
+
+
+@pytest.mark.slow
+def test_watch_prints_its_address_whole_and_ends_quietly(adapted: Path) -> None:
+    pytest.importorskip("starlette")
+
+    def interrupt(process: subprocess.Popen[bytes], written: str) -> None:
+        if re.search(r"http://\S+\s", written):
+            process.send_signal(signal.SIGINT)
+
+    found = record("watch", ".", cwd=adapted, columns=40, while_running=interrupt)
+    assert found.code == -signal.SIGINT and found.lines[-2:] == ["trainwright watch: interrupted", ""], found.shown
+    (address,) = (line for line in found.lines if "http://" in line)
+    assert re.search(r"http://127\.0\.0\.1:\d+/\?token=\S{20,}$", address)

@@ -17,7 +17,7 @@ from trainwright.drilling import phases
 from trainwright.drilling.campaign import HELD, SKIPPED, Results, run_trials
 from trainwright.drilling.faults import catalog  # noqa: F401
 from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, schedule
-from trainwright.drilling.report import rows_of, table
+from trainwright.drilling.report import cells, notes, rows_of, shown, table
 from trainwright.drilling.scene import measures_of
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, shortened, spreads_of
@@ -109,8 +109,12 @@ def test_the_table_has_medians_and_what_is_left() -> None:
     trials = [Trial(kind, n, 0, Case(("single", 1))) for n in range(4)]
     values = [{"detection": 1.0, "recovery": 4.0, "lost": 2}, {"detection": 3.0, "recovery": 8.0, "lost": 4}, {}]
     lines = [{"verdict": HELD, "why": "", **value} for value in values]
-    shown = table(dict(zip(trials, [*lines, None], strict=True)))
-    assert "2.0 s" in shown and "6.0 s" in shown and "1 of 4 trials are left" in shown
+    found = dict(zip(trials, [*lines, None], strict=True))
+    whole = table(found)
+    assert "2.0 s" in whole and "6.0 s" in whole and "3 steps" in whole and "1 of 4 trials are left" in whole
+    narrow = shown(cells(found), notes(found), 80)
+    assert all(len(line) <= 80 for line in narrow.splitlines())
+    assert "3 steps" in narrow and "1 of 4 trials are left" in narrow and "broken" not in narrow and "broken" in whole
 
 
 def test_what_is_measured_begins_with_the_fault() -> None:

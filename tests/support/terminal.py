@@ -23,8 +23,8 @@ _ROWS, _HISTORY = 50, 10_000
 _END = "(the end)"
 # A line that is drawn while something is going on: its seconds, a bar, or a count with the time left.
 _GOING_ON = re.compile(r" (?:…|\.\.\.) \d+:\d\d|^step \d+/\d+\b|: [\d,]+/[\d,]+ \w+ .* left$")
-# What is never broken, and may be longer than the terminal is wide: one word such as a path, or a command.
-_UNBROKEN = re.compile(r"\s*(\S+|`?(trainwright|tensorboard) .*|\w+\.from_pretrained\(.*\).*)")
+# What is never broken, and may be longer than the terminal is wide: one word such as a path, a command, or Python.
+_UNBROKEN = re.compile(r"\s*(\S+|`?(trainwright|tensorboard) .*|(\w+ = )?\w+\.from_pretrained\(.*\).*|from \w+ import .*)")
 
 
 @dataclass(frozen=True)

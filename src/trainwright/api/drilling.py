@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,15 +59,24 @@ class Drill:
             (``median_recovery``; an undisturbed start takes ``median_start``), and steps that were repeated
             (``median_lost``).
         left: trials without a verdict.
+        cells: the table, by row.
+        notes: its notes: trials that did not hold, and kinds that could not be tried here.
     """
 
     directory: Path
     rows: tuple[dict[str, Any], ...]
     left: int
-    table: str
+    cells: Sequence[Sequence[str]] = field(repr=False)
+    notes: Sequence[str] = field(repr=False)
 
     def __str__(self) -> str:
-        return self.table
+        return self.table()
+
+    def table(self, width: int | None = None) -> str:
+        """Return the table for a terminal with ``width`` columns. None: as wide as it is."""
+        from trainwright.drilling.report import shown
+
+        return shown(self.cells, self.notes, width)
 
     def values(self) -> dict[str, Any]:
         """Return the results as in ``drill.json``."""
@@ -160,7 +169,7 @@ class DrillRequest:
 def _drill(asked: DrillRequest, progress: bool) -> Drill:
     """Perform the trials that have no verdict yet, in a process that does nothing else."""
     from trainwright.drilling.campaign import Results
-    from trainwright.drilling.report import rows_of, table
+    from trainwright.drilling.report import cells, notes, rows_of
     from trainwright.drilling.shortened import setting_of, shortened, spreads_of
     from trainwright.launch.ending.stop import interruptible
     from trainwright.launch.group.environment import refuse_worker
@@ -183,7 +192,8 @@ def _drill(asked: DrillRequest, progress: bool) -> Drill:
             raise Stopped(f"stopped; to continue, repeat the command with --resume --output {directory}") from None
         found = results.of(trials)
         rows = tuple(row.as_json() for row in rows_of(found))
-        result = Drill(directory, rows, sum(line is None for line in found.values()), table(found))
+        left = sum(line is None for line in found.values())
+        result = Drill(directory, rows, left, cells(found), notes(found))
         write_file(directory / SUMMARY, json.dumps(result.values(), indent=2) + "\n")
     return result
 

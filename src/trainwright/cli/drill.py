@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import EXIT_TRAINING, RequestError
-from trainwright.text import say
+from trainwright.text import say, table_width
 
 
 def drill(
@@ -60,7 +61,7 @@ def drill(
 
         say(json.dumps(found.values(), indent=2), wrap=False)
     else:
-        say(f"{found}\n\n{found.directory}/", wrap=False)
+        say(f"{found.table(table_width(sys.stdout))}\n\n{found.directory}/", wrap=False)
     if not found.held:
         raise typer.Exit(EXIT_TRAINING)
 

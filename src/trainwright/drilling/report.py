@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainwright import text
 from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED
 from trainwright.drilling.kinds import Trial
 
 # Measured by some trials: seconds until the fault was reported, and until the next step; repeated steps.
-_MEASURES = {"detection": "noticed", "recovery": "recovered", "lost": "steps lost"}
+_MEASURES = {"detection": "noticed", "recovery": "recovered", "lost": "lost"}
 
 
 @dataclass
@@ -51,27 +52,47 @@ def rows_of(found: Mapping[Trial, dict[str, Any] | None]) -> list[Row]:
 
 
 def table(found: Mapping[Trial, dict[str, Any] | None]) -> str:
-    """Return the table, the trials that did not hold with their reasons, and the kinds that could not be tried here."""
-    rows = rows_of(found)
-    width = max(len(row.kind) for row in rows)
-    heads = ("tries", HELD, BROKEN, MISSED, SKIPPED, *_MEASURES.values())
-    lines = [f"{'kind':{width}}" + "".join(f"{head:>{len(head) + 3}}" for head in heads)]
-    for row in rows:
+    """Return the table, as wide as it is, with its notes."""
+    return shown(cells(found), notes(found))
+
+
+def cells(found: Mapping[Trial, dict[str, Any] | None]) -> list[list[str]]:
+    """Return the cells of the table by row, the head first."""
+    table = [["kind", "tries", HELD, BROKEN, MISSED, SKIPPED, *_MEASURES.values()]]
+    for row in rows_of(found):
         counts = [str(row.count(*each)) for each in ((HELD, BROKEN, MISSED), (HELD,), (BROKEN,), (MISSED,), (SKIPPED,))]
-        cells = [*counts, *(_shown(measure, row.median(measure)) for measure in _MEASURES)]
-        columns = (f"{cell:>{len(head) + 3}}" for cell, head in zip(cells, heads, strict=True))
-        lines.append(f"{row.kind:{width}}" + "".join(columns))
-    for trial, line in found.items():
-        if line and line["verdict"] in (BROKEN, MISSED):
-            lines.append(f"\n{line['verdict']}: {trial.name} ({trial.case})\n  {line['why'][:1500]}")
-    skipped = {(row.kind, why) for row in rows[:-1] for why in row.as_json()["skipped_because"]}
+        table.append([row.kind, *counts, *(_shown(measure, row.median(measure)) for measure in _MEASURES)])
+    return table
+
+
+def notes(found: Mapping[Trial, dict[str, Any] | None]) -> list[str]:
+    """Return the trials that did not hold with their reasons, and the kinds that could not be tried here."""
+    lines = [
+        f"\n{line['verdict']}: {trial.name} ({trial.case})\n  {line['why'][:1500]}"
+        for trial, line in found.items()
+        if line and line["verdict"] in (BROKEN, MISSED)
+    ]
+    skipped = {(row.kind, why) for row in rows_of(found)[:-1] for why in row.as_json()["skipped_because"]}
     lines += [f"not tried here: {kind}: {why}" for kind, why in sorted(skipped)]
     if left := sum(line is None for line in found.values()):
         lines.append(f"{left} of {len(found)} trials are left")
-    return "\n".join(lines)
+    return lines
+
+
+def shown(cells: Sequence[Sequence[str]], notes: Sequence[str], width: int | None = None) -> str:
+    """Return the table and its notes as text.
+
+    Args:
+        width: columns of the terminal: if they are too few, what no trial has is left out. None: as many as needed.
+    """
+    lines = list(text.table(cells, numbers=True))
+    if width is not None and max(map(len, lines)) > width:
+        kept = [column for column in zip(*cells, strict=True) if {*column[1:]} - {"0", "-"}]
+        lines = list(text.table([*zip(*kept, strict=True)], width, numbers=True))
+    return "\n".join([*lines, *notes])
 
 
 def _shown(measure: str, value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:g}" if measure == "lost" else f"{value:.1f} s"
+    return f"{value:g} step{'' if value == 1 else 's'}" if measure == "lost" else f"{value:.1f} s"
