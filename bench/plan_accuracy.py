@@ -57,9 +57,9 @@ def judged(case: Case, found: dict[str, Any], machine: Machine) -> dict[str, Any
         "family": case.config["model_type"],
         "measured": measured,
         "reserved": max(rank["reserved"] for rank in found["ranks"]),
-        "predicted": predicted.tensors,
+        "predicted": predicted.allocated,
         "predicted_phases": dict(predicted.phases),
-        "error": predicted.tensors / measured - 1,
+        "error": predicted.allocated / measured - 1,
         "others": {name: {"bytes": size, "error": size / measured - 1} for name, size in others.items()},
     }
 

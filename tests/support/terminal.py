@@ -24,7 +24,9 @@ _END = "(the end)"
 # A line that is drawn while something is going on: its seconds, a bar, or a count with the time left.
 _GOING_ON = re.compile(r" (?:…|\.\.\.) \d+:\d\d|^step \d+/\d+\b|: [\d,]+/[\d,]+ \w+ .* left$")
 # What is never broken, and may be longer than the terminal is wide: one word such as a path, a command, or Python.
-_UNBROKEN = re.compile(r"\s*(\S+|`?(trainwright|tensorboard) .*|(\w+ = )?\w+\.from_pretrained\(.*\).*|from \w+ import .*)")
+_UNBROKEN = re.compile(
+    r"\s*(\S+|`?(trainwright|tensorboard) .*|(\w+ = )?\w+\.from_pretrained\(.*\).*|from \w+ import .*)"
+)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Plan:
         """
         predicted: dict[str, float] = {
             "memory_bytes": self.chosen.memory.total,
-            "tensors_bytes": self.chosen.memory.tensors,
+            "tensors_bytes": self.chosen.memory.allocated,
         }
         if self.chosen.time is not None:
             predicted["step_time"] = self.chosen.time.seconds

@@ -101,12 +101,13 @@ def test_nothing_is_left_in_shared_memory_by_workers_of_another_launcher(runs: R
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_sample_of_the_bench_is_named_right(tmp_path: Path) -> None:
-    """A hang of each of the twelve kinds, as `bench/hangs.py` draws them."""
-    where = ["--results", str(tmp_path / "hangs.jsonl"), "--output", str(tmp_path / "hangs.json")]
-    command = [sys.executable, str(ROOT / "bench" / "hangs.py"), "--trials", "12", *where]
+    """A hang of each of the twelve kinds, as `bench/hangs.py` draws them; how soon depends on the machine's load."""
+    verdicts = tmp_path / "hangs.jsonl"
+    where = ["--results", str(verdicts), "--output", str(tmp_path / "hangs.json")]
+    command = [sys.executable, str(ROOT / "bench" / "hangs.py"), "--trials", "12", "--jobs", "2", *where]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1400)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert json.loads((tmp_path / "hangs.json").read_text())["right"] == 12
+    found = [json.loads(line) for line in verdicts.read_text().splitlines()]
+    assert len(found) == 12 and all(each["right"] for each in found), ended.stdout + ended.stderr
 
 
 @pytest.mark.slow

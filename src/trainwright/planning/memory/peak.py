@@ -35,6 +35,11 @@ LOADING = "weights while loading"
 COPY = "copy of the state for checkpoints"
 # Memory of the driver and the libraries, including kernels and workspaces: 0.4 to 0.6 GiB on data-center cards.
 _CUDA_CONTEXT = 512 * _MIB
+# Of these, what torch allocates for cuBLAS as if it were tensors, for the threads of the forward and of the backward
+# pass: 64 MiB measured on an H200; earlier cards have a default of 8.125 MiB for each (CUBLAS_WORKSPACE_CONFIG,
+# https://docs.nvidia.com/cuda/cublas/#cublassetworkspace).
+_WORKSPACES, _WORKSPACES_BEFORE_HOPPER = 64 * _MIB, 2 * 8_519_680
+WORKSPACES = "workspaces of matrix products"
 # Communicators with their channels, within and between nodes.
 _NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
 # Blocks that the allocator holds unused, as a share of temporary memory.
@@ -61,6 +66,11 @@ class Memory:
     def tensors(self) -> int:
         """The peak of live tensors."""
         return max(self.phases.values())
+
+    @property
+    def allocated(self) -> int:
+        """What torch's allocator counts at the peak: tensors, and on a GPU workspaces of libraries."""
+        return self.tensors + self.overhead.get(WORKSPACES, 0)
 
     @property
     def total(self) -> int:
@@ -251,7 +261,9 @@ def _overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict
     several = choice.num_processes > 1
     between = choice.num_processes > cluster.devices_per_node
     nccl = _NCCL_IN_NODE * several + _NCCL_BETWEEN_NODES * between
-    return {"CUDA context": _CUDA_CONTEXT, **({"NCCL buffers": nccl} if nccl else {}), **slack}
+    workspaces = _WORKSPACES if (cluster.card.capability or (0, 0)) >= (9, 0) else _WORKSPACES_BEFORE_HOPPER
+    libraries = {"CUDA context": _CUDA_CONTEXT - workspaces, WORKSPACES: workspaces}
+    return {**libraries, **({"NCCL buffers": nccl} if nccl else {}), **slack}
 
 
 def _divided(choice: Choice, cluster: Cluster, base: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
