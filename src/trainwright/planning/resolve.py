@@ -23,7 +23,7 @@ from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import Plan, constraints_of, installed, make_plan
 from trainwright.planning.processes import in_words, usable_processes
 from trainwright.planning.step_time.basis import basis_of
-from trainwright.recipe.checks import implied_strategy
+from trainwright.recipe.parallel_checks import implied_strategy
 from trainwright.recipe.problems import contradictions_in
 from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.schema import Recipe

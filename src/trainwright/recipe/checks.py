@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import ceil
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from trainwright.recipe import parallel_checks
 from trainwright.recipe.contradiction import Contradiction
 from trainwright.recipe.sections.model_sizes import absurd_sizes
-from trainwright.recipe.strategy_spec import all_specs
-from trainwright.registries import STRATEGIES, TASKS
+from trainwright.registries import TASKS
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
-    from trainwright.recipe.sections.parallel import ParallelSection
 
 _ROUNDING = 1e-9
 
@@ -30,8 +28,8 @@ def contradictions(recipe: Recipe) -> list[Contradiction]:
         _length,
         _schedule,
         _batch,
-        _processes,
-        _strategy,
+        parallel_checks.processes,
+        parallel_checks.strategy,
         _checkpoints,
         _evaluation,
         recipe.spec.check,
@@ -274,88 +272,6 @@ def _possible_accumulation(size: int, micro: int | str, processes: int | str) ->
     if isinstance(processes, int):
         return {steps(rows, processes) for rows in range(1, size + 1)}
     return range(1, size + 1)
-
-
-def _processes(recipe: Recipe) -> Iterator[Contradiction]:
-    parallel, spec = recipe.parallel, recipe.parallel.spec
-    processes = parallel.processes
-    if spec is None or processes == "auto":
-        return
-    most = spec.most_processes
-    if processes < spec.least_processes:
-        requirement = f"{parallel.strategy} needs at least {spec.least_processes} processes"
-    elif most is not None and processes > most:
-        requirement = f"{parallel.strategy} runs {'one process' if most == 1 else f'at most {most} processes'}"
-    else:
-        return
-    yield Contradiction(
-        ("parallel.strategy", "parallel.num_processes"),
-        f"{requirement}, but parallel.num_processes is {processes}; set one of the two to auto",
-    )
-
-
-# Keys of `parallel` that every strategy reads.
-_OF_ALL = ("strategy", "num_processes", "device", "timeout")
-
-
-def implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
-    """Return the only strategy that reads all keys that are set, and one of these keys, if the strategy is auto."""
-    if parallel.strategy != "auto" or not (meant := _meant_for_a_strategy(parallel)):
-        return None
-    readers = {key: _readers(key) for key in meant}
-    common = [name for name in readers[meant[0]] if all(name in names for names in readers.values())]
-    if len(common) > 1:  # extensions that happen to be installed must not change a recipe
-        common = [name for name in common if STRATEGIES.package(name) is None]
-    return (common[0], f"parallel.{min(meant, key=lambda key: len(readers[key]))}") if len(common) == 1 else None
-
-
-def _meant_for_a_strategy(parallel: ParallelSection) -> list[str]:
-    """Return the keys that not every strategy reads and whose value is not the default."""
-    return [key for key in parallel.changed() if key not in _OF_ALL]
-
-
-def _readers(key: str) -> list[str]:
-    return [name for name, spec in all_specs().items() if key in spec.keys]
-
-
-def _strategy(recipe: Recipe) -> Iterator[Contradiction]:
-    parallel, spec = recipe.parallel, recipe.parallel.spec
-    for key in _meant_for_a_strategy(parallel):
-        if spec is None and implied_strategy(parallel) is None:
-            yield Contradiction(
-                (f"parallel.{key}", "parallel.strategy"),
-                f"has an effect only with {', '.join(_readers(key))}; set parallel.strategy to one of them",
-            )
-        elif spec is not None and key not in spec.keys:
-            yield Contradiction(
-                (f"parallel.{key}", "parallel.strategy"),
-                f"has no effect with parallel.strategy {parallel.strategy}, only with {', '.join(_readers(key))}",
-            )
-    if spec is None:
-        return
-    for limit in spec.limits:
-        value = attrgetter(limit.key)(recipe)
-        if value not in ("auto", *limit.allowed):
-            yield Contradiction((limit.key, "parallel.strategy"), limit.why.format(value=value))
-    if "replicate_size" in spec.keys:
-        yield from _replicas(parallel)
-
-
-def _replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
-    processes = parallel.processes
-    if processes == "auto":
-        return
-    if processes % parallel.replicate_size:
-        yield Contradiction(
-            ("parallel.replicate_size", "parallel.num_processes"),
-            f"{processes} processes cannot be divided into {parallel.replicate_size} equal replicas",
-        )
-    elif processes == parallel.replicate_size > 1:
-        yield Contradiction(
-            ("parallel.replicate_size", "parallel.num_processes"),
-            f"{processes} replicas on {processes} processes do not shard anything; lower it, or use parallel.strategy "
-            "ddp",
-        )
 
 
 def _checkpoints(recipe: Recipe) -> Iterator[Contradiction]:
