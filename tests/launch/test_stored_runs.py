@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import trainwright, wait_for
-from tests.support.object_store import KEYS, ObjectStore, object_store
+from tests.support.object_store import GoogleStore, ObjectStore, google_store, object_store
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
 from trainwright.engine.checkpoints.copies import Copies
 from trainwright.engine.checkpoints.places import Place
@@ -44,6 +44,36 @@ class Machine:
         return runs.command("train", *words, cwd=self.scratch, **self._variables)
 
 
+def goes_on_elsewhere(
+    runs: Runs, tmp_path: Path, store: ObjectStore | GoogleStore, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    """A run that is killed on one machine has the undisturbed losses after its end on another one."""
+    undisturbed = runs.trained(*SETTINGS, "parallel.num_processes=1", "parallel.strategy=single")
+    name = f"{first[0]}-to-{second[0]}-{second[1]}"
+    copies = f"{store.scheme}://runs/{tmp_path.name}"
+    one, two = (Machine(tmp_path / each, **store.variables) for each in ("one", "two"))
+    spread = [f"parallel.strategy={first[0]}", f"parallel.num_processes={first[1]}"]
+    keys = ["checkpoint.every=2", f"checkpoint.copies=[{copies}]", f"logging.run_directory={name}"]
+    started = one.train(runs, str(TINY), *SETTINGS, *spread, *keys)
+    started.run = one.scratch / name
+    started.wait_for_step(random.randint(8, 20))
+    started.kill()
+    kept = [file.read_text(errors="replace") for file in started.run.rglob("*") if file.is_file()]
+    assert not any(secret in text for secret in store.hidden for text in kept)
+    shutil.rmtree(tmp_path / "one")
+    again = [f"parallel.strategy={second[0]}", f"parallel.num_processes={second[1]}"]
+    ended = two.train(runs, "--resume", f"{copies}/{name}", *again).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    moved = two.scratch / "runs" / name
+    start = events(moved, "start")[-1]
+    assert start["resumed_from"] and start["world_size"] == second[1]
+    losses, expected = column(moved, "loss"), column(undisturbed, "loss")
+    if (first, second) == (("single", 1), ("single", 1)):
+        assert losses == expected
+    else:
+        assert difference(losses, expected) < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -57,30 +87,16 @@ class Machine:
 def test_a_killed_run_goes_on_on_another_machine(
     runs: Runs, tmp_path: Path, store: ObjectStore, first: tuple[str, int], second: tuple[str, int]
 ) -> None:
-    undisturbed = runs.trained(*SETTINGS, "parallel.num_processes=1", "parallel.strategy=single")
-    name = f"{first[0]}-to-{second[0]}-{second[1]}"
-    copies = f"s3://runs/{tmp_path.name}"
-    one, two = (Machine(tmp_path / each, **store.variables) for each in ("one", "two"))
-    spread = [f"parallel.strategy={first[0]}", f"parallel.num_processes={first[1]}"]
-    keys = ["checkpoint.every=2", f"checkpoint.copies=[{copies}]", f"logging.run_directory={name}"]
-    started = one.train(runs, str(TINY), *SETTINGS, *spread, *keys)
-    started.run = one.scratch / name
-    started.wait_for_step(random.randint(8, 20))
-    started.kill()
-    kept = [file.read_text(errors="replace") for file in started.run.rglob("*") if file.is_file()]
-    assert not any(KEYS[name] in text for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") for text in kept)
-    shutil.rmtree(tmp_path / "one")
-    again = [f"parallel.strategy={second[0]}", f"parallel.num_processes={second[1]}"]
-    ended = two.train(runs, "--resume", f"{copies}/{name}", *again).wait()
-    assert ended.code == 0, ended.stdout + ended.stderr
-    moved = two.scratch / "runs" / name
-    start = events(moved, "start")[-1]
-    assert start["resumed_from"] and start["world_size"] == second[1]
-    losses, expected = column(moved, "loss"), column(undisturbed, "loss")
-    if (first, second) == (("single", 1), ("single", 1)):
-        assert losses == expected
-    else:
-        assert difference(losses, expected) < 1e-5
+    goes_on_elsewhere(runs, tmp_path, store, first, second)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_google_cloud_storage(runs: Runs, tmp_path: Path) -> None:
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("gcp_storage_emulator")
+    with google_store() as store:
+        store.files().mkdir("runs")
+        goes_on_elsewhere(runs, tmp_path, store, ("ddp", 2), ("single", 1))
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ _LEAST_PART = 8 * 2**20
 _RUN_BYTES = 64 * 2**20  # no run.json is larger
 # Their first name is a bucket, which has to exist: making directories would create one under a wrong name.
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _SECRETS = re.compile(r"(?i)(^|[_-]|[a-z])(sig|signature|token|secret|password|key|credential)s?$")
 Files = Sequence[tuple[str, BinaryIO]]
 
