@@ -43,7 +43,8 @@ def stragglers() -> str:
             "python bench/stragglers.py --trials 20",
         ),
         (
-            "The step time that is predicted without the slow rank, beside the measured one: median error",
+            "The part of the step time that a run would save without the slow rank, as predicted, beside the measured "
+            "one: median error",
             "10%",
             f"{summary['gain_error']:.1%} (largest {summary['gain_error_most']:.0%})",
             "python bench/stragglers.py --trials 20",
