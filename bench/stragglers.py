@@ -68,7 +68,7 @@ def main() -> int:
         "gain_error": statistics.median(errors),
         "gain_error_most": max(errors),
     }
-    print_table([("", "value"), *((name, str(value)) for name, value in summary.items())])
+    print_table(("", "value"), [(name, str(value)) for name, value in summary.items()])
     write_results(OUTPUT, {"machine": describe(sorted(os.sched_getaffinity(0))), "summary": summary, "trials": trials})
     return 0 if right == len(slowed) and not wrong else 1
 
