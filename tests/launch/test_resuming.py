@@ -300,3 +300,14 @@ def test_a_runs_own_recipe_is_a_new_run_of_the_same_name_or_with_resume_that_run
     assert read_request([own], "").run == run
     Path("copy.yaml").write_text(Path(own).read_text())
     assert read_request(["copy.yaml"], None).stem == "copy"
+
+
+def test_the_path_of_a_recipe_may_have_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["sweep/asked/learning_rate=1e-3,seed=0.yaml", "data.train=rows/a=b.jsonl", "train.seed=1"]
+    assert split_words(words) == (Path(words[0]), words[1:])
+    assert split_words(["train.seed=1"]) == (None, ["train.seed=1"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seed=1.yaml").touch()
+    assert split_words(["seed=1.yaml", "train.seed=1"]) == (Path("seed=1.yaml"), ["train.seed=1"])
+    with pytest.raises(RequestError, match="expected one recipe, not 2"):
+        split_words(["a.yaml", "b/c=1.yaml"])

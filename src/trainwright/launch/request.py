@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -108,13 +109,16 @@ class RunRequest:
 
 
 def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files."""
-    files = [a for a in arguments if "=" not in a]
+    """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files.
+
+    An override has the form ``section.key=value``; the path of a file may have "=" in it, too.
+    """
+    files = [a for a in arguments if "=" not in a or "/" in a.partition("=")[0] or os.path.isfile(a)]
     if len(files) > 1:
         raise RequestError(
             f"expected one recipe, not {len(files)} ({', '.join(files)}); overrides have the form section.key=value"
         )
-    return Path(files[0]) if files else None, [a for a in arguments if "=" in a]
+    return Path(files[0]) if files else None, [a for a in arguments if a not in files]
 
 
 def request_of(
