@@ -153,8 +153,10 @@ def _observers(run: Path, recipe: Recipe) -> list[Observer]:
     from trainwright.observe.console import ConsoleObserver
     from trainwright.observe.registry import observers_named
     from trainwright.observe.report import ReportObserver
+    from trainwright.observe.trackers.base import show_on
 
     section, stream = recipe.logging, console()
+    show_on(stream)
     observers = observers_named(section.observers, run, lambda line: say(line, file=stream or sys.stderr))
     if section.prometheus is not None:
         from trainwright.observe.trackers.prometheus import PrometheusObserver

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from trainwright.errors import RequestError
 from trainwright.observe.reader import EventRecord, resumed_step
@@ -102,9 +102,18 @@ class TrackerObserver:
         say_of(self._name, what)
 
 
+_console: TextIO | None = None
+
+
+def show_on(console: TextIO | None) -> None:
+    """Show what is wrong with a tracker on ``console``; None: on standard output, which a worker writes to its log."""
+    global _console
+    _console = console
+
+
 def say_of(tracker: str, what: str) -> None:
     """Tell the user what is wrong with a tracker."""
-    say(f"warning: logging.observers: {tracker} {what}")
+    say(f"warning: logging.observers: {tracker} {what}", file=_console)
 
 
 def values_of(event: EventRecord) -> Values:
