@@ -119,10 +119,9 @@ def agree(recipe: Recipe, task: Task, world: World) -> None:
     }
     if (weights := _fingerprint(task.module) if task.weights is None else task.weights.fingerprint()) is not None:
         found["weights", "fingerprint"] = weights
-    planned: dict[tuple[str, str], Any] = {
-        ("processes", "number"): recipe.parallel.num_processes,
-        ("device", "type"): recipe.parallel.device,
-    }
+    planned: dict[tuple[str, str], Any] = {("processes", "number"): recipe.parallel.num_processes}
+    if recipe.parallel.device != "auto":
+        planned["device", "type"] = recipe.parallel.device
     steps = recipe.train.gradient_accumulation_steps
     examples = sum(len(micro.examples) for micro in first.micro_batches)
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
