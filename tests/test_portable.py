@@ -41,6 +41,7 @@ _ALLOWED = {
     "engine/test_background_checkpoints.py": "kills at any moment of a write, as long as it takes here",
     "support/launch_entries.py": "has each worker say how many threads it was given",
     "models/test_recompute.py": "leaves out what takes a GPU",
+    "gpu/test_one_gpu.py": "runs on the GPU that is here, and gives up waiting for a checkpoint",
     "machine/test_described.py": "tests the variable",
     "machine/test_quick.py": "tests what a described machine brings",
     "parallel/test_world.py": "gives ranks unequal memory",
