@@ -35,9 +35,9 @@ LOADING = "weights while loading"
 COPY = "copy of the state for checkpoints"
 # Memory of the driver and the libraries, including kernels and workspaces: 0.4 to 0.6 GiB on data-center cards.
 _CUDA_CONTEXT = 512 * _MIB
-# Of these, what torch allocates for cuBLAS as if it were tensors, for the threads of the forward and of the backward
-# pass: 64 MiB measured on an H200; earlier cards have a default of 8.125 MiB for each (CUBLAS_WORKSPACE_CONFIG,
-# https://docs.nvidia.com/cuda/cublas/#cublassetworkspace).
+# Of these, the workspaces that torch allocates for cuBLAS and counts as tensors: 64 MiB, measured on an H200. Before
+# Hopper, not measured: 8.125 MiB (CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8) for each thread, of the forward and of the
+# backward pass.
 _WORKSPACES, _WORKSPACES_BEFORE_HOPPER = 64 * _MIB, 2 * 8_519_680
 WORKSPACES = "workspaces of matrix products"
 # Communicators with their channels, within and between nodes.
