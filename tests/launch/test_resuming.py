@@ -9,7 +9,7 @@ import pytest
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.accelerate.translation import Translation, read_translation
-from trainwright.launch.request import RunRequest, request_of, resolve_request, split_words
+from trainwright.launch.request import RunRequest, is_bare_resume, request_of, resolve_request, split_words
 from trainwright.launch.resuming import resumed_recipe
 from trainwright.machine.machine import Machine
 from trainwright.planning.resolve import resolve
@@ -311,3 +311,5 @@ def test_the_path_of_a_recipe_may_have_an_equals_sign(tmp_path: Path, monkeypatc
     assert split_words(["seed=1.yaml", "train.seed=1"]) == (Path("seed=1.yaml"), ["train.seed=1"])
     with pytest.raises(RequestError, match="expected one recipe, not 2"):
         split_words(["a.yaml", "b/c=1.yaml"])
+    (tmp_path / "seed=2").mkdir()
+    assert not is_bare_resume("seed=2") and not is_bare_resume("runs/seed=2") and is_bare_resume("train.seed=2")

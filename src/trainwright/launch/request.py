@@ -109,16 +109,19 @@ class RunRequest:
 
 
 def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files.
-
-    An override has the form ``section.key=value``; the path of a file may have "=" in it, too.
-    """
-    files = [a for a in arguments if "=" not in a or "/" in a.partition("=")[0] or os.path.isfile(a)]
+    """Split the words of a command line into the recipe file and the overrides. Raises RequestError for two files."""
+    files = [a for a in arguments if not is_override(a)]
     if len(files) > 1:
         raise RequestError(
             f"expected one recipe, not {len(files)} ({', '.join(files)}); overrides have the form section.key=value"
         )
-    return Path(files[0]) if files else None, [a for a in arguments if a not in files]
+    return Path(files[0]) if files else None, [a for a in arguments if is_override(a)]
+
+
+def is_override(word: str) -> bool:
+    """Return whether a word of a command line has the form ``section.key=value``, and is not a path with "=" in it."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "/" not in key and not os.path.exists(word)
 
 
 def request_of(
@@ -379,7 +382,7 @@ def parse_place(text: str) -> tuple[str, int]:
 
 def is_bare_resume(following: str | None) -> bool:
     """Return whether `--resume`, followed by this argument, has no value and so means the newest run."""
-    return following is None or following.startswith("-") or "=" in following or Path(following).is_file()
+    return following is None or following.startswith("-") or is_override(following) or Path(following).is_file()
 
 
 def _under(
