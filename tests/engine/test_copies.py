@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
+from fsspec.registry import _registry
 
 from tests.support.commands import trainwright, wait_for
 from tests.support.runs import TINY, Runs, column, events
@@ -93,10 +95,19 @@ def test_a_place_that_fails_keeps_neither_training_nor_other_places(tmp_path: Pa
     assert same(checkpoints.path(1), tmp_path / "copies" / "run" / "step-00000001")
 
 
-@pytest.mark.parametrize(("where", "word"), [("nosuch://bucket", "nosuch"), ("gs://bucket/runs", "gcsfs")])
-def test_a_place_that_cannot_be_opened_is_refused(where: str, word: str) -> None:
-    with pytest.raises(RequestError, match=rf"checkpoint\.copies: .*{word}"):
-        Place(where, "run")
+def test_a_place_of_an_unknown_scheme_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"checkpoint\.copies: .*nosuch"):
+        Place("nosuch://bucket", "run")
+
+
+@pytest.mark.parametrize(("scheme", "library", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")])
+def test_a_place_whose_library_is_not_installed_names_the_extra(
+    scheme: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)  # an import of it fails
+    monkeypatch.delitem(_registry, scheme, raising=False)  # another test may have used it
+    with pytest.raises(RequestError, match=rf"checkpoint\.copies: .*{library}.*trainwright\[{extra}\]"):
+        Place(f"{scheme}://bucket/runs", "run")
 
 
 @pytest.mark.slow
