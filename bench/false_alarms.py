@@ -105,7 +105,7 @@ CONDITIONS: dict[str, tuple[tuple[str, ...], tuple[Condition, ...]]] = {
     "load": (("train.max_steps=1000",), (busy, busy)),
     "compile": (("train.max_steps=400", "train.compile=true"), (busy,)),
     "evaluations": (
-        ("train.max_steps=300", "evaluate.every=10", "evaluate.prompts=[What is a list?, What is a set?]"),
+        ("train.max_steps=300", "evaluate.every=10", "evaluate.prompts=['What is a list?', 'What is a set?']"),
         (busy,),
     ),
     "slow disk": (("train.max_steps=600", "checkpoint.every=20", "evaluate.every=200"), (slow_disk,)),

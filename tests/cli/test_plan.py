@@ -69,6 +69,12 @@ def test_memory_is_drawn(tmp_path: Path) -> None:
         shown(str(TINY), HERE, "--chart", str(tmp_path / "nowhere" / "plan.png"))
 
 
+def test_a_recipe_may_have_an_equals_sign_in_its_path(tmp_path: Path) -> None:
+    recipe = tmp_path / "rate=1e-3.yaml"
+    recipe.write_text(TINY.read_text())
+    assert shown(str(recipe), HERE) == shown(str(TINY), HERE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from trainwright.planning.plan import Plan as Details
     from trainwright.recipe import schema
 
-ONE = "pass one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B"
 _TOKENS = 2048  # of a row, when planning a model without a recipe
 
 
@@ -176,7 +175,7 @@ def _recipe_to_plan(
     if recipe is not None and model is None:
         return load_recipe(source_of(recipe), overrides)
     if recipe is not None or model is None:
-        raise RequestError(ONE)
+        raise RequestError("pass one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B")
     from trainwright.planning.facts import architecture_named, packs
 
     length = sequence_length or min(_TOKENS, architecture_named(model).positions)

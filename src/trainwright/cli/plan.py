@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.errors import EXIT_MACHINE, RequestError
+from trainwright.errors import EXIT_MACHINE
 from trainwright.text import columns, say
 
 
@@ -61,14 +61,12 @@ def plan(
     Ends with 0: something fits, 2: wrong request, 3: nothing fits.
     """
     import trainwright as tw
-    from trainwright.api.planning import ONE
+    from trainwright.launch.request import split_words
 
-    files = [a for a in arguments or [] if "=" not in a]
-    if len(files) > 1:
-        raise RequestError(ONE)
+    recipe, overrides = split_words(arguments or [])
     made = tw.plan(
-        files[0] if files else None,
-        *(a for a in arguments or [] if "=" in a),
+        recipe,
+        *overrides,
         model=model,
         sequence_length=sequence_length,
         global_batch_size=global_batch_size,

@@ -30,11 +30,12 @@ def unlearn_study(
     done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
     """
     import trainwright as tw
+    from trainwright.launch.request import is_override
 
-    files = [argument for argument in arguments if "=" not in argument]
+    files = [word for word in arguments if not is_override(word)]
     if len(files) != 1:
         raise RequestError("expected one study file; pass overrides as key=value")
-    _show(tw.unlearn_study(files[0], *(word for word in arguments if "=" in word), progress=True))
+    _show(tw.unlearn_study(files[0], *filter(is_override, arguments), progress=True))
 
 
 def _show(results: Results) -> None:
