@@ -24,15 +24,15 @@ FINISHED = "finished"
 # The part of a phase that is spent waiting for other ranks has a history of its own.
 WAITING = "waiting"
 
-_HEAD = struct.Struct("<QQQQ?qq32s24s48s160s")
-_PHASE = struct.Struct("<32sQd")
+_HEAD = struct.Struct("<QQ?qq32s24s48s160sQ")
+_PHASE = struct.Struct("<Qd32s")
+_TIMES = struct.Struct("<Qd")
 _PHASES = 24
 _COLLECTIVE = struct.Struct("<Q?24s48s160s")
 _COLLECTIVES = 32
 _PHASES_AT = 512
 _COLLECTIVES_AT = _PHASES_AT + 2048
 _SIZE = 16384
-_LOCK = struct.Struct("<Q")
 _SHARED_MEMORY = Path("/dev/shm")
 # The share of the longest time that is left after another, in the first times and later: the first may include
 # compilation, and a single slow one should not count forever.
@@ -115,7 +115,8 @@ class Spent:
     """
 
     def __init__(self) -> None:
-        self.begun = self._since = time.monotonic()
+        self.begun = time.monotonic()
+        self.in_collectives = 0.0
         self._seconds: dict[Use, float] = {}
         self._record: Callable[[], DeviceEvent] | None = None
         self._marks: deque[tuple[Use, DeviceEvent]] = deque()
@@ -125,20 +126,43 @@ class Spent:
         self._record = record
         self._marks.append((Use("", waiting=False), record()))
 
-    def end(self, use: Use, now: float) -> None:
-        """Add the time since the last call to ``use``."""
+    def end(self, use: Use, seconds: float) -> None:
+        """Add ``seconds`` of the host, which end now, to ``use``, or what a device does for it in place of them."""
         if self._record is None:
-            self._seconds[use] = self._seconds.get(use, 0.0) + now - self._since
-            self._since = now
+            self._add(use, seconds)
             return
         self._marks.append((use, self._record()))
         while len(self._marks) > 1 and self._marks[1][1].query():
             (_, before), (of, event) = self._marks.popleft(), self._marks[0]
-            self._seconds[of] = self._seconds.get(of, 0.0) + before.elapsed_time(event) / 1000
+            self._add(of, before.elapsed_time(event) / 1000)
+
+    def _add(self, use: Use, seconds: float) -> None:
+        self._seconds[use] = self._seconds.get(use, 0.0) + seconds
+        if use.waiting:
+            self.in_collectives += seconds
 
     def read(self) -> dict[Use, float]:
         """Return the seconds that are known by now; what a device has not done yet is left out."""
         return self._seconds.copy()
+
+
+class _Times:
+    """How long a phase has taken, and where the file has it; None: it has no space left."""
+
+    __slots__ = "count", "longest", "place"
+
+    def __init__(self, place: int | None) -> None:
+        self.count, self.longest, self.place = 0, 0.0, place
+
+
+class _Phase:
+    """A phase that has been seen, with what every mark of it needs."""
+
+    __slots__ = "encoded", "inside", "name", "outside", "times"
+
+    def __init__(self, name: str, times: _Times) -> None:
+        self.name, self.encoded, self.times = name, name.encode(), times
+        self.outside, self.inside = Use(name, waiting=False), Use(name, waiting=True)
 
 
 class Heartbeat:
@@ -157,10 +181,11 @@ class Heartbeat:
         self._marks = self._entered = 0
         self._waiting = False
         self._step = self._micro_batch = -1
-        self._phase = self._outer = "start"
-        self._phase_bytes = b"start"
         self._collective = (b"", b"", b"")
-        self._times: dict[str, tuple[int, int, float]] = {}  # place in the file, count, longest
+        self._places = 0
+        self._phases: dict[str, _Phase] = {}
+        self._waits = self._new_times(WAITING)
+        self._phase = self._outer = self._phase_named("start")
         self.spent = Spent()
         self._since = self.spent.begun
         self.newest_step = -1
@@ -188,15 +213,29 @@ class Heartbeat:
         finally:
             os.close(descriptor)
 
+    def _new_times(self, name: str) -> _Times:
+        if self._places == _PHASES:
+            return _Times(None)
+        place = _PHASES_AT + self._places * _PHASE.size
+        self._places += 1
+        _PHASE.pack_into(self._memory, place, 0, 0.0, name.encode()[:32])
+        return _Times(place)
+
+    def _phase_named(self, name: str) -> _Phase:
+        known = self._phases.get(name)
+        if known is None:
+            known = self._phases[name] = _Phase(name, self._new_times(name))
+        return known
+
     @property
     def use(self) -> Use:
         """What this process does now."""
-        return Use(self._phase, self._waiting)
+        return self._phase.inside if self._waiting else self._phase.outside
 
     def phase(self, name: str, step: int = -1, micro_batch: int = -1) -> None:
         """Begin a phase; the one before ends."""
         self._took()
-        self._phase, self._phase_bytes = name, name.encode()
+        self._phase = self._phase_named(name)
         self._step, self._micro_batch = step, micro_batch
         if step >= 0:
             self.newest_step = step
@@ -209,7 +248,7 @@ class Heartbeat:
 
     def end_within(self) -> None:
         """End the inner phase."""
-        self.phase(self._outer, self._step, self._micro_batch)
+        self.phase(self._outer.name, self._step, self._micro_batch)
 
     def enter(self, name: str, tensor: str, line: str, *, counted: bool, same_shape: bool) -> None:
         """Enter a collective; ``counted``: all ranks take part."""
@@ -230,8 +269,7 @@ class Heartbeat:
 
     def waited(self) -> float:
         """Return the seconds inside collectives so far, with those of the present one; for another thread."""
-        since, waiting = self._since, self._waiting
-        ended = sum(seconds for use, seconds in self.spent.read().items() if use.waiting)
+        since, waiting, ended = self._since, self._waiting, self.spent.in_collectives
         return ended + (time.monotonic() - since if waiting else 0.0)
 
     @contextmanager
@@ -248,36 +286,30 @@ class Heartbeat:
     def _took(self) -> None:
         """Add the time since the last mark to the history of the phase, or of waiting."""
         now = time.monotonic()
-        self.spent.end(self.use, now)
-        phase = WAITING if self._waiting else self._phase
         seconds, self._since = now - self._since, now
-        known = self._times.get(phase)
-        if known is None:
-            if len(self._times) == _PHASES:
-                return
-            known = (len(self._times), 0, 0.0)
-        place, count, longest = known
-        longest = max(seconds, longest * (_FIRST_DECAY if count < _FIRST_TIMES else _DECAY))
-        self._times[phase] = (place, count + 1, longest)
-        _PHASE.pack_into(self._memory, _PHASES_AT + place * _PHASE.size, phase.encode()[:32], count + 1, longest)
+        self.spent.end(self.use, seconds)
+        times = self._waits if self._waiting else self._phase.times
+        least = times.longest * (_FIRST_DECAY if times.count < _FIRST_TIMES else _DECAY)
+        times.longest = seconds if seconds > least else least
+        times.count += 1
+        if times.place is not None:
+            _TIMES.pack_into(self._memory, times.place, times.count, times.longest)
 
     def _write(self) -> None:
-        # Readers wait where the first number is odd, or 0, which packing begins with.
+        # Packing begins with zeros and ends with the number of marks: readers wait where it is 0.
         self._marks += 1
         _HEAD.pack_into(
             self._memory,
             0,
-            self._marks * 2 - 1,
             self._pid,
-            self._marks,
             self._entered,
             self._waiting,
             self._step,
             self._micro_batch,
-            self._phase_bytes,
+            self._phase.encoded,
             *self._collective,
+            self._marks,
         )
-        _LOCK.pack_into(self._memory, 0, self._marks * 2)
         if self.changed is not None:
             self.changed(self.use, self._step, self._micro_batch)
 
@@ -301,7 +333,7 @@ def own() -> Heartbeat | None:
 
 def in_collectives() -> float:
     """Return the seconds that this process has spent in collectives so far."""
-    return 0.0 if _own is None else sum(seconds for use, seconds in _own.spent.read().items() if use.waiting)
+    return 0.0 if _own is None else _own.spent.in_collectives
 
 
 def phase(name: str, step: int = -1, micro_batch: int = -1) -> None:
@@ -346,19 +378,17 @@ def read(file: Path) -> Beat | None:
             again = file.read_bytes()
         except OSError:
             return None
-        if len(data) == _SIZE and data == again:
-            (lock,) = _LOCK.unpack_from(data)
-            if lock and lock % 2 == 0:
-                return _beat(data)
+        if len(data) == _SIZE and data == again and _HEAD.unpack_from(data)[-1]:
+            return _beat(data)
     return None
 
 
 def _beat(data: bytes) -> Beat:
-    _, pid, marks, entered, waiting, step, micro_batch, phase, name, tensor, line = _HEAD.unpack_from(data)
+    pid, entered, waiting, step, micro_batch, phase, name, tensor, line, marks = _HEAD.unpack_from(data)
     current = Collective(entered, _text(name), _text(tensor), _text(line), same_shape=False)
     times = {}
     for place in range(_PHASES):
-        of, count, longest = _PHASE.unpack_from(data, _PHASES_AT + place * _PHASE.size)
+        count, longest, of = _PHASE.unpack_from(data, _PHASES_AT + place * _PHASE.size)
         if count:
             times[_text(of)] = Times(count, longest)
     collectives = {}

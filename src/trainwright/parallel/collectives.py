@@ -39,7 +39,9 @@ _OTHERS = (
 )
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = str(Path(__file__).parent / "world.py")
-_lines: dict[tuple[Any, int], str] = {}
+# By file, and by file and line: code objects are slow to look up.
+_skipped: dict[str, bool] = {}
+_lines: dict[tuple[str, int], str] = {}
 
 
 def report_collectives() -> None:
@@ -86,10 +88,17 @@ def _type_and_shape(dtype: torch.dtype, shape: torch.Size) -> str:
 def _line() -> str:
     """Return the file and line that call the collective, outside torch and our own wrappers of it."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+    while frame.f_back is not None and _is_skipped(frame.f_code.co_filename):
         frame = frame.f_back
-    key = frame.f_code, frame.f_lineno
+    key = frame.f_code.co_filename, frame.f_lineno
     found = _lines.get(key)
     if found is None:
-        found = _lines[key] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        found = _lines[key] = f"{key[0]}:{key[1]}"
+    return found
+
+
+def _is_skipped(file: str) -> bool:
+    found = _skipped.get(file)
+    if found is None:
+        found = _skipped[file] = file.startswith((_TORCH, _OURS))
     return found

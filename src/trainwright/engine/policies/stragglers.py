@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +28,8 @@ _PHASES = {
     "optimizer": ("gradient norm", "optimizer"),
     "exchange": (),  # collectives, of which only stalls count
 }
+_USES = [[Use(name, waiting=False) for name in names] for names in _PHASES.values()]
+_seconds_of = attrgetter(*_PHASES)
 # Steps are compared in blocks: a slow process may be slow in some steps only, and a single one proves nothing.
 _BLOCK, _BLOCKS = 4, 4
 WINDOW = _BLOCK * _BLOCKS
@@ -39,6 +43,7 @@ _OUTLIER = 4.0
 # It is named again only after it was no slower than this.
 _RECOVERED = 0.05
 _NOISE_WINDOWS = 20
+_SHORT_SECONDS = 1.0  # a shorter window is judged when all its steps are new: that takes part of a millisecond
 _COUNTED_SECONDS = 2.0  # reading the counters of all threads takes a millisecond
 
 
@@ -67,14 +72,14 @@ class Comparison:
     def __init__(self, *, processors_exchange: bool = True) -> None:
         self.taken = 0
         self._processors_exchange = processors_exchange
-        self._seconds: deque[list[list[float]]] = deque(maxlen=WINDOW)
+        self._seconds: deque[Sequence[Sequence[float]]] = deque(maxlen=WINDOW)
         self._walls: deque[float] = deque(maxlen=WINDOW)
         # Of windows without a slow rank: how much blocks differ, and the seconds of a step.
         self._noise: deque[float] = deque(maxlen=_NOISE_WINDOWS)
         self._usual: deque[float] = deque(maxlen=_NOISE_WINDOWS * _BLOCKS)
         self._named: int | None = None
 
-    def add(self, seconds: list[list[float]], wall: float) -> Straggler | None:
+    def add(self, seconds: Sequence[Sequence[float]], wall: float) -> Straggler | None:
         """Add a step; return a rank that has become a straggler.
 
         Args:
@@ -86,7 +91,11 @@ class Comparison:
             return None
         self._seconds.append(seconds)
         self._walls.append(wall)
-        return self._judge() if len(self._walls) == WINDOW and self.taken % _BLOCK == 0 else None
+        if self.taken % _BLOCK or len(self._walls) < WINDOW:
+            return None
+        # The seconds of ranks are the same everywhere, so that all ranks judge at the same steps; walls are not.
+        is_short = sum(max(map(sum, step)) for step in self._seconds) < _SHORT_SECONDS
+        return None if is_short and self.taken % WINDOW else self._judge()
 
     def _judge(self) -> Straggler | None:
         seconds = np.array(self._seconds)
@@ -94,7 +103,7 @@ class Comparison:
         rank, steps = _slowest(of_ranks)
         blocks = steps.reshape(_BLOCKS, _BLOCK).mean(axis=1)
         spread, mean = float(blocks.std(ddof=1)), float(blocks.mean())
-        usual = float(np.median(self._noise)) if self._noise else 0.0
+        usual = statistics.median(self._noise) if self._noise else 0.0
         if abs(mean) < _SLOWER:
             if self.taken % WINDOW == 0:
                 self._noise.append(spread)
@@ -114,7 +123,7 @@ class Comparison:
         late = slice(WINDOW // 2, None)  # it may have become slow within the window
         lost = (seconds[late, rank] - np.delete(seconds[late], rank, axis=1).max(axis=1)).sum(axis=0)
         whole = float(_without_outliers(np.array(self._walls)[late]).mean())  # such as an evaluation in between
-        without = float(np.median(self._usual)) if self._usual else whole - self._delay(of_ranks[late], rank, whole)
+        without = statistics.median(self._usual) if self._usual else whole - self._delay(of_ranks[late], rank, whole)
         return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, max(0.0, 1 - without / whole))
 
     def _delay(self, of_ranks: NDArray[np.float64], rank: int, whole: float) -> float:
@@ -127,7 +136,9 @@ class Comparison:
 
 def _without_outliers(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return seconds with those far above the median replaced by the highest that count."""
-    return np.minimum(seconds, _OUTLIER * np.median(seconds))
+    ordered = np.sort(seconds, axis=None)  # several times faster than np.median on arrays of this size
+    middle = ordered.size // 2
+    return np.minimum(seconds, _OUTLIER * (ordered[middle] + ordered[-1 - middle]) / 2)
 
 
 def _slowest(seconds: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
@@ -137,8 +148,10 @@ def _slowest(seconds: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
         seconds: [steps, ranks].
     """
     rank = int(seconds.sum(axis=0).argmax())
-    others = np.delete(seconds, rank, axis=1).max(axis=1)
-    return rank, (seconds[:, rank] - others) / max(float(others.mean()), 1e-9)
+    others = seconds.copy()
+    others[:, rank] = -np.inf
+    slowest_other = others.max(axis=1)
+    return rank, (seconds[:, rank] - slowest_other) / max(float(slowest_other.mean()), 1e-9)
 
 
 class Stragglers(StepPolicy):
@@ -159,7 +172,7 @@ class Stragglers(StepPolicy):
         now = time.monotonic()
         wall, self._since = now - self._since, now
         if own is not None and world.size > 1:
-            seconds = [[getattr(report, phase) for phase in _PHASES] for report in found.reports]
+            seconds = [_seconds_of(report) for report in found.reports]
             own.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
             self._found = self._comparison.add(seconds, wall)
             if self._comparison.taken % WINDOW == IGNORED and now - self._before[0].wall > _COUNTED_SECONDS:
@@ -198,5 +211,5 @@ def own_seconds() -> list[float]:
     if own is None:
         return [0.0] * len(_PHASES)
     spent = own.spent.read()
-    *phases, _ = (sum(spent.get(Use(name, False), 0.0) for name in names) for names in _PHASES.values())
+    *phases, _ = (sum(spent.get(use, 0.0) for use in uses) for uses in _USES)
     return [*phases, own.stalled]
