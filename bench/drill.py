@@ -27,6 +27,7 @@ OVERRIDES = (
     "evaluate.prompts=['What is a list?']",
 )
 RESULTS = Path(__file__).parent / "results"
+NO_TIME = 1e-9  # minutes; no fault begins
 STRATEGIES, PROCESSES = ("single", "ddp", "fsdp", "zero3"), (1, 2, 3)
 
 
@@ -42,27 +43,33 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     work, verdicts = options.work, RESULTS / "drill.jsonl"
-    if work.exists():
-        join(verdicts, work / "trials.jsonl")
-    found = tw.drill(
-        RECIPE,
-        *OVERRIDES,
-        output=work,
-        seed=options.seed,
-        tries=options.tries,
-        minutes=1e-9 if options.report else options.minutes,
-        strategies=STRATEGIES,
-        processes=PROCESSES,
-        jobs=options.jobs,
-        resume=work.exists(),
-        progress=True,
-    )
+    if not work.exists():  # as on another machine
+        drill(options, minutes=NO_TIME)
+    join(verdicts, work / "trials.jsonl")
+    found = drill(options, minutes=NO_TIME if options.report else options.minutes)
     lines = Results(work / "trials.jsonl").read().values()
     verdicts.write_text("".join(json.dumps(line).replace(f"{work}/", "") + "\n" for line in lines))
     print(found)
     machine = describe(sorted(os.sched_getaffinity(0)))
     write_results(RESULTS / "drill.json", {"machine": machine, "seed": options.seed, **found.values()})
     return 0 if not found.rows[-1]["broken"] else 1
+
+
+def drill(options: argparse.Namespace, minutes: float) -> tw.Drill:
+    """Go on with the faults that have no verdict in the work directory, which is made if it does not exist."""
+    return tw.drill(
+        RECIPE,
+        *OVERRIDES,
+        output=options.work,
+        seed=options.seed,
+        tries=options.tries,
+        minutes=minutes,
+        strategies=STRATEGIES,
+        processes=PROCESSES,
+        jobs=options.jobs,
+        resume=options.work.exists(),
+        progress=True,
+    )
 
 
 def join(kept: Path, own: Path) -> None:
