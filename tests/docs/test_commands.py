@@ -59,6 +59,13 @@ def test_every_command_is_one_that_there_is(command: Command) -> None:
         assert words[words.index("-m") + 1] in ("trainwright.worker", "trainwright", "pytest")
 
 
+def test_the_readme_names_every_command() -> None:
+    table = (ROOT / "README.md").read_text().partition("| Command |")[2].partition("\n\n")[0]
+    named = re.findall(r"`([\w-]+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:]))
+    commands: Any = typer.main.get_command(app)
+    assert sorted(named) == sorted(commands.commands)
+
+
 @pytest.mark.parametrize("pattern", NOT_RUN)
 def test_every_reason_not_to_run_a_command_has_one(pattern: str) -> None:
     assert any(re.search(pattern, command.text) for command in ALL)
