@@ -23,7 +23,7 @@ def settings(count: int, strategy: str) -> tuple[str, ...]:
 def flipped(runs: Runs, policy: str, where: dict[str, Any], *overrides: str) -> tuple[Path, Finished]:
     run = runs.new_directory("run")
     named = (f"logging.run_directory={run}", "logging.tensorboard=false")
-    policies = f"train.step_policies=['trainwright.drilling.faults.planted:{policy}']"
+    policies = f"train.step_policies=['{policy if ':' in policy else f'trainwright.drilling.faults.planted:{policy}'}']"
     place = {"place": 0.37, "bit": 3, "pass": 0, **where}
     started = runs.command("train", str(TINY), *named, *overrides, policies, TRAINWRIGHT_FAULT=json.dumps(place))
     return run, started.wait()
@@ -105,6 +105,43 @@ def test_a_wrong_pass_is_found_and_its_rank_is_named(
     (fault,) = events(run, "fault")
     assert fault["kind"] == "corrupted_computation" and fault["rank"] == rank
     assert f"rank {rank} computed step 9 wrongly" in fault["detail"]
+
+
+def test_a_weight_that_is_wrong_only_where_it_is_computed_with_is_found(runs: Runs) -> None:
+    overrides = (*settings(2, "ddp"), "train.mixed_precision=bf16")
+    undisturbed = losses(runs.trained(*overrides))
+    where = {"rank": 1, "step": 8, "bit": 6}
+    run, ended = flipped(runs, "tests.support.flipping:ComputingWeight", where, *overrides)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert losses(run) == undisturbed
+    first, second = events(run, "fault")
+    assert first["kind"] == second["kind"] == "corrupted_weights"
+    assert "the weights of rank 1 were wrong at step 9" in second["detail"]
+
+
+def test_without_a_check_that_has_passed_a_run_goes_back_to_what_it_was_resumed_from(runs: Runs) -> None:
+    overrides = settings(2, "ddp")
+    undisturbed = losses(runs.trained(*overrides))
+    policy = "train.step_policies=['trainwright.drilling.faults.planted:Weight']"
+    started = runs.train(*overrides, policy, "faults.replay_every=null", "--until", "step 6")
+    assert started.wait().code == 75
+    run = started.run
+    assert run is not None
+    fault = json.dumps({"rank": 1, "step": 7, "place": 0.37, "bit": 3, "pass": 0})
+    ended = runs.command("train", "--resume", str(run), "faults.replay_every=4", TRAINWRIGHT_FAULT=fault).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert losses(run) == undisturbed
+    assert events(run, "fault")[0]["action"].endswith("step-00000006")
+
+
+@pytest.mark.slow
+def test_a_new_run_whose_first_check_fails_begins_again_when_it_is_resumed(runs: Runs) -> None:
+    overrides = settings(2, "ddp")
+    undisturbed = losses(runs.trained(*overrides))
+    run, ended = flipped(runs, "Weight", {"rank": 1, "step": 1}, *overrides)
+    assert ended.code == 5 and "--resume, which begins at the first step" in ended.stderr
+    assert not list((run / "checkpoints").glob("step-*"))
+    assert losses(runs.resumed(run)) == undisturbed
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from trainwright import heartbeat
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
@@ -77,7 +77,7 @@ class Trainer:
         ours = (LossScale, GradientNoise, LossSpikes, NonFinite, Stragglers)
         self._policies = [self._halving, self._replay, *(policy(self.training) for policy in (*ours, *self.policies))]
         self._checkpointing = Checkpointing(
-            self.training, self.checkpoints, self._policies, lambda: self._replay.checked or None
+            self.training, self.checkpoints, self._policies, lambda: self._replay.trusted_before
         )
         self._passes = StepPasses(self.training, self._halving, self._replay, self._policies, self._requests)
         self._measured = RunMeasurements(self.world.device, self.world.local_size)
@@ -225,7 +225,7 @@ class Trainer:
 
         Raises:
             WrongNumbers: too many batches in a row would be left out.
-            Corrupted: there is no checkpoint from before a machine's fault.
+            Corrupted, WrongNumbers: there is no checkpoint from before a machine's fault.
         """
         step, left_out = self.progress.step + 1, self.progress.left_out
         self.strategy.discard_gradients()
@@ -243,8 +243,20 @@ class Trainer:
             rewound = Rewind(resumed_from=self.progress.step, left_out=left_out, pending=self.progress.pending)
             self.events.emit(rewound)
         elif not fault.leave_out:
-            raise Corrupted(f"training stopped: {fault.detail}; there is no checkpoint from before; start a new run")
+            self._end_without_checkpoint(fault)
         self.progress.left_out = left_out
+
+    def _end_without_checkpoint(self, fault: RewindRequested) -> NoReturn:
+        """End a run that has no checkpoint from before the fault of a machine."""
+        if fault.before == 1:  # the checkpoints of this first launch were removed
+            raise Corrupted(
+                f"training stopped: {fault.detail}; no check had passed before, so the checkpoints were removed; test the "
+                "memory and the processor, then --resume, which begins at the first step"
+            )
+        raise WrongNumbers(
+            f"training stopped: {fault.detail}; no checkpoint from before step {fault.before} can be used, and later ones, "
+            "which are kept, may have wrong values; test the memory and the processor, and start a new run"
+        )
 
     def _requests(self, step: int) -> tuple[bool, bool, float]:
         save = self.save_requested() or self._checkpointing.is_due(step)

@@ -182,10 +182,15 @@ class Checkpoints:
         """Return the steps that have a checkpoint directory, ascending. A directory may still fail verification."""
         return sorted(checkpoints_in(self._directory))
 
-    def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest checkpoint that verifies, and why each newer one was rejected."""
+    def latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint that verifies, and why each newer one was rejected.
+
+        Those of step ``before`` and later ones are passed over.
+        """
         refused: list[str] = []
         for step in reversed(self.steps()):
+            if before is not None and step >= before:
+                continue
             found = self._open(step)
             if isinstance(found, Checkpoint):
                 return found, refused

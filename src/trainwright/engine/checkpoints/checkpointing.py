@@ -220,7 +220,8 @@ class Checkpointing:
     def newest(self, before: int | None = None) -> Checkpoint | None:
         """Return the newest checkpoint that verifies, once the one that is being written is complete; None without any.
 
-        Rank 0 reads all of it, the others rely on rank 0. Checkpoints of step ``before`` and later ones are removed.
+        Rank 0 reads all of it, the others rely on rank 0. Checkpoints of step ``before`` and later ones are passed
+        over. They are removed if there is an earlier one, or if there cannot be one, as the run then begins again.
 
         Raises:
             RequestError: there are checkpoints, and none can be used.
@@ -231,10 +232,7 @@ class Checkpointing:
         refused: list[str] = []
         if world.is_main:
             events.announce("checking the newest checkpoint")
-            if before is not None:
-                self._checkpoints.remove_from(before)
-                self._copies.remove_from(before)
-            found, refused = self._checkpoints.latest()
+            found, refused = self._checkpoints.latest(before)
             copy = self._copies.newest(None if found is None else found.step, Checkpoint.open, before)
             for reason in refused:
                 action = "use the one before it" if copy is None else "use a copy"
@@ -244,6 +242,9 @@ class Checkpointing:
                 found = copy
                 events.emit(Notice(message=f"{copy.path} is restored from a copy"))
             chosen = None if found is None else str(found.path)
+            if before is not None and (chosen is not None or before == 1):
+                self._checkpoints.remove_from(before)
+                self._copies.remove_from(before)
         chosen, refused = world.broadcast((chosen, refused))
         if chosen is None and refused:
             raise RequestError(f"no checkpoint of this run can be used: {'; '.join(refused)}; start a new run")

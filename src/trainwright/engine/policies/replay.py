@@ -56,16 +56,23 @@ class Replay(StepPolicy):
         self._outputs: list[torch.Tensor] = []
         self._recorded: dict[bool, torch.Tensor] = {}  # by whether it is this rank's own micro-batch
         self._compares_passes = True
+        self._first: int | None = None  # step of this launch
         self._suspected: dict[int, list[_Differing]] = {}  # by step, to be compared when it is repeated
         self._failed: Counter[int] = Counter()  # by step
 
     @property
-    def checked(self) -> int:
-        """Return the step of the last check that found nothing; 0 without any."""
-        return int(self.state.get(_CHECKED, 0.0))
+    def trusted_before(self) -> int | None:
+        """Return a step from before which checkpoints are trusted: that of the last check that found nothing, or the
+        first one of this launch, which trusts what it begins with. None if nothing is checked.
+        """
+        if self._every is None or self._first is None:
+            return None
+        return int(self.state.get(_CHECKED, self._first))
 
     def is_due(self, step: int) -> bool:
-        """Return whether this step is checked."""
+        """Return whether this step is checked. Call it in every step."""
+        if self._first is None:
+            self._first = step
         return self._every is not None and step % self._every == 0
 
     def of_other_rank(self, batch: GlobalBatch) -> MicroBatch:
@@ -140,15 +147,17 @@ class Replay(StepPolicy):
         self._failed[step] += 1
         if self._failed[step] > 1 or self.training.recipe.faults.on_corruption == "stop":
             self._end(kind, ranks, detail + ", again" * (self._failed[step] > 1), step)
-        raise RewindRequested(kind, ranks[0], f"{detail} ({_named(ranks)})", leave_out=False, before=self.checked)
+        raise RewindRequested(
+            kind, ranks[0], f"{detail} ({_named(ranks)})", leave_out=False, before=self.trusted_before
+        )
 
     def _end(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         """End the run. Frozen weights are in no checkpoint, and loaded again when the run is resumed."""
         unknown = " (one of them, it is not known which)" if len(ranks) > 1 else ""
         self._tell(kind, ranks, f"{detail}: {_named(ranks)}{unknown}", "stop", step)
         raise Corrupted(
-            f"training stopped: {detail}: {_named(ranks)}{unknown}; remove the checkpoints after step "
-            f"{max(self.checked - 1, 0)}, test the memory and the processor, then --resume"
+            f"training stopped: {detail}: {_named(ranks)}{unknown}; remove the checkpoints of step "
+            f"{self.trusted_before} and later ones, test the memory and the processor, then --resume"
         )
 
     def _tell(self, kind: str, ranks: Sequence[int], detail: str, action: str, step: int) -> None:
@@ -160,21 +169,33 @@ class Replay(StepPolicy):
 
     def _checksum(self, *, frozen: bool) -> int:
         """Return the checksum of this rank's copy of the frozen or the trained weights; 0 if they are sharded."""
-        spec, world = self.training.recipe.parallel.spec, self.training.world
-        if world.size == 1 or (spec is not None and spec.shards):
-            return 0
-        strategy = self.training.strategy
-        trained = {name for name, _ in strategy.parameters(frozen=False)}
-        total = torch.zeros((), dtype=torch.int64, device=world.device)
-        for name, tensor in strategy.parameters(frozen=frozen):
-            if not frozen or name not in trained:
-                total = total * _FACTOR + checksum(tensor)
+        total = torch.zeros((), dtype=torch.int64, device=self.training.world.device)
+        for _, tensor in self._copies(frozen=frozen):
+            total = total * _FACTOR + checksum(tensor)
         return int(total)
+
+    def _copies(self, *, frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the frozen or the trained weights that every rank has whole: those that it computes with and, where they
+        are others, those that it updates.
+        """
+        spec, world, strategy = self.training.recipe.parallel.spec, self.training.world, self.training.strategy
+        if world.size == 1 or (spec is not None and spec.shards_parameters):
+            return
+        computing = {name: each.detach() for name, each in strategy.module.named_parameters()}
+        trained = {name for name, each in strategy.module.named_parameters() if each.requires_grad}
+        for name, tensor in computing.items():
+            if (name in trained) is not frozen:
+                yield name, tensor
+        if frozen or (spec is not None and spec.shards):
+            return
+        for name, tensor in strategy.parameters(frozen=False):  # with buffers
+            if name not in computing or tensor.data_ptr() != computing[name].data_ptr():
+                yield f"{name}, in master precision", tensor
 
     def _differing(self) -> list[_Differing]:
         """Return the parts of weights in which the ranks differ, with the values of all ranks."""
         world, found = self.training.world, list[_Differing]()
-        weights = dict(self.training.strategy.parameters(frozen=False))
+        weights = dict(self._copies(frozen=False))
         sums: list[list[int]] = world.gather([int(checksum(weight)) for weight in weights.values()])
         for index, (name, weight) in enumerate(weights.items()):
             if len({of_rank[index] for of_rank in sums}) == 1:
@@ -193,7 +214,7 @@ class Replay(StepPolicy):
         """
         if not before:
             return []
-        weights = dict(self.training.strategy.parameters(frozen=False))
+        weights = dict(self._copies(frozen=False))
         distances = torch.zeros(self.training.world.size, dtype=torch.float64)
         for name, number, values in before:
             right = weights[name].detach().reshape(-1).split(_PART)[number].cpu().double()
