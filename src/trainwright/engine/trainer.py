@@ -250,12 +250,12 @@ class Trainer:
         """End a run that has no checkpoint from before the fault of a machine."""
         if fault.before == 1:  # the checkpoints of this first launch were removed
             raise Corrupted(
-                f"training stopped: {fault.detail}; no check had passed before, so the checkpoints were removed; test the "
-                "memory and the processor, then --resume, which begins at the first step"
+                f"training stopped: {fault.detail}; no check had passed before, so the checkpoints were removed; test "
+                "the memory and the processor, then --resume, which begins at the first step"
             )
         raise WrongNumbers(
-            f"training stopped: {fault.detail}; no checkpoint from before step {fault.before} can be used, and later ones, "
-            "which are kept, may have wrong values; test the memory and the processor, and start a new run"
+            f"training stopped: {fault.detail}; no checkpoint from before step {fault.before} can be used, and later "
+            "ones, which are kept, may have wrong values; test the memory and the processor, and start a new run"
         )
 
     def _requests(self, step: int) -> tuple[bool, bool, float]:

@@ -175,8 +175,8 @@ class Replay(StepPolicy):
         return int(total)
 
     def _copies(self, *, frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the frozen or the trained weights that every rank has whole: those that it computes with and, where they
-        are others, those that it updates.
+        """Yield the frozen or the trained weights that every rank has whole: those that it computes with and, where
+        they are others, those that it updates.
         """
         spec, world, strategy = self.training.recipe.parallel.spec, self.training.world, self.training.strategy
         if world.size == 1 or (spec is not None and spec.shards_parameters):
