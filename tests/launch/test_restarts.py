@@ -174,6 +174,23 @@ def test_kills_at_one_step_are_counted_but_never_compared(log: Path) -> None:
     assert isinstance(restarts.decide(killed), Restart)
 
 
+@pytest.mark.parametrize("cause", [Cause.HANG, Cause.CONNECTION, Cause.PROCESS])
+def test_a_fault_is_not_retried_for_ever_where_no_restart_gets_a_step_further(log: Path, cause: Cause) -> None:
+    clock = [100.0]
+    fault = Failure("rank 1 hangs", EXIT_FAULT, cause=cause)
+
+    def decided(step: int) -> Restart | Failure:
+        clock[0] += 1500  # so that the rate never ends it
+        at(step, log, clock)
+        return Restarts(log.parent, "3 per hour", lambda: clock[0]).decide(fault)
+
+    assert [type(decided(step)) for step in (7, 7, 8, 8, 8)] == [Restart] * 5
+    ended = decided(8)
+    assert isinstance(ended, Failure) and ended.exit_code == EXIT_FAULT
+    assert "3 restarts in a row got no further than step 8" in ended.message
+    assert isinstance(decided(9), Restart)
+
+
 def test_known_errors_and_exceptions_before_the_first_step_are_not_retried(log: Path) -> None:
     restarts = Restarts(log.parent, "9 per hour")
     for error in (

@@ -19,6 +19,7 @@ from trainwright.recipe.sections.fields import rate_of
 
 # Beside the logs of the launches that it is about.
 _FILE = Path("logs") / "restarts.json"
+_MOST_STUCK = 3  # restarts in a row that got no step further
 # The lines of calls in a message of `hangs.judge.Conflict`; numbers and ranks are not the same in every launch.
 _DIFFERENT_CALLS = re.compile(
     r"the ranks have entered different collectives: .* at (\S+), and rank \d+ .* at ([^\s;]+)"
@@ -38,14 +39,14 @@ class Restarts:
     def __init__(self, run: Path, allowed: str, clock: Callable[[], float] = time.time) -> None:
         self._run, self._allowed, self._clock = run, allowed, clock
         self._rate = rate_of(allowed)
-        self._times, self._failures = _read(run / _FILE)
+        self._times, self._failures, self._stuck = _read(run / _FILE)
         self._begun = clock()
 
     def decide(self, failure: Failure) -> Restart | Failure:
         """Return the event of a restart, or the failure that the run ends with, which says why there is none.
 
         An exception before the first step of a launch, and any failure from within that has happened at this step
-        before, would happen again.
+        before, would happen again. So may one from outside after which several restarts got no step further.
         """
         if failure.cause is None or self._rate.times == 0:
             return failure
@@ -58,11 +59,16 @@ class Restarts:
                 why = f"\nnot restarted again: the same error happened twice after {_at(step)}"
                 return replace(failure, message=failure.message + why, exit_code=EXIT_TRAINING)
             self._failures.append(key)
+        stuck = self._stuck[1] if self._stuck[0] == step else 0
+        if stuck >= _MOST_STUCK:
+            why = f"\nnot restarted again: {stuck} restarts in a row got no further than {_at(step)}"
+            return replace(failure, message=failure.message + why)
         recent = [each for each in self._times if now - each < self._rate.seconds]
         if len(recent) >= self._rate.times:
             why = f"\nnot restarted again: faults.restarts allows {self._allowed}"
             return replace(failure, message=failure.message + why)
         self._times.append(now)
+        self._stuck = step, stuck + 1
         self._begun = now
         self._write()
         return Restart(
@@ -74,7 +80,7 @@ class Restarts:
         )
 
     def _write(self) -> None:
-        file, kept = self._run / _FILE, {"times": self._times, "failures": self._failures}
+        file, kept = self._run / _FILE, {"times": self._times, "failures": self._failures, "stuck": self._stuck}
         with suppress(OSError):  # a full disk does not end a run that can go on
             file.parent.mkdir(exist_ok=True)
             write_file(file, json.dumps(kept))
@@ -89,13 +95,17 @@ class Restarts:
         return steps[-1] if steps else None
 
 
-def _read(file: Path) -> tuple[list[float], list[tuple[int | None, str]]]:
-    """Return the times of the restarts so far, and the step and the error of each failure from within."""
+def _read(file: Path) -> tuple[list[float], list[tuple[int | None, str]], tuple[int | None, int]]:
+    """Return the times of the restarts so far, the step and the error of each failure from within, and after which step
+    the last restarts happened, with their number.
+    """
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return [float(each) for each in kept["times"]], [(step, str(error)) for step, error in kept["failures"]]
+        times = [float(each) for each in kept["times"]]
+        step, count = kept.get("stuck", (None, 0))
+        return times, [(step, str(error)) for step, error in kept["failures"]], (step, int(count))
     except (OSError, ValueError, KeyError, TypeError):
-        return [], []
+        return [], [], (None, 0)
 
 
 def _essence(message: str) -> str:
