@@ -214,3 +214,14 @@ def test_restarts_are_counted_on_when_the_launcher_is_started_again(log: Path) -
     restart = again.decide(killed)
     assert isinstance(restart, Restart) and restart.number == 2
     assert isinstance(Restarts(log.parent, "2 per hour", lambda: clock[0]).decide(killed), Failure)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_until_the_timeout_is_not_said_to_have_been_killed(runs: Runs) -> None:
+    started = runs.train(*SETTINGS, "train.max_steps=5000", "parallel.timeout=5 s", "faults.restarts=off")
+    started.wait_for_step(5)
+    kill(started, 1, signal.SIGSTOP)
+    ended = started.wait()
+    assert ended.code == 5
+    assert "rank 0 lost its connection to another rank" in ended.stderr
+    assert "SIGKILL" not in ended.stderr

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from trainwright.launch.ending import stop
 from trainwright.launch.ending.failure import error_file
-from trainwright.launch.ending.stop import START_METHOD
+from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER, START_METHOD
 from trainwright.launch.group.rendezvous import LOOPBACK, host_store
 from trainwright.launch.nodes.nodes import Nodes
 
@@ -43,6 +43,7 @@ class OneNode(RendezvousHandler):
         self._store: Store | None = None
         self.checks: list[Callable[[], None]] = []
         self._workers: list[multiprocessing.process.BaseProcess] = []
+        self._closed: set[multiprocessing.process.BaseProcess] = set()
 
     def get_backend(self) -> str:
         """Return the name of this kind of rendezvous."""
@@ -78,8 +79,20 @@ class OneNode(RendezvousHandler):
         return {rank: int(worker.pid or 0) for rank, worker in enumerate(self._workers, first) if worker.is_alive()}
 
     def exit_codes(self, first: int) -> dict[int, int | None]:
-        """Return the exit codes by rank, negative for signals; `first` is the lowest rank here."""
-        return {rank: worker.exitcode for rank, worker in enumerate(self._workers, first)}
+        """Return the exit codes by rank, negative for signals; `first` is the lowest rank here.
+
+        A worker that the agent had to kill, as it did not end by itself after another had failed, has the same code as
+        one that did.
+        """
+        killed = -signal.SIGKILL
+        return {
+            rank: CLOSED_BY_LAUNCHER if worker in self._closed and worker.exitcode == killed else worker.exitcode
+            for rank, worker in enumerate(self._workers, first)
+        }
+
+    def close(self) -> None:
+        """Note which workers have not ended: from now on the agent ends them."""
+        self._closed = self._closed or {worker for worker in self._workers if worker.is_alive()}
 
     def is_closed(self) -> bool:
         """Return False."""
@@ -146,12 +159,16 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # The workers are ended during the call below.
         if any(self._workers_of.exit_codes(0).values()):
-            self._flags.closing.value = 1
+            self._close()
         return super()._monitor_workers(worker_group)
 
     def _shutdown(self, *arguments: Any, **more: Any) -> None:
-        self._flags.closing.value = 1
+        self._close()
         super()._shutdown(*arguments, **more)
+
+    def _close(self) -> None:
+        self._workers_of.close()
+        self._flags.closing.value = 1
 
 
 def agent_of(
