@@ -84,6 +84,32 @@ def test_copies_that_are_damaged_or_incomplete_are_passed_over(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_two_runs_of_one_name_that_begin_at_once_do_not_mix(tmp_path: Path) -> None:
+    where = str(tmp_path / "copies")
+    first, second = (
+        Checkpoints(tmp_path / each / "run" / "checkpoints", keep_last=2, keep_best=False) for each in ("a", "b")
+    )
+    of_first, of_second = Copies([where], first.directory), Copies([where], second.directory)
+    (tmp_path / "b" / "run").mkdir(parents=True)
+    (tmp_path / "b" / "run" / "events.jsonl").write_text('{"of": "the second"}\n')
+    of_second.remove_from(1)  # it has looked while nothing was there
+    of_second.wait()
+    (tmp_path / "a").mkdir()
+    of_first.add(saved(first, 5))
+    of_first.wait()
+    (tmp_path / "b").mkdir(exist_ok=True)
+    of_second.add(saved(second, 3))
+    of_second.wait()
+    assert of_first.problems() == []
+    assert ["copies of another run of this name" in each for each in of_second.problems()] == [True]
+    of_second.remove_from(1)
+    of_second.wait()
+    assert of_second.newest(None, Checkpoint.open) is None and second.steps() == [3]
+    assert set(Place(where, "run").steps()) == {5}
+    restored = of_first.newest(None, Checkpoint.open)
+    assert restored is not None and restored.step == 5
+
+
 def test_a_place_that_fails_keeps_neither_training_nor_other_places(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)

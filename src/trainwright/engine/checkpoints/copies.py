@@ -81,8 +81,7 @@ class _Writing:
 
     def copy(self, work: _Work, kept: set[int]) -> None:
         """Write a checkpoint, and remove those of other steps than ``kept``. Raises what the place raises."""
-        if self.known is None:
-            self.known = self._look()
+        known = self._known_here()
         sums = _sums(work)
         parts: list[tuple[Part, ...]] = []
 
@@ -92,13 +91,12 @@ class _Writing:
             return StoredRun(identity_of(self.run), recipe, plan, parts[-1]).text()
 
         self.place.write(work.path.name, work.files, sums, record)
-        self.known[work.path.name] = parts[-1]
+        known[work.path.name] = parts[-1]
         self.remove({name for step, name in self.place.steps().items() if step not in kept})
 
     def copy_model(self, work: _Work) -> None:
         """Write the model, unless the same is there. Raises what the place raises."""
-        if self.known is None:
-            self.known = self._look()
+        self._known_here()
         manifest = json.dumps({"files": work.digests}, indent=1).encode()
         if self.place.manifest(FINAL) == manifest:
             return
@@ -107,33 +105,44 @@ class _Writing:
         self.place.write(FINAL, [*work.files, (MANIFEST, io.BytesIO(manifest))], sums)
 
     def remove(self, names: set[str]) -> None:
-        """Remove checkpoints, and the parts of the events that no other one refers to."""
+        """Remove checkpoints, and the parts of the events that no other one refers to. Raises what the place raises."""
+        known = self._known_here()
         self.place.remove(sorted(names))
-        if self.known is None:
-            return
         for name in names:
-            self.known.pop(name, None)
-        needed = {part.name for parts in self.known.values() for part in parts}
+            known.pop(name, None)
+        needed = {part.name for parts in known.values() for part in parts}
         for part in set(self.place.parts()) - needed:
             self.place.remove_part(part)
 
-    def _look(self) -> dict[str, tuple[Part, ...]]:
-        """Return the parts that the copies in the place refer to. Raises CheckpointError if they are another run's."""
+    def stored(self, name: str) -> StoredRun | None:
+        """Return the record of a checkpoint; None if it is not whole. Raises CheckpointError if it is another run's."""
+        try:
+            stored = StoredRun.of(self.place, name)
+        except CheckpointError:
+            return None
+        if stored is not None and stored.run != identity_of(self.run):
+            raise CheckpointError(f"it has copies of another run of this name ({name}); nothing is copied there")
+        return stored
+
+    def _known_here(self) -> dict[str, tuple[Part, ...]]:
+        """Return the parts of the events by checkpoint. Raises CheckpointError if any is another run's.
+
+        Another run may have begun with the same name since the last call, so new checkpoints are looked at each time.
+        """
+        names = set(self.place.steps().values())
+        if self.known is not None:
+            for name in names - self.known.keys():
+                self.stored(name)
+            return self.known
         found: dict[str, tuple[Part, ...]] = {}
-        own = identity_of(self.run)
         self.events = EventParts(self.run, self.place)
-        for _, name in sorted(self.place.steps().items(), reverse=True):
-            try:
-                stored = StoredRun.of(self.place, name)
-            except CheckpointError:  # not whole; it is replaced or removed like any other
-                continue
-            if stored is None:
-                continue
-            if stored.run != own:
-                raise CheckpointError(f"it has copies of another run of this name ({name}); nothing is copied there")
+        for name in sorted(names, reverse=True):
+            if (stored := self.stored(name)) is None:
+                continue  # it is replaced or removed like any other
             if not found:
                 self.events.take_over(stored)
             found[name] = stored.events
+        self.known = found
         return found
 
 
@@ -229,23 +238,24 @@ class Copies:
 
         Copies of step ``before`` and later ones are passed over.
         """
-        for step, name, place in self._newest_first():
+        for step, name, writing in self._newest_first():
             if after is not None and step <= after:
                 break
             if before is not None and step >= before:
                 continue
             try:
-                restore(place, name, self._directory)
+                writing.stored(name)
+                restore(writing.place, name, self._directory)
                 return open_checkpoint(self._directory / name)
             except Exception as error:  # of any library of fsspec
-                self._problems.append(f"the copy of {name} in {place.where} cannot be used: {error}")
+                self._problems.append(f"the copy of {name} in {writing.place.where} cannot be used: {error}")
         return None
 
-    def _newest_first(self) -> Iterator[tuple[int, str, Place]]:
-        found: list[tuple[int, str, Place]] = []
+    def _newest_first(self) -> Iterator[tuple[int, str, _Writing]]:
+        found: list[tuple[int, str, _Writing]] = []
         for writing in self._places:
             try:
-                found.extend((step, name, writing.place) for step, name in writing.place.steps().items())
+                found.extend((step, name, writing) for step, name in writing.place.steps().items())
             except Exception as error:
                 self._failed(writing, error)
         return iter(sorted(found, key=lambda each: -each[0]))
