@@ -102,10 +102,17 @@ def test_collectives_are_asked_for_through_the_pipes_that_torch_opens(
     pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}1.pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_collectives(tmp_path, [0, 1])
-    assert os.read(reader, 8) == b"1\n"
+    logs = tmp_path / "logs"
+    asked = write_collectives(tmp_path, [0, 1], logs)
+    assert asked == {1: 0} and os.read(reader, 8) == b"1\n"
+    logs.mkdir()
+    with subprocess.Popen(["sh", "-c", f"sleep 0.5; echo whole > {shlex.quote(str(logs))}/nccl-rank-1"]):
+        wait_for_collectives(logs, asked)
+        assert (logs / "nccl-rank-1").read_text() == "whole\n"
     os.close(reader)
-    write_collectives(tmp_path, [1])  # nobody reads it any more
+    assert write_collectives(tmp_path, [1], logs) == {}  # nobody reads it any more
+    wait_for_collectives(logs, {})
+    shutil.rmtree(logs)
     remove_pipes(tmp_path, [0, 1])
     assert not list(tmp_path.iterdir())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from trainwright.engine.event_log import append_event
 from trainwright.engine.events import Fault, Notice
 from trainwright.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
-from trainwright.launch.hangs.flight_recorder import remove_pipes, write_collectives
+from trainwright.launch.hangs.flight_recorder import remove_pipes, wait_for_collectives, write_collectives
 from trainwright.launch.hangs.judge import STORAGE, Conflict, Seen, Verdict, conflict_of, judge
 from trainwright.launch.hangs.machines import Machines
 from trainwright.launch.hangs.processes import Moving, ProcessState, seconds_asleep, state_of
@@ -103,6 +103,7 @@ class HangWatcher:
         self._asleep = seconds_asleep()
         self._reported: tuple[int, ...] = ()  # the late ranks of the hang that goes on
         self._since = 0.0
+        self._asked: dict[int, int] = {}  # ranks that write their collectives
 
     @classmethod
     def of(
@@ -209,6 +210,7 @@ class HangWatcher:
         if ends:
             found = "\n".join([message, *shown, *missing, files])
             self._ending(found)
+            wait_for_collectives(self._watched.run / "logs", self._asked)
             for pid in pids.values():
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -221,7 +223,7 @@ class HangWatcher:
         """Return the stacks of the threads that train: of all machines where rank 0 is."""
         pids = dict(self._processes())
         if self._directory is not None:
-            write_collectives(self._directory, pids)
+            self._asked = write_collectives(self._directory, pids, self._watched.run / "logs")
         here = {rank: training_thread(text) for rank, text in stacks_of(pids, self._watched.run / "logs").items()}
         if self._machines is None:
             return here

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainwright.recipe.sections.fields import Restarts, Section, Time
+from trainwright.recipe.sections.fields import Count, Restarts, Section, Time
 
 
 class FaultsSection(Section):
@@ -37,9 +37,8 @@ class FaultsSection(Section):
         description="Mean time between failures that end the run, such as 6 h, for checkpoint.every: auto. The "
         "interval is the one that loses the least time to checkpoints and to steps that are repeated (Daly, 2006).",
     )
-    replay_every: int | None = Field(
+    replay_every: Count | None = Field(
         200,
-        ge=1,
         description="Number of steps between checks for silent corruption of memory and processors: a micro-batch of "
         "each rank is computed on another rank too, and copies of the weights are compared, to the bit. null: never.",
     )
@@ -52,5 +51,6 @@ class FaultsSection(Section):
     on_loss_spike: Literal["stop", "skip", "rewind"] = Field(
         "skip",
         description="What to do if the loss of a step is a spike; train.skip_loss_spikes sets what counts as one. "
-        "The values are those of on_non_finite.",
+        "The values are those of on_non_finite. With skip, the loss counts as no spike any longer after ten in a row, "
+        "and training goes on.",
     )
