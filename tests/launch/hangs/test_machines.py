@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,12 @@ from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, Started, events
 from trainwright.heartbeat import FINISHED, Beat, Collective, Times, heartbeat_directory, heartbeat_file, read
 from trainwright.launch.hangs import machines
-from trainwright.launch.hangs.flight_recorder import keep_collectives, remove_pipes, write_collectives
+from trainwright.launch.hangs.flight_recorder import (
+    keep_collectives,
+    remove_pipes,
+    wait_for_collectives,
+    write_collectives,
+)
 from trainwright.launch.hangs.judge import Seen, judge
 from trainwright.launch.hangs.machines import Machines
 
