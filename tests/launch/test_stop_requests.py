@@ -63,6 +63,22 @@ def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> N
     assert not found.look() and found.needed == pytest.approx(1.5 + 0.75 + 3)
 
 
+def test_a_deadline_leaves_time_for_what_is_being_written_and_copied(tmp_path: Path) -> None:
+    found, _ = requests(tmp_path, None)
+    found({"event": "checkpoint", "seconds": 4.0, "blocked_seconds": 0.1})  # the one before may be written still
+    assert found.needed == pytest.approx(4.0 + 1.5 * 4.0 + 3)
+    found({"event": "checkpoint", "seconds": 4.0, "blocked_seconds": 4.0, "copy_seconds": 10.0})
+    assert found.needed == pytest.approx(1.5 * 4.0 + 3 + 1.5 * 10.0)
+
+
+def test_a_deadline_is_seen_while_the_data_is_prepared(runs: Runs) -> None:
+    started = runs.train(*LONG, "--time-limit", "1 s")
+    ended = started.wait()
+    assert ended.code == 75, ended.stderr
+    assert "stopping: the run has to end by" in ended.stderr and "nothing was kept" in ended.stderr
+    assert started.run is not None and not list(started.run.glob("logs/rank-*.log"))
+
+
 def test_a_slow_disk_is_noticed_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = seconds_to_write(400_000_000, tmp_path)
     assert fast >= 2.0 and seconds_to_write(0, tmp_path) == 0.0

@@ -140,7 +140,9 @@ class Generate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
-    """A checkpoint was written. ``blocked_seconds``: how long training waited for it."""
+    """A checkpoint was written. ``blocked_seconds``: how long training waited for it; ``copy_seconds``: how long the
+    newest complete one of ``checkpoint.copies`` has taken.
+    """
 
     kind_of_event = "checkpoint"
 
@@ -148,6 +150,7 @@ class CheckpointWritten(Event):
     path: Path
     seconds: float
     blocked_seconds: float
+    copy_seconds: float | None = field(default=None, metadata=_LEFT_OUT)
 
 
 @dataclass(frozen=True, kw_only=True)

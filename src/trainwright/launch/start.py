@@ -10,14 +10,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_FINISHED, EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
-from trainwright.launch.ending.requests import forget_stops
+from trainwright.launch.ending.requests import forget_stops, look_before_steps
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
 from trainwright.launch.group.answering_gpus import show_answering_gpus
 from trainwright.launch.group.elastic import Elastic, devices_for
@@ -219,9 +219,14 @@ class _Launch:
 
         node = 0 if self.nodes is None else self.nodes.index
         log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
-        run_in_child(functools.partial(prepare, run), log, self.stopping)
-        if self.stopping.requested:
-            raise Stopped()
+        with self._looking(run):
+            run_in_child(functools.partial(prepare, run), log, self.stopping)
+            if self.stopping.requested:
+                raise Stopped()
+
+    def _looking(self, run: Path) -> AbstractContextManager[None]:
+        """Look for requests to stop while no process trains, which would look for them otherwise."""
+        return self.stopping.looking(functools.partial(look_before_steps, run, self.request.deadline))
 
     def _plan_again(self, run: Path, resolved: Resolved) -> None:
         before, self.resolved = self.resolved.plan.chosen.choice.threads, resolved
@@ -261,10 +266,14 @@ class _Launch:
             if crew is not None:
                 if not crew.changes:
                     break
-                if not (processes := crew.next()):
+                with self._looking(run):
+                    processes = crew.next()
+                if not processes:
                     return crew.code
             elif elastic is not None:  # nothing else ends its workers
-                if not (processes := elastic.next()):
+                with self._looking(run):
+                    processes = elastic.next()
+                if not processes:
                     break
             elif (changed := take_replan(run)) is not None:
                 recipe, threads = changed

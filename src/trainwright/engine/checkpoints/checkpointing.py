@@ -189,7 +189,13 @@ class Checkpointing:
         self._blocked += time.monotonic() - begun
         self._saving.took(self._blocked)
         self._training.events.emit(
-            CheckpointWritten(step=step, path=saved.path, seconds=saved.seconds, blocked_seconds=self._blocked)
+            CheckpointWritten(
+                step=step,
+                path=saved.path,
+                seconds=saved.seconds,
+                blocked_seconds=self._blocked,
+                copy_seconds=self._copies.seconds,
+            )
         )
 
     def _failed(self, error: CheckpointError, seconds: float, required: bool) -> None:

@@ -163,6 +163,7 @@ class Copies:
         self._directory, self._run = checkpoints, checkpoints.parent
         name = name_in_places(self._run) if places else ""
         self._places = [_Writing(Place(where, name), self._run) for where in places]
+        self.seconds: float | None = None  # how long the newest complete copy has taken
         self._problems: list[str] = []
         self._recovered: list[str] = []
         self._waiting: _Work | None = None
@@ -304,6 +305,7 @@ class Copies:
         return self._waiting is None and not (self._closing and tries >= _LAST_TRIES)
 
     def _copied(self, writing: _Writing, work: _Work) -> bool:
+        begun = time.monotonic()
         try:
             if work.is_model:
                 writing.copy_model(work)
@@ -312,6 +314,8 @@ class Copies:
         except Exception as error:  # of any library of fsspec; training goes on
             self._failed(writing, error)
             return False
+        if not work.is_model:
+            self.seconds = time.monotonic() - begun
         if writing.failing:
             writing.failing = False
             with self._changed:

@@ -84,6 +84,7 @@ class StopRequests:
         self._save = False
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._state_bytes, self._write = state_bytes, state_bytes / _BYTES_PER_SECOND
+        self._more = 0.0  # seconds for what is being written or copied when the stop is requested
         self._warn, self._measured = warn, False
 
     def __call__(self, event: Record) -> None:
@@ -92,6 +93,8 @@ class StopRequests:
             self._steps.append(event["step_time"])
         elif event["event"] == "checkpoint":
             self._write = event["seconds"]
+            in_background = event.get("blocked_seconds", self._write) < self._write / 2
+            self._more = self._write * in_background + _WRITE_FACTOR * (event.get("copy_seconds") or 0.0)
             if self._steps and not self._measured:
                 self._measured = True
                 # The scheduler's answer may take long, and nothing is to wait for it.
@@ -100,7 +103,7 @@ class StopRequests:
     @property
     def needed(self) -> float:
         """The seconds from a request to the end of the run."""
-        return seconds_to_stop(max(self._steps, default=0.0), self._write)
+        return seconds_to_stop(max(self._steps, default=0.0), self._write) + self._more
 
     def watch(self) -> None:
         """Look for requests in a thread until one is found; tell of the deadline, if there is one."""
@@ -116,15 +119,11 @@ class StopRequests:
 
     def look(self) -> bool:
         """Look once; return whether a stop is requested."""
-        reason = None
         if CHECKPOINT_FILE in _listed(self._run):
             with suppress(OSError):
                 (self._run / CHECKPOINT_FILE).unlink()
             self._save = True
-        if take_stop_file(self._run):
-            reason = f"asked by {self._run / STOP_FILE}"
-        elif self._deadline is not None and self._deadline.seconds - self._clock() <= self.needed:
-            reason = f"the run has to end by {self._deadline.shown}"
+        reason = reason_to_stop(self._run, self._deadline, self.needed, self._clock())
         if reason is not None:
             self._tell(f"stopping: {reason}; each worker finishes its step and a checkpoint is written")
             self._stop()
@@ -141,6 +140,20 @@ class StopRequests:
                 self._write = on_disk
         while not self.look():
             time.sleep(_LOOK_SECONDS)
+
+
+def reason_to_stop(run: Path, deadline: Deadline | None, needed: float, now: float) -> str | None:
+    """Return why a run that needs so many seconds to stop is to stop ``now``; None if it is not."""
+    if take_stop_file(run):
+        return f"asked by {run / STOP_FILE}"
+    if deadline is not None and deadline.seconds - now <= needed:
+        return f"the run has to end by {deadline.shown}"
+    return None
+
+
+def look_before_steps(run: Path, deadline: Deadline | None) -> str | None:
+    """Return why a run of which no process trains now is to stop; None if it is not."""
+    return reason_to_stop(run, deadline, _END_SECONDS, time.monotonic())
 
 
 def take_stop_file(run: Path) -> bool:

@@ -28,6 +28,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 # Wrappers such as make or a notebook forward a ctrl-C that the terminal has already sent to every process: a second
 # signal within this time is the same request.
 _SAME_REQUEST_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 # If a worker gets SIGTERM and the launcher does not know of it after this time, the elastic agent is closing the group
 # because another worker failed.
 _LAUNCHER_DECIDES_SECONDS = 1.0
@@ -111,7 +112,8 @@ class Stopping:
         self.killed = False
         self.left = CHECKPOINT
         self._notice = notice
-        self._first = 0.0
+        self._look: Callable[[], str | None] | None = None
+        self._looked = self._first = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -138,7 +140,22 @@ class Stopping:
     @property
     def requested(self) -> bool:
         """Return whether a stop was requested."""
+        now = time.monotonic()
+        if self._look is not None and not self.flag.value and now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            if (reason := self._look()) is not None:
+                self.flag.value = 1
+                os.write(2, f"\nstopping: {reason}\n".encode())
         return bool(self.flag.value)
+
+    @contextmanager
+    def looking(self, look: Callable[[], str | None]) -> Iterator[None]:
+        """Ask ``look`` too whether a stop is requested, while the context is entered; it returns the reason."""
+        self._look = look
+        try:
+            yield
+        finally:
+            self._look = None
 
     def end(self, left: str) -> None:
         """Kill the workers now. ``left``: what the run can be resumed from."""

@@ -59,7 +59,7 @@ class LinkedStopping(Stopping):
         """Return whether a stop was requested on any node."""
         if self.nodes is not None:
             self.nodes.poll()
-        return bool(self.flag.value)
+        return super().requested
 
 
 class Nodes:
