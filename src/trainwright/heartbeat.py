@@ -286,8 +286,9 @@ class Heartbeat:
     def _took(self) -> None:
         """Add the time since the last mark to the history of the phase, or of waiting."""
         now = time.monotonic()
-        seconds, self._since = now - self._since, now
+        seconds = now - self._since
         self.spent.end(self.use, seconds)
+        self._since = now  # after the sum, so that `waited` in another thread never goes back
         times = self._waits if self._waiting else self._phase.times
         least = times.longest * (_FIRST_DECAY if times.count < _FIRST_TIMES else _DECAY)
         times.longest = seconds if seconds > least else least

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,23 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_and_says_so(
         made.save(WORLD, 20, shards(), {}, "")
     assert made.steps() == [10]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+
+
+def test_a_disk_that_keeps_other_bytes_is_noticed_before_older_checkpoints_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, sync = save(tmp_path, 10), os.fsync
+
+    def corrupting(descriptor: int) -> None:
+        sync(descriptor)
+        if os.fstat(descriptor).st_size > 100:
+            os.truncate(f"/proc/self/fd/{descriptor}", 100)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", corrupting)
+        with pytest.raises(CheckpointError, match="reads back differently"):
+            made.save(WORLD, 20, shards(), {}, "")
+    assert made.steps() == [10]
 
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def checksum(file: BufferedReader) -> tuple[int, str]:
     return os.fstat(file.fileno()).st_size, digest.hexdigest()
 
 
+def compare_with_disk(path: Path, digest: str) -> None:
+    """Read a file again, from the disk where the system allows that. Raises OSError if it has another SHA-256."""
+    with path.open("rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if checksum(file)[1] != digest:
+            raise OSError(f"{path} reads back differently from what was written")
+
+
 def sync_directory(path: Path) -> None:
     """Sync the entries of a directory to disk, not only the files they refer to."""
     descriptor = os.open(path, os.O_RDONLY)

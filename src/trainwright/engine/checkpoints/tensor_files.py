@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from trainwright.engine.checkpoints.directories import compare_with_disk
+
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -30,13 +32,13 @@ _NAMES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Write ``tensors`` to ``path`` and sync it to disk.
+    """Write ``tensors`` to ``path``, sync it to disk, and compare what is there.
 
     Returns:
         The file's size in bytes and its SHA-256.
 
     Raises:
-        OSError: the disk is full or not writable; a partial file may remain.
+        OSError: the disk is full or not writable, or has other bytes; a partial file may remain.
     """
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -45,6 +47,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
             digest.update(data)
         file.flush()
         os.fsync(file.fileno())
+    compare_with_disk(path, digest.hexdigest())
     return path.stat().st_size, digest.hexdigest()
 
 

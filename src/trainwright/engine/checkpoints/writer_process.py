@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.checkpoints.directories import finish, remove
+from trainwright.engine.checkpoints.directories import compare_with_disk, finish, remove
 
 _PIECE = 8 * 2**20
 _UNSYNCED = 64 * 2**20  # most bytes that wait in memory for the disk
@@ -83,20 +83,8 @@ def _part(memory: int, place: str, head: str, size: int) -> dict[str, Any]:
                 raise OSError(f"the copy of the state in memory has {offset} of {size} bytes")
             data, offset = buffer[:count], offset + count
         os.fsync(file.fileno())
-    if _read_again(path, buffer) != digest.digest():
-        raise OSError(f"{path} reads back differently from what was written")
+    compare_with_disk(path, digest.hexdigest())
     return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _read_again(path: Path, buffer: memoryview) -> bytes:
-    """Return the SHA-256 of a file, read from the disk where the system allows that."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.digest()
 
 
 def _finish(
