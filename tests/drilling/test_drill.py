@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,23 @@ import pytest
 from typer.testing import CliRunner
 
 import trainwright as tw
-from tests.support.runs import ON_ROWS, TINY
-from trainwright.api.drilling import DrillRequest, _drill
+from tests.support.runs import ON_ROWS, ROOT, TINY
+from trainwright.api.drilling import Drill, DrillRequest, _drill
 from trainwright.cli.main import app
 from trainwright.drilling import phases
-from trainwright.drilling.campaign import HELD, SKIPPED, Results, run_trials
+from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
 from trainwright.drilling.faults import catalog  # noqa: F401
 from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, schedule
 from trainwright.drilling.report import cells, notes, rows_of, shown, table
-from trainwright.drilling.scene import measures_of
+from trainwright.drilling.scene import Scene, measures_of
 from trainwright.drilling.setting import Setting
-from trainwright.drilling.shortened import phases_of, shortened, spreads_of
+from trainwright.drilling.shortened import phases_of, setting_of, shortened, spreads_of
 from trainwright.errors import RequestError
+from trainwright.recipe.loading import dump_recipe, load_recipe
+from trainwright.recipe.sections.faults import FaultsSection
 
-SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3))
+SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("zero2", 2))
+RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if "objectives:" not in path.read_text())
 CASES = {name: kind.cases(SPREADS, phases.ALL) for name, kind in KINDS.items()}
 
 
@@ -46,6 +50,7 @@ def test_a_schedule_is_the_seeds() -> None:
 
 def test_kinds_are_tried_where_they_can_be() -> None:
     assert {case.spread[1] for case in CASES["connections that are cut"]} == {2, 3}
+    # Where the optimizer state is sharded, the next step replaces a wrong weight.
     assert {case.spread for case in CASES["a flipped bit of a weight"]} == {("ddp", 2), ("ddp", 3)}
     assert not KINDS["a flipped bit of a weight"].cases((("single", 1),), phases.ALL)
     assert {case.phase for case in KINDS["connections that are cut"].cases(SPREADS, (phases.STEP,))} == {phases.STEP}
@@ -62,6 +67,88 @@ def test_the_recipe_is_shortened_and_spread() -> None:
         spreads_of(recipe, ["dpp"], [])
     with pytest.raises(RequestError, match="single supports none"):
         spreads_of(recipe, ["single"], [2])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_recipe_can_be_shortened(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # where the recipes' relative paths start
+    recipe = shortened(path, [])
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe), encoding="utf-8")
+    for strategy, processes in spreads_of(recipe, [], []):
+        spread = (f"parallel.strategy={strategy}", f"parallel.num_processes={processes}")
+        assert load_recipe(file, spread).train.max_steps == phases.STEPS
+
+
+def test_a_warm_up_and_a_decay_fit_in_the_short_run() -> None:
+    decaying = "optimizer.schedule=warmup_stable_decay"
+    for asked, wanted in (
+        ((2000, 50_000), (6, 6)),
+        ((3, 5), (3, 5)),
+        ((0.25, 0.5), (0.25, 0.5)),
+        ((0.9, 1000), (0.9, 2)),
+        ((1000, 0.99), (0, 0.99)),
+    ):
+        lengths = [
+            f"optimizer.{key}={value}" for key, value in zip(("warmup_steps", "decay_steps"), asked, strict=True)
+        ]
+        optimizer = shortened(TINY, ["train.max_steps=1000000", decaying, *lengths]).optimizer
+        assert (optimizer.warmup_steps, optimizer.decay_steps) == wanted
+    assert shortened(TINY, ["train.max_steps=5000", "optimizer.warmup_steps=2000"]).optimizer.warmup_steps == 6
+
+
+def test_a_trial_expects_nothing_of_the_recipes_own_faults_and_writes_to_its_directory_only() -> None:
+    recipe = shortened(
+        TINY,
+        [
+            "train.profile.steps=[100, 105]",
+            "train.max_steps=200",
+            "train.global_batch_size=8",
+            "train.micro_batch_size=2",
+            "data.pack_length=null",
+            "parallel.num_processes=4",
+            "train.gradient_accumulation_steps=1",
+            "checkpoint.every=auto",
+            "checkpoint.copies=['s3://bucket/runs']",
+            "faults={restarts: off, on_hang: stop, on_non_finite: skip, on_loss_spike: stop, on_corruption: stop}",
+            "faults.mean_time_between=6 h",
+            "faults.replay_every=5",
+            "logging={observers: [wandb], prometheus: 9100, report: true}",
+        ],
+    )
+    assert recipe.faults == FaultsSection() and recipe.train.profile is None
+    assert recipe.train.gradient_accumulation_steps == "auto" and recipe.train.replan == "offer"
+    assert recipe.checkpoint.copies == recipe.logging.observers == []
+    assert recipe.logging.prometheus is None and recipe.logging.report is False
+
+
+def test_a_recipe_that_cannot_be_trained_is_refused_in_its_own_words() -> None:
+    with pytest.raises(RequestError, match="longer than the 50 steps"):
+        shortened(TINY, ["train.max_steps=50", "optimizer.warmup_steps=100"])
+
+
+def test_commands_have_the_trials_own_cache_and_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = {"HOME": "home", "TMPDIR": "temporary", "TRAINWRIGHT_CACHE": "cache"}
+    for name, directory in users.items():
+        monkeypatch.setenv(name, str(tmp_path / directory))
+    recipe = shortened(TINY, [])
+    setting = setting_of(recipe, tmp_path / "recipe.yaml", (("single", 1),), tmp_path / "shared")
+    scene = Scene(Trial(next(iter(KINDS)), 0, 0, Case(("single", 1))), tmp_path / "trial", setting)
+    code = f"import json, os; print(json.dumps({{name: os.environ[name] for name in {list(users)}}}))"
+
+    def seen() -> dict[str, str]:
+        found: dict[str, str] = json.loads(scene.wait(scene.command(sys.executable, "-c", code)).text)
+        return found
+
+    assert seen() == {
+        "HOME": str(tmp_path / "home"),  # for tokens and models
+        "TMPDIR": str(tmp_path / "trial" / "tmp"),
+        "TRAINWRIGHT_CACHE": str(tmp_path / "shared" / "cache"),
+    }
+    scene.use_own_cache()
+    assert seen()["TRAINWRIGHT_CACHE"] == str(tmp_path / "trial" / "cache")
 
 
 def test_a_directory_that_exists_is_refused_and_not_touched(tmp_path: Path) -> None:
@@ -117,6 +204,24 @@ def test_the_table_has_medians_and_what_is_left() -> None:
     assert "3 steps" in narrow and "1 of 4 trials are left" in narrow and "broken" not in narrow and "broken" in whole
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "holds"),
+    [
+        ([HELD, SKIPPED], True),
+        ([HELD, BROKEN], False),
+        ([HELD, MISSED], False),
+        ([MISSED, MISSED], False),
+        ([SKIPPED], False),
+        ([], False),
+    ],
+)
+def test_a_drill_has_held_if_all_that_could_be_tried_has(tmp_path: Path, verdicts: list[str], holds: bool) -> None:
+    trials = [Trial(next(iter(KINDS)), n, 0, Case(("single", 1))) for n in range(len(verdicts))]
+    found = {trial: {"verdict": verdict, "why": ""} for trial, verdict in zip(trials, verdicts, strict=True)}
+    rows = tuple(row.as_json() for row in rows_of(found))
+    assert Drill(tmp_path, rows, 0, cells(found), notes(found)).held is holds
+
+
 def test_what_is_measured_begins_with_the_fault() -> None:
     def event(name: str, time: float, **values: Any) -> dict[str, Any]:
         return {"event": name, "time": time, **values}
@@ -142,3 +247,20 @@ def test_a_sample_holds_and_can_be_continued(tmp_path: Path) -> None:
     second = tw.drill(TINY, ON_ROWS, **settings, resume=True, minutes=2.5)
     assert second.held and second.rows[-1]["tries"] > first.rows[-1]["tries"]
     assert json.loads((output / "drill.json").read_text())["kinds"] == list(second.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("overrides", [("model.adapter=lora",), ("train.mixed_precision=bf16",)], ids=["lora", "bf16"])
+def test_wrong_numbers_hold_in_any_recipe(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """Frozen weights and copies in bf16 are left alone, and the recipe's own faults and copies are not used."""
+    own = (
+        "faults={on_non_finite: rewind, on_corruption: stop, restarts: off}",
+        f"checkpoint.copies=[{tmp_path / 'copies'}]",
+        "train.max_steps=5000",
+        "optimizer.warmup_steps=2000",
+    )
+    kinds = ("NaN*", "a flipped bit of a weight")
+    found = tw.drill(TINY, ON_ROWS, *overrides, *own, output=tmp_path / "drill", kinds=kinds, tries=2, processes=(2,))
+    assert found.held, found
+    assert not (tmp_path / "copies").exists()

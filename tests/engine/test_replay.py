@@ -157,7 +157,7 @@ def test_a_run_may_end_instead(runs: Runs) -> None:
 @pytest.mark.parametrize("place", [0.02, 0.52])
 def test_a_wrong_frozen_weight_ends_the_run(runs: Runs, place: float) -> None:
     overrides = (*settings(2, "ddp"), "model.adapter={type: lora, rank: 4}")
-    run, ended = flipped(runs, "Weight", {"rank": 1, "step": 4, "place": place, "bit": 22}, *overrides)
+    run, ended = flipped(runs, "FrozenWeight", {"rank": 1, "step": 4, "place": place, "bit": 22}, *overrides)
     assert ended.code == 5, ended.stdout + ended.stderr
     assert "the frozen weights of the ranks differ at step 6: ranks 0, 1" in ended.stderr
     (fault,) = events(run, "fault")

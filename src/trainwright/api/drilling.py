@@ -84,8 +84,8 @@ class Drill:
 
     @property
     def held(self) -> bool:
-        """Return whether no trial broke a promise, and at least one could be tried."""
-        return self.rows[-1]["broken"] == 0 < self.rows[-1]["tries"]
+        """Return whether every trial held that could be tried, and there was one."""
+        return self.rows[-1]["held"] == self.rows[-1]["tries"] > 0
 
 
 def drill(

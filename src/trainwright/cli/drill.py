@@ -38,7 +38,8 @@ def drill(
     """Put faults into short runs of a recipe, and compare each run with the undisturbed one.
 
     Processes are killed and signalled at every phase, disks fill up, checkpoints are damaged, numbers go wrong. Ends
-    with 0: everything that could be tried held, 4: not, 2: wrong request, 3: unfit machine, 75: stopped.
+    with 0: everything that could be tried held, 4: a trial is broken or missed, or none could be tried, 2: wrong
+    request, 3: unfit machine, 75: stopped.
     """
     import trainwright as tw
 

@@ -25,7 +25,7 @@ class Worlds(Enum):
     ONE = "the smallest"
     ANY = "all"
     SEVERAL = "those of several processes"
-    COPIES = "those of several processes, each with all weights"
+    COPIES = "those of several processes, each with all weights and their optimizer state"
 
     def among(self, spreads: Sequence[Spread]) -> tuple[Spread, ...]:
         """Return those of the spreads."""
@@ -34,7 +34,7 @@ class Worlds(Enum):
         found = tuple(spread for spread in spreads if self is Worlds.ANY or spread[1] > 1)
         if self is not Worlds.COPIES:
             return found
-        return tuple(spread for spread in found if "parameters" not in spec_of(spread[0]).shards)
+        return tuple(spread for spread in found if not spec_of(spread[0]).shards)
 
 
 ANY, SEVERAL, COPIES = Worlds.ANY, Worlds.SEVERAL, Worlds.COPIES

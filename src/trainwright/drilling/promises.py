@@ -47,6 +47,11 @@ def history(run: Path) -> list[dict[str, Any]]:
     return found
 
 
+def faults(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Return the `fault` events of these kinds."""
+    return [event for event in lines(run) if event["event"] == "fault" and event["kind"] in kinds]
+
+
 def last_step(run: Path) -> int:
     """Return the last step that was recorded."""
     return max((event["step"] for event in lines(run) if event["event"] == "step"), default=0)

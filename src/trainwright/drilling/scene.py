@@ -192,7 +192,7 @@ class Scene:
         require(not leftovers, f"left in checkpoints/: {leftovers}")
 
     def nothing_else_changed(self) -> None:
-        """Require that outside the run's directory everything is as it was."""
+        """Require that outside the run's directory everything of the trial is as it was, and its home if it has one."""
         if self._before is None:
             return
         now = self._snapshot()
@@ -255,15 +255,17 @@ class Scene:
         return place / "run"
 
     def _variables(self, cache: Path) -> dict[str, str]:
-        """Return the environment of a command: directories of the trial's own, and the campaign's variables."""
+        """Return the environment of a command: the campaign's variables, and over them the trial's own directories.
+
+        A home is the trial's own only if the campaign has none.
+        """
         own = {
-            "HOME": self.home,
-            "TMPDIR": self.temporary,
-            "TRAINWRIGHT_CACHE": cache,
-            "PYTHONUNBUFFERED": 1,
-            "NO_COLOR": 1,
+            "TMPDIR": str(self.temporary),
+            "TRAINWRIGHT_CACHE": str(cache),
+            "PYTHONUNBUFFERED": "1",
+            "NO_COLOR": "1",
         }
-        return {**{name: str(value) for name, value in own.items()}, **self.setting.variables}
+        return {"HOME": str(self.home), **self.setting.variables, **own}
 
     def _start_at(self, run: Path, overrides: Sequence[str]) -> Command:
         asked = [f"logging.run_directory={run}" if a.startswith("logging.run_d") else a for a in self.asked()]

@@ -20,7 +20,8 @@ class Setting:
             phases.py needs it.
         spreads: the strategies and numbers of processes of the trials.
         shared: for undisturbed runs and prepared data.
-        variables: of the environment of commands, beside those of the trial's own directories.
+        variables: of the environment of commands. The cache and the directory for temporary files are the trial's own
+            in any case, HOME only if it is not among them.
         directory: where commands are started; None: in the trial's own directory.
         halvable: overrides with which smaller micro-batches make no other run.
         patience: how many seconds a command may take.

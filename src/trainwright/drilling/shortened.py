@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import trainwright
@@ -12,7 +13,8 @@ from trainwright.drilling.kinds import Spread
 from trainwright.drilling.setting import Setting
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import dump_recipe, load_recipe
-from trainwright.recipe.schema import Recipe
+from trainwright.recipe.schema import OptimizerSection, Recipe
+from trainwright.recipe.sections.faults import FaultsSection
 from trainwright.recipe.strategy_spec import all_specs, spec_of
 from trainwright.recipe.yaml_text import Tree
 
@@ -21,19 +23,32 @@ _SHORT = (
     "train.max_tokens=null",
     f"train.max_steps={phases.STEPS}",
     "train.deterministic=true",  # so that losses can be compared to the bit on every machine
+    "train.gradient_accumulation_steps=auto",  # one number fits one number of processes
+    "train.replan=offer",  # trials choose the strategy and the processes
+    "train.profile=null",
     f"checkpoint.every={phases.SAVES_EVERY}",
     "checkpoint.keep_last=3",
     "checkpoint.keep_best=false",
+    # Trials write to their own directories only, and read events.jsonl.
+    "checkpoint.copies=[]",
     "logging.tensorboard=false",
+    "logging.report=false",
+    "logging.observers=[]",
+    "logging.prometheus=null",
+    # Trials expect the defaults, and set what their fault is about.
+    *(f"faults.{key}={json.dumps(field.default)}" for key, field in FaultsSection.model_fields.items()),
 )
+# Of the warm-up and of the decay, if they are numbers of steps of the whole run.
+_MOST_SCHEDULED = phases.STEPS // 4
 
 
 def shortened(source: Path | Tree, overrides: Sequence[str]) -> Recipe:
     """Return the recipe as it is trained in trials. Raises RequestError like load_recipe."""
-    recipe = load_recipe(source, [*overrides, *_SHORT])
-    if not recipe.data.validation:
-        return recipe
-    return load_recipe(source, [*overrides, *_SHORT, f"evaluate.every={phases.EVALUATES_EVERY}"])
+    recipe = load_recipe(source, overrides)
+    more = list(_schedule(recipe.optimizer))
+    if recipe.data.validation:
+        more.append(f"evaluate.every={phases.EVALUATES_EVERY}")
+    return load_recipe(source, [*overrides, *_SHORT, *more])
 
 
 def spreads_of(recipe: Recipe, strategies: Sequence[str], processes: Sequence[int]) -> tuple[Spread, ...]:
@@ -87,6 +102,17 @@ def setting_of(recipe: Recipe, file: Path, spreads: tuple[Spread, ...], shared: 
         directory=Path.cwd(),
         halvable=("model.dropout=0",) if recipe.model.dropout else (),
     )
+
+
+def _schedule(optimizer: OptimizerSection) -> Iterator[str]:
+    """Yield overrides for a warm-up and a decay that fit in the short run; fractions of the run stay as they are."""
+    lengths = {"warmup_steps": optimizer.warmup_steps}
+    if optimizer.schedule == "warmup_stable_decay":
+        lengths["decay_steps"] = optimizer.decay_steps
+    left = int(phases.STEPS * (1 - sum(length for length in lengths.values() if isinstance(length, float))))
+    for key, length in lengths.items():
+        if isinstance(length, int):
+            yield f"optimizer.{key}={min(length, left, _MOST_SCHEDULED)}"
 
 
 def _supports(strategy: str, processes: int) -> bool:

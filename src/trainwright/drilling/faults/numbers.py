@@ -55,7 +55,7 @@ def _flipped(scene: Scene, policy: str, step: int) -> None:
     rank = scene.draw.randrange(scene.case.spread[1])
     where = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
     scene.stays_undisturbed(_train(scene, policy, where, *_CHECKS))
-    told = [event["rank"] for event in promises.lines(scene.run) if event["event"] == "fault"]
+    told = [event["rank"] for event in promises.faults(scene.run, "corrupted_weights", "corrupted_computation")]
     require(told, f"{where} was not noticed")
     require(told[-1] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {told}")
 

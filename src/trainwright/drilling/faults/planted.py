@@ -59,13 +59,27 @@ class Planted(StepPolicy):
 
 
 class Weight(Planted):
-    """Flip a bit of a weight after a step."""
+    """Flip a bit of a trained weight, in master precision, after a step. Ranks must have all weights."""
 
     def after(self, step: int) -> None:
         """Flip the bit if it is due."""
         if self.is_due(step):
-            weights = [tensor for _, tensor in self.training.strategy.module.named_parameters()]
-            self.flip(weights[int(self.where["place"] * len(weights))].data)
+            weights = self.weights()
+            self.flip(weights[int(self.where["place"] * len(weights))])
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return the weights of which one is changed."""
+        strategy = self.training.strategy
+        names = {name for name, _ in strategy.module.named_parameters()}  # others are buffers
+        return [tensor for name, tensor in strategy.parameters(frozen=False) if name in names]
+
+
+class FrozenWeight(Weight):
+    """Flip a bit of a weight that is not trained, such as one under an adapter, after a step."""
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return the weights of which one is changed."""
+        return [weight.data for weight in self.training.strategy.module.parameters() if not weight.requires_grad]
 
 
 class Activation(Planted):

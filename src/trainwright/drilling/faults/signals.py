@@ -98,7 +98,7 @@ def hanging_worker(scene: Scene) -> None:
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGSTOP, workers[rank])
     ended = scene.wait(command)
-    told = [event["rank"] for event in promises.lines(scene.run) if event["event"] == "fault"]
+    told = [event["rank"] for event in promises.faults(scene.run, "hang")]
     require(told == [rank], f"rank {rank} was stopped, the faults are of ranks {told}: {ended}")
     if scene.variant == "restart":
         scene.stays_undisturbed(ended)
