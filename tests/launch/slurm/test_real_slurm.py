@@ -127,6 +127,24 @@ def test_each_element_of_an_array_trains_its_own_run(slurm: Slurm, runs: Runs, t
         same_losses(runs, run, 1, 4, f"train.seed={element}")
 
 
+def test_after_a_fault_the_element_that_has_the_number_of_its_array_is_requeued_alone(
+    slurm: Slurm, runs: Runs, tmp_path: Path
+) -> None:
+    """Slurm gives the element that starts last the number of the array."""
+    words = (SLOW, "train.max_steps=30", "parallel.num_processes=1", "checkpoint.every=5", "--array", "0-1")
+    job, pair = submit(slurm, tmp_path, *words, "--name", "pair")
+    for element in ("0", "1"):
+        wait_for_step(pair / element, 7)
+    tasks = slurm.tasks(job)
+    (last,) = {_environment(each)["SLURM_ARRAY_TASK_ID"] for each in tasks}
+    min(tasks, key=lambda each: each.create_time()).kill()
+    wait_for(lambda: all(events(pair / each, "finish") for each in ("0", "1")), every=0.3)
+    assert f"job {job}_{last} is requeued" in log(pair)
+    assert {each: len(events(pair / each, "start")) for each in ("0", "1")} == {"0": 1, "1": 1, last: 2}, log(pair)
+    for element in ("0", "1"):
+        same_losses(runs, pair / element, 1, 30, "checkpoint.every=5")
+
+
 def test_a_run_that_would_fail_again_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
     words = ("optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "train.max_steps=20", "--until-done")
     job, run = submit(slurm, tmp_path, *words, "parallel.num_processes=1", "--name", "nan")

@@ -181,6 +181,27 @@ def test_a_controller_that_restarts_is_asked_again(here: Path, monkeypatch: pyte
     assert (here / "asked").read_text() == "requeue 7\n"
 
 
+def test_the_element_of_an_array_that_starts_last_is_requeued_alone(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm gives it the number of the array, which its commands take for all elements."""
+    show = '[ "$4" = 12_3 ] && echo JobState=RUNNING || printf "%s\\n" JobState=RUNNING JobState=COMPLETED'
+    commands(here, monkeypatch, scontrol=f'case $1 in show) {show};; *) echo "$@" >>asked;; esac')
+    for name, value in {"JOB_ID": "12", "ARRAY_JOB_ID": "12", "ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "5"])
+    with pytest.raises(SystemExit, match="5"):
+        requeue.main()
+    assert (here / "asked").read_text() == "requeue 12_3\n"
+
+
+def test_a_job_that_an_array_submits_is_no_element_of_it(here: Path) -> None:
+    """Slurm gives a job the variables of the shell that submits it."""
+    line = "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID"
+    assert [each for each in printed() if each.startswith(line)]
+    assert not [each for each in printed(array="0-3") if each.startswith("unset ")]
+
+
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 5), (None, 5)])
 def test_a_run_that_has_not_finished_is_no_success(
     status: str | None, code: int, here: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from trainwright.recipe.sections.launch import job_seconds
 COMMENT = "trainwright:"  # and the run directory, as squeue shows it
 _SCRIPT = "job.sbatch"
 _REQUEUE = "trainwright.launch.slurm.requeue"
+_ARRAY_JOB = "SLURM_ARRAY_JOB_ID"
 # Of the time before the limit; a run stops by itself as early as its steps and checkpoints need.
 _WARNING_SECONDS, _SHORTEST_WITH_WARNING = 120, 1200
 _UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\"\\]")
@@ -52,6 +53,11 @@ def text(job: Job, variables: Mapping[str, str] | None = None) -> str:
         "# The run receives the signal and stops after a checkpoint; this shell waits for it.",
         "trap : TERM USR1",
         f"cd {shlex.quote(os.getcwd())} || exit 3",
+        *(
+            []
+            if job.settings.array
+            else [f"unset {_ARRAY_JOB} {ARRAY_ELEMENT}  # of a job that has submitted this one"]
+        ),
         *(f"export {name}={shlex.quote(value)}" for name, value in exported.items()),
         *job.settings.setup,
         "",
