@@ -181,6 +181,16 @@ def test_an_unknown_partition_is_refused_in_the_schedulers_words_and_ours(slurm:
     assert not [*(tmp_path / "runs").iterdir()] and not slurm.run("squeue", "--noheader")
 
 
+def test_variables_of_sbatch_change_nothing_that_was_asked(slurm: Slurm, tmp_path: Path) -> None:
+    """With SBATCH_EXPORT=NONE, a site's own, the job has none of the shell's variables but those of its file."""
+    before = ("env", "SBATCH_EXPORT=NONE", "SBATCH_TIMELIMIT=1", "SBATCH_OUTPUT=/dev/null", "SBATCH_ARRAY_INX=0-1")
+    words = ("train.max_steps=2", "parallel.num_processes=1", "--time", "10:00", "--name", "plain")
+    job, run = submit(slurm, tmp_path, *words, before=before)
+    assert " TimeLimit=00:10:00 " in slurm.run("scontrol", "show", "job", "--oneliner", job)
+    slurm.wait_for(job, "COMPLETED", "FAILED")
+    assert "finished at step 2" in log(run)
+
+
 def test_paths_with_spaces_and_shell_characters_are_paths(slurm: Slurm, tmp_path: Path) -> None:
     where = tmp_path / "a b'$(touch pwned) 100%j"
     where.mkdir()

@@ -123,6 +123,27 @@ def test_element_needs_an_array_and_paths_no_quotes(here: Path) -> None:
         printed("logging.run_directory='a\"b'")
 
 
+@pytest.mark.parametrize("written", ["logging.run_directory=x-{element}", "logging={run_directory: 'x-{element}'}"])
+def test_a_directory_of_an_array_has_no_element(written: str, here: Path) -> None:
+    with pytest.raises(RequestError, match=r"logging.run_directory: \{element\} is not replaced"):
+        printed(written, array="0-3")
+    (here / "r.yaml").write_text(f"include: {TINY}\nlogging: {{run_directory: 'x-{{element}}'}}\n")
+    with pytest.raises(RequestError, match=r"logging.run_directory: \{element\} is not replaced"):
+        printed(recipe=here / "r.yaml", array="0-3")
+
+
+def test_a_run_has_a_name_or_a_directory(here: Path) -> None:
+    (here / "r.yaml").write_text(f"include: {TINY}\nlogging: {{run_directory: {here}/own}}\n")
+    assert "#SBATCH --job-name=own" in printed(recipe=here / "r.yaml")
+    with pytest.raises(
+        RequestError, match=r"--name: is the name of a run in runs, but logging.run_directory is .*/own"
+    ):
+        printed(recipe=here / "r.yaml", name="x")
+    with pytest.raises(RequestError, match=r"--name: is the name of a run in runs, but logging.run_directory is /y"):
+        printed("logging.run_directory=/y", name="x")
+    assert f"run={here}/runs/x" in printed("logging.run_directory=auto", recipe=here / "r.yaml", name="x")
+
+
 def test_without_a_scheduler_nothing_is_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(here))
     with pytest.raises(RequestError, match="no scheduler found: there is no squeue here"):
@@ -167,6 +188,45 @@ def commands(here: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Non
         (here / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
         (here / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_variables_of_sbatch_do_not_override_what_was_asked(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sbatch takes its variables before the options of the file; those of other options are a site's or the user's."""
+    ours = "ACCOUNT ARRAY_INX CPUS_PER_GPU ERROR GPUS GPUS_PER_NODE JOB_NAME MEM_PER_CPU NO_REQUEUE OPEN_MODE OUTPUT"
+    ours += " PARTITION SIGNAL TIMELIMIT WAIT"
+    for name in [*ours.split(), *("EXPORT", "MEM_BIND", "QOS", "REQUEUE", "RESERVATION")]:
+        monkeypatch.setenv(f"SBATCH_{name}", "x")
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    commands(
+        here, monkeypatch, sbatch="env >seen; echo 7", squeue='[ -z "$SQUEUE_STATES" ]', sinfo='echo "gpu*|64|gpu:8"'
+    )
+    clusters(here, "big: {options: [--mem=0]}\n")
+    options = {"account": "me", "partition": "gpu", "time": "4h", "gpus_per_node": 8}
+    assert tw.submit(TINY, ON_ROWS, to="big", **options).job == "7"  # type: ignore[arg-type]
+    passed = {line.partition("=")[0] for line in (here / "seen").read_text().splitlines()}
+    kept = {"SBATCH_EXPORT", "SBATCH_MEM_BIND", "SBATCH_QOS", "SBATCH_REQUEUE", "SBATCH_RESERVATION"}
+    assert {name for name in passed if name.startswith("SBATCH_")} == kept
+    assert f"note: sbatch is run without {', '.join(f'SBATCH_{name}=x' for name in ours.split())}, " in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_the_printed_file_is_the_submitted_one_and_makes_the_directory_of_its_log(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands(here, monkeypatch, sbatch="echo 7", squeue="", sinfo='echo "low*|6|(null)"')
+    shown = printed()
+    assert "#SBATCH --cpus-per-task=6" in shown and f"# mkdir -p {here}/runs/tiny/slurm" in shown
+    made = tw.submit(TINY, ON_ROWS, to="slurm")
+    again = tw.submit(TINY, ON_ROWS, to="slurm", dry_run=True).script
+    assert (here / "runs/tiny/slurm/job.sbatch").read_text() == made.script == again
+    comments = [[line for line in lines if line.startswith("# ")] for lines in (shown, again.splitlines())]
+    assert "mkdir" not in "".join(comments[1])
+    assert [line for line in shown if line not in comments[0]] == [
+        line for line in again.splitlines() if line not in comments[1]
+    ]
 
 
 def test_a_controller_that_restarts_is_asked_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

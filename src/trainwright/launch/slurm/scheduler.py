@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import RequestError
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm.job import COMMENT
+from trainwright.launch.slurm.sbatch_variables import overriding
+from trainwright.text import say
 
 _SECONDS = 60
 _FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"
@@ -68,8 +71,15 @@ class Grace:
 
 
 def submit(file: Path) -> str:
-    """Submit a job's file; return the number of the job. Raises RequestError with sbatch's words."""
-    done = _run("sbatch", "--parsable", str(file))
+    """Submit a job's file, for which no variable of the environment counts that overrides it; return the number of the
+    job. Raises RequestError with sbatch's words.
+    """
+    left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
+    if left_out:
+        found = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
+        say(f"note: sbatch is run without {found}, which would override what {file} asks for", file=sys.stderr)
+    variables = {name: value for name, value in os.environ.items() if name not in left_out}
+    done = _run("sbatch", "--parsable", str(file), variables=variables)
     if done.returncode:
         raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(done.stderr)}{_there()}")
     return done.stdout.strip().partition(";")[0]
@@ -181,9 +191,12 @@ def _words(text: str) -> str:
     return "; ".join(re.sub(r"^\w+: (error: )?", "", line) for line in text.splitlines() if line.strip())
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    if variables is None:  # without SQUEUE_STATES, SCANCEL_INTERACTIVE and so on, which change what is asked and done
+        own = f"{command[0].upper()}_"
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=variables)
     except FileNotFoundError:
         raise RequestError(
             f"no scheduler found: there is no {command[0]} here; run this on a login node of the cluster, or only show "

@@ -20,18 +20,25 @@ if TYPE_CHECKING:
 _LOCK_SECONDS = 120.0  # longer than the scheduler's commands may take
 
 
-def submit(job: Job) -> tuple[str, Job]:
-    """Write the job's file and submit it; return the job's number, and the job as it was submitted.
+def completed(job: Job) -> Job:
+    """Return the job with what Slurm knows of its nodes, if it can be asked."""
+    settings = job.settings
+    if settings.cpus_per_node is not None:
+        return job
+    with suppress(RequestError):
+        cpus = scheduler.cpus_per_node(settings.partition, settings.gpus_per_node)
+        return replace(job, settings=settings.model_copy(update={"cpus_per_node": cpus}))
+    return job
+
+
+def submit(job: Job) -> str:
+    """Write the job's file and submit it; return the job's number.
 
     Raises:
         RequestError: there is no scheduler, it refuses the job, or another job of the run is in the queue. Nothing is
             left behind.
     """
     _refuse_queued(job)
-    settings = job.settings
-    if settings.cpus_per_node is None:
-        cpus = scheduler.cpus_per_node(settings.partition, settings.gpus_per_node)
-        job = replace(job, settings=settings.model_copy(update={"cpus_per_node": cpus}))
     try:
         directory_of(job).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -43,7 +50,7 @@ def submit(job: Job) -> tuple[str, Job]:
         try:
             _refuse_queued(job)
             write_file(file, text(job))
-            return scheduler.submit(file), job
+            return scheduler.submit(file)
         except OSError as error:
             _undo(job, before)
             raise RequestError(f"{file} cannot be written: {error.strerror}") from None
