@@ -28,6 +28,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def trainwright(*words: str) -> str:
+    command = [sys.executable, "-m", "trainwright", *words]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=True).stdout
+
+
 def clusters(here: Path, text: str) -> None:
     file = here / "config" / "trainwright" / "clusters.yaml"
     file.parent.mkdir(parents=True)
@@ -164,6 +169,30 @@ def test_what_cannot_fit_is_refused_before_it_is_queued(here: Path) -> None:
     assert made.plan is not None and made.plan.details.cluster.devices_per_node == 2
     assert made.plan.details.cluster.nodes == 2
     assert any(line.startswith("about ") and line.endswith("of a job") for line in made.lines())
+
+
+def test_a_job_asks_for_the_gpus_that_it_is_planned_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, words in {"gpus.json": ("--on", "4xT4"), "cpus.json": ()}.items():
+        (here / name).write_text(trainwright("machine", "--json", *words))
+    machines = {"eight": "8xH100", "one": "H100", "half": "8xH100, gpus_per_node: 4", "file": "gpus.json"}
+    clusters(here, "".join(f"{name}: {{machine: {on}}}\n" for name, on in {**machines, "cpu": "cpus.json"}.items()))
+    commands(here, monkeypatch, sinfo='echo "gpu*|64|gpu:8"', scontrol="")
+    for name, gpus in {"eight": 8, "one": 1, "half": 4, "file": 4, "cpu": None}.items():
+        made = tw.submit(TINY, ON_ROWS, to=name, dry_run=True)
+        asked = [line for line in made.script.splitlines() if line.startswith(("#SBATCH --cpus", "#SBATCH --gpus"))]
+        share = f"#SBATCH --cpus-per-task={64 if gpus is None else 64 * gpus // 8}"
+        assert asked == [share, *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else [])]
+        assert made.plan is not None and made.plan.details.cluster.devices_per_node == (gpus or 1)
+    two = tw.submit(TINY, ON_ROWS, to="one", nodes=2, dry_run=True).plan
+    assert two is not None and (two.details.cluster.nodes, two.details.cluster.devices) == (2, 2)
+
+
+def test_the_machine_of_a_cluster_is_one_node(here: Path) -> None:
+    clusters(here, "big: {machine: 4x8xH100}\nodd: {machine: 8xH1000}\n")
+    with pytest.raises(RequestError, match="machine: 4x8xH100 has 4 nodes; describe one of them"):
+        printed(to="big")
+    with pytest.raises(RequestError, match=r"machine: .*H1000"):
+        printed(to="odd")
 
 
 @pytest.mark.parametrize(

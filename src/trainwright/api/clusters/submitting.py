@@ -96,7 +96,7 @@ def submit(
         name: of the run, in ``runs/``, and of its job. Default: that of the recipe or of ``logging.run_directory``,
             with which there can be no other name.
         nodes: number of nodes.
-        gpus_per_node: GPUs of each node.
+        gpus_per_node: GPUs of each node. Default: those of the cluster's ``machine``, or none.
         cpus_per_node: CPUs of each node. Default: the share that belongs to its GPUs, or all.
         time: the time limit, such as ``4h`` or ``"4:00:00"``.
         partition: where the job runs.
