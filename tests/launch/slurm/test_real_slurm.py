@@ -145,6 +145,16 @@ def test_after_a_fault_the_element_that_has_the_number_of_its_array_is_requeued_
         same_losses(runs, pair / element, 1, 30, "checkpoint.every=5")
 
 
+def test_stop_ends_the_elements_of_an_array_that_run_and_that_wait(slurm: Slurm, tmp_path: Path) -> None:
+    words = (SLOW, "train.max_steps=200", "parallel.num_processes=1", "--array", "0-9%1", "--name", "many")
+    job, many = submit(slurm, tmp_path, *words)
+    wait_for_step(many / "0", 2)
+    assert slurm.run(*trainwright("stop", "runs/many/5"), cwd=tmp_path) == "runs/many/5: canceled"
+    assert len(slurm.run("squeue", "--noheader", "--array", f"--jobs={job}").splitlines()) == 9
+    assert slurm.run(*trainwright("stop", "runs/many"), cwd=tmp_path) == "runs/many: 8 canceled, 1 stopped"
+    assert not slurm.run("squeue", "--noheader") and events(many / "0", "finish")[-1]["status"] == "stopped"
+
+
 def test_a_run_that_would_fail_again_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
     words = ("optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "train.max_steps=20", "--until-done")
     job, run = submit(slurm, tmp_path, *words, "parallel.num_processes=1", "--name", "nan")

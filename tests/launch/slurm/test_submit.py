@@ -258,6 +258,59 @@ def test_the_printed_file_is_the_submitted_one_and_makes_the_directory_of_its_lo
     ]
 
 
+def an_array_in_the_queue(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The array 12: its elements 0 and 1 run until they are asked to stop, and 4 to 6 wait. Return its directory."""
+    seeds = here / "runs" / "seeds"
+    (seeds / "slurm").mkdir(parents=True)
+    for index in "01":
+        (seeds / index).mkdir()
+        (seeds / index / "recipe.yaml").write_text("task: sft\n")
+        (seeds / index / "events.jsonl").write_text('{"event": "finish", "time": 1.0, "status": "stopped"}\n')
+    line = f"trainwright:{seeds}"
+    squeue = (
+        f'case " $* " in *" --array "*) waiting="4 5 6";; *) waiting=4-6%4;; esac\n'
+        f'[ -e canceled ] || for i in $waiting; do echo "12|12|$i|PENDING|Priority|N/A||{line}"; done\n'
+        f'for i in 0 1; do [ -e {seeds}/$i/stop ] || echo "1$i|12|$i|RUNNING|None|N/A|n1|{line}"; done'
+    )
+    over = "echo '12_1: Job has already finished' >&2; exit 1"  # meanwhile
+    scancel, scontrol = 'echo "$@" >>canceled', f'echo "$@" >>changed; {over}'
+    commands(here, monkeypatch, squeue=squeue, scancel=scancel, scontrol=scontrol)
+    return seeds
+
+
+def test_stop_ends_what_waits_and_what_runs_of_an_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = an_array_in_the_queue(here, monkeypatch)
+    assert tw.stop("runs/seeds") == "3 canceled, 2 stopped"
+    assert (here / "canceled").read_text() == "12_[4,5,6]\n"
+    assert (here / "changed").read_text() == "update JobId=12_0,12_1 Requeue=0\n"
+    assert (seeds / "0" / "stop").exists() and (seeds / "1" / "stop").exists()
+    with pytest.raises(RequestError, match="runs/seeds: no job in the queue trains this run, or a run in this"):
+        tw.stop("runs/seeds")
+
+
+def test_stop_ends_one_element_of_an_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = an_array_in_the_queue(here, monkeypatch)
+    assert tw.stop(seeds / "1") == "stopped" and not (here / "canceled").exists()
+    assert tw.stop("runs/seeds/5") == "canceled" and (here / "canceled").read_text() == "12_5\n"
+    assert (here / "changed").read_text() == "update JobId=12_1 Requeue=0\n" and not (seeds / "0" / "stop").exists()
+
+
+def test_stop_cancels_a_job_whose_run_has_not_begun(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start removes a file that asks to stop."""
+    (here / "runs" / "tiny" / "slurm").mkdir(parents=True)
+    line = f"7|7|N/A|RUNNING|None|N/A|n1|trainwright:{here}/runs/tiny"
+    commands(here, monkeypatch, squeue=f'[ -e canceled ] || echo "{line}"', scancel='echo "$@" >canceled')
+    assert tw.stop("runs/tiny") == "canceled" and (here / "canceled").read_text() == "7\n"
+
+
+def test_a_run_of_an_array_that_waits_is_not_submitted_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = an_array_in_the_queue(here, monkeypatch)
+    for run, array, name in ((seeds / "5", None, "12_5"), (seeds, "0-9", "12_4")):
+        with pytest.raises(RequestError, match=rf"job {name} of .* or end it with: trainwright stop {run}$"):
+            tw.submit(TINY, ON_ROWS, f"logging.run_directory={run}", to="slurm", array=array)
+    assert not (seeds / "slurm" / "job.sbatch").exists()
+
+
 def test_a_controller_that_restarts_is_asked_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     away = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
     answer = 'case $1 in show) echo JobState=RUNNING;; *) echo "$@" >>asked;; esac'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -60,11 +61,11 @@ def submit(job: Job) -> str:
 
 
 def _refuse_queued(job: Job) -> None:
-    for other in scheduler.queue():
-        if job.run in (other.run, other.run.parent) and other.state != "COMPLETING":
+    for other in scheduler.queue(each=True):
+        if job.run in (other.run, other.array) and other.state != "COMPLETING":
             raise RequestError(
                 f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again "
-                f"when it has ended, or end it with scancel {other.name}"
+                f"when it has ended, or end it with: trainwright stop {shlex.quote(str(job.run))}"
             )
 
 
