@@ -154,6 +154,19 @@ def test_an_older_slurm_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert end(None, None) is None
 
 
+def test_an_older_slurm_is_asked_for_the_end_of_the_element_of_an_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The element that starts last has the number of the array, whose first line is another element's."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ "$5" = 7_3 ] || echo 2026-02-28T23:10:00\necho 2026-02-28T22:40:00\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for name, value in {"JOB_ID": "7", "ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert end(None, None) == ("28 22:40", "the time limit of Slurm job 7_3")
+
+
 def test_a_limit_is_counted_by_the_clock_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """sdiag tells its time; the clock of this node is two minutes behind it."""
     sdiag = tmp_path / "sdiag"

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainwright.api.run import Run
 from trainwright.errors import RequestError
 from trainwright.launch.ending.requests import CHECKPOINT_FILE, STOP_FILE
+from trainwright.launch.run_directory import RECIPE, SUBMITTED
 from trainwright.machine.sharing.file_lock import is_locked
 from trainwright.paths import run_path
+
+if TYPE_CHECKING:
+    from trainwright.launch.slurm.scheduler import QueuedJob
 
 _LOOK_SECONDS, _ASK_SECONDS = 0.2, 2.0  # the second: the scheduler
 
@@ -63,11 +70,12 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
         run: a run that is training, or its directory.
         timeout: how many seconds to wait until it has ended.
 
-    A job of Slurm that trains the run ends too, and is not requeued; one that still waits is canceled.
+    A job of Slurm that trains the run ends too, and is not requeued; one that still waits is canceled. With the
+    directory of an array's runs, this is so for each element that is in the queue.
 
     Returns:
         ``stopped``, ``finished`` (it ended first), ``unfinished`` (it failed), ``canceled`` (its job was waiting), or
-        ``stopping`` after the timeout.
+        ``stopping`` after the timeout. Of an array, how many runs are what: ``4 stopped, 6 canceled``.
 
     Raises:
         RequestError: no process trains the run, or the request cannot be written.
@@ -81,20 +89,51 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
     """
     from trainwright.launch.slurm import scheduler
 
-    job = scheduler.job_of(run.directory if isinstance(run, Run) else run_path(run))
-    if job is not None:
-        scheduler.end(job)
-        if job.state == "PENDING":
-            return "canceled"
-    found = Run(run)
-    if job is None and not is_locked(found.directory):
-        raise RequestError(
-            f"{found.directory} is not being trained here; for another machine, create {found.directory / STOP_FILE}"
-        )
-    _touch(found.directory / STOP_FILE)
+    directory = run.directory if isinstance(run, Run) else run_path(run)
     end = time.monotonic() + timeout
-    while is_locked(found.directory) or (job is not None and scheduler.job_of(found.directory) is not None):
+    if jobs := scheduler.jobs_of(directory):
+        return _stop_jobs(directory, jobs, end)
+    if (directory / SUBMITTED).is_dir() and not (directory / RECIPE).is_file():
+        raise RequestError(f"{directory}: no job in the queue trains this run, or a run in this directory")
+    found = Run(directory)
+    if not is_locked(directory):
+        raise RequestError(
+            f"{directory} is not being trained here; for another machine, create {directory / STOP_FILE}"
+        )
+    _touch(directory / STOP_FILE)
+    while is_locked(directory):
         if time.monotonic() >= end:
             return "stopping"
-        time.sleep(_LOOK_SECONDS if job is None else _ASK_SECONDS)
+        time.sleep(_LOOK_SECONDS)
     return found.status
+
+
+def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
+    """Stop the runs of jobs in the queue; return what has become of them.
+
+    Args:
+        directory: of the run, or of an array's runs.
+        end: how long to wait, by the monotonic clock.
+    """
+    from trainwright.launch.slurm import scheduler
+
+    ends: dict[Path, str] = {}
+    asked: set[tuple[str, bool]] = set()
+    while jobs:
+        new = [job for job in jobs if (job.name, job.waits) not in asked]  # a job may begin, or wait again, meanwhile
+        begun = [job for job in new if not job.waits and (job.run / RECIPE).is_file()]
+        scheduler.cancel([job for job in new if job not in begun])
+        scheduler.forbid_requeue(begun)
+        for job in begun:
+            _touch(job.run / STOP_FILE)
+        asked |= {(job.name, job.waits) for job in new}
+        ends |= {job.run: "" if job in begun else "canceled" for job in new}
+        if all(job.waits for job in jobs):
+            break
+        if time.monotonic() >= end:
+            return "stopping"
+        time.sleep(_ASK_SECONDS)
+        jobs = scheduler.jobs_of(directory)
+    found = [said or Run(run).status for run, said in ends.items()]
+    counts = ", ".join(f"{count} {said}" for said, count in Counter(found).most_common())
+    return found[0] if [*ends] == [directory.absolute()] else counts

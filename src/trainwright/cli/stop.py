@@ -11,15 +11,19 @@ from trainwright.text import say
 
 
 def stop(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run's directory, or that of an array's runs.", show_default=False),
+    ],
     timeout: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long to wait until the run has ended; 0: do not wait.")
     ] = 600.0,
 ) -> None:
     """Stop a run after its current step, with a checkpoint.
 
-    A job of Slurm that trains it ends too, and is not requeued. Otherwise the same as creating the file RUN/stop, which
-    works from another machine too. An evaluation is interrupted, and repeated when the run is resumed.
+    A job of Slurm that trains it ends too, and is not requeued; one that waits is canceled. Otherwise the same as
+    creating the file RUN/stop, which works from another machine too. An evaluation is interrupted,
+    and repeated when the run is resumed.
     """
     import trainwright as tw
 

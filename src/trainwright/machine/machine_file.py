@@ -46,9 +46,14 @@ Written = tuple[Cluster, Calibration | None, Calibration | None]
 
 def machine_of(text: str) -> Written:
     """Return the machine that ``--on`` names: a file, or a description for ``parse_machine``. Raises RequestError."""
-    if text.endswith(".json") or Path(text).is_file():
+    if names_file(text):
         return read_machine(user_path(text))
     return parse_machine(text), None, None
+
+
+def names_file(text: str) -> bool:
+    """Return whether ``--on`` names a file by this text, and not a description."""
+    return text.endswith(".json") or Path(text).is_file()
 
 
 def read_machine(file: Path) -> Written:

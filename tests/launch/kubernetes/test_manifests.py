@@ -70,6 +70,12 @@ def test_each_node_is_a_pod_that_meets_the_others_at_the_first(here: Path) -> No
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
 
 
+def test_pods_have_the_gpus_of_the_machine_that_is_planned_for(here: Path) -> None:
+    describe(here, here, ", machine: 8xH100")
+    (container,) = job_of(manifest(nodes=2))["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+
+
 def test_pods_start_again_unless_the_run_would_fail_again() -> None:
     found = manifest()
     (rule,) = job_of(found)["podFailurePolicy"]["rules"]

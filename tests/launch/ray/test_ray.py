@@ -60,6 +60,12 @@ def test_the_entry_point_survives_rays_shell(here: Path) -> None:
     assert not [*here.rglob("pwned")]
 
 
+def test_nodes_have_the_gpus_of_the_machine_that_is_planned_for(here: Path) -> None:
+    (here / "config" / "trainwright").mkdir(parents=True)
+    (here / "config" / "trainwright" / "clusters.yaml").write_text("ray: {scheduler: ray, machine: 8xH100}\n")
+    assert "'--gpus-per-node=8'" in script(nodes=2)
+
+
 def test_each_node_gets_its_place() -> None:
     words = command(Path("/runs/r"), ["r.yaml"], 2, 1, "10.0.0.1:999")
     assert words[1:] == [

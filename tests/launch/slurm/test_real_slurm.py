@@ -127,6 +127,34 @@ def test_each_element_of_an_array_trains_its_own_run(slurm: Slurm, runs: Runs, t
         same_losses(runs, run, 1, 4, f"train.seed={element}")
 
 
+def test_after_a_fault_the_element_that_has_the_number_of_its_array_is_requeued_alone(
+    slurm: Slurm, runs: Runs, tmp_path: Path
+) -> None:
+    """Slurm gives the element that starts last the number of the array."""
+    words = (SLOW, "train.max_steps=30", "parallel.num_processes=1", "checkpoint.every=5", "--array", "0-1")
+    job, pair = submit(slurm, tmp_path, *words, "--name", "pair")
+    for element in ("0", "1"):
+        wait_for_step(pair / element, 7)
+    tasks = slurm.tasks(job)
+    (last,) = {_environment(each)["SLURM_ARRAY_TASK_ID"] for each in tasks}
+    min(tasks, key=lambda each: each.create_time()).kill()
+    wait_for(lambda: all(events(pair / each, "finish") for each in ("0", "1")), every=0.3)
+    assert f"job {job}_{last} is requeued" in log(pair)
+    assert {each: len(events(pair / each, "start")) for each in ("0", "1")} == {"0": 1, "1": 1, last: 2}, log(pair)
+    for element in ("0", "1"):
+        same_losses(runs, pair / element, 1, 30, "checkpoint.every=5")
+
+
+def test_stop_ends_the_elements_of_an_array_that_run_and_that_wait(slurm: Slurm, tmp_path: Path) -> None:
+    words = (SLOW, "train.max_steps=200", "parallel.num_processes=1", "--array", "0-9%1", "--name", "many")
+    job, many = submit(slurm, tmp_path, *words)
+    wait_for_step(many / "0", 2)
+    assert slurm.run(*trainwright("stop", "runs/many/5"), cwd=tmp_path) == "runs/many/5: canceled"
+    assert len(slurm.run("squeue", "--noheader", "--array", f"--jobs={job}").splitlines()) == 9
+    assert slurm.run(*trainwright("stop", "runs/many"), cwd=tmp_path) == "runs/many: 8 canceled, 1 stopped"
+    assert not slurm.run("squeue", "--noheader") and events(many / "0", "finish")[-1]["status"] == "stopped"
+
+
 def test_a_run_that_would_fail_again_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
     words = ("optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "train.max_steps=20", "--until-done")
     job, run = submit(slurm, tmp_path, *words, "parallel.num_processes=1", "--name", "nan")
@@ -161,6 +189,16 @@ def test_an_unknown_partition_is_refused_in_the_schedulers_words_and_ours(slurm:
     with pytest.raises(AssertionError, match=refused):
         submit(slurm, tmp_path, "--partition", "nowhere")
     assert not [*(tmp_path / "runs").iterdir()] and not slurm.run("squeue", "--noheader")
+
+
+def test_variables_of_sbatch_change_nothing_that_was_asked(slurm: Slurm, tmp_path: Path) -> None:
+    """With SBATCH_EXPORT=NONE, a site's own, the job has none of the shell's variables but those of its file."""
+    before = ("env", "SBATCH_EXPORT=NONE", "SBATCH_TIMELIMIT=1", "SBATCH_OUTPUT=/dev/null", "SBATCH_ARRAY_INX=0-1")
+    words = ("train.max_steps=2", "parallel.num_processes=1", "--time", "10:00", "--name", "plain")
+    job, run = submit(slurm, tmp_path, *words, before=before)
+    assert " TimeLimit=00:10:00 " in slurm.run("scontrol", "show", "job", "--oneliner", job)
+    slurm.wait_for(job, "COMPLETED", "FAILED")
+    assert "finished at step 2" in log(run)
 
 
 def test_paths_with_spaces_and_shell_characters_are_paths(slurm: Slurm, tmp_path: Path) -> None:

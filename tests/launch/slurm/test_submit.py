@@ -28,6 +28,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def trainwright(*words: str) -> str:
+    command = [sys.executable, "-m", "trainwright", *words]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=True).stdout
+
+
 def clusters(here: Path, text: str) -> None:
     file = here / "config" / "trainwright" / "clusters.yaml"
     file.parent.mkdir(parents=True)
@@ -123,6 +128,27 @@ def test_element_needs_an_array_and_paths_no_quotes(here: Path) -> None:
         printed("logging.run_directory='a\"b'")
 
 
+@pytest.mark.parametrize("written", ["logging.run_directory=x-{element}", "logging={run_directory: 'x-{element}'}"])
+def test_a_directory_of_an_array_has_no_element(written: str, here: Path) -> None:
+    with pytest.raises(RequestError, match=r"logging.run_directory: \{element\} is not replaced"):
+        printed(written, array="0-3")
+    (here / "r.yaml").write_text(f"include: {TINY}\nlogging: {{run_directory: 'x-{{element}}'}}\n")
+    with pytest.raises(RequestError, match=r"logging.run_directory: \{element\} is not replaced"):
+        printed(recipe=here / "r.yaml", array="0-3")
+
+
+def test_a_run_has_a_name_or_a_directory(here: Path) -> None:
+    (here / "r.yaml").write_text(f"include: {TINY}\nlogging: {{run_directory: {here}/own}}\n")
+    assert "#SBATCH --job-name=own" in printed(recipe=here / "r.yaml")
+    with pytest.raises(
+        RequestError, match=r"--name: is the name of a run in runs, but logging.run_directory is .*/own"
+    ):
+        printed(recipe=here / "r.yaml", name="x")
+    with pytest.raises(RequestError, match=r"--name: is the name of a run in runs, but logging.run_directory is /y"):
+        printed("logging.run_directory=/y", name="x")
+    assert f"run={here}/runs/x" in printed("logging.run_directory=auto", recipe=here / "r.yaml", name="x")
+
+
 def test_without_a_scheduler_nothing_is_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(here))
     with pytest.raises(RequestError, match="no scheduler found: there is no squeue here"):
@@ -143,6 +169,30 @@ def test_what_cannot_fit_is_refused_before_it_is_queued(here: Path) -> None:
     assert made.plan is not None and made.plan.details.cluster.devices_per_node == 2
     assert made.plan.details.cluster.nodes == 2
     assert any(line.startswith("about ") and line.endswith("of a job") for line in made.lines())
+
+
+def test_a_job_asks_for_the_gpus_that_it_is_planned_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, words in {"gpus.json": ("--on", "4xT4"), "cpus.json": ()}.items():
+        (here / name).write_text(trainwright("machine", "--json", *words))
+    machines = {"eight": "8xH100", "one": "H100", "half": "8xH100, gpus_per_node: 4", "file": "gpus.json"}
+    clusters(here, "".join(f"{name}: {{machine: {on}}}\n" for name, on in {**machines, "cpu": "cpus.json"}.items()))
+    commands(here, monkeypatch, sinfo='echo "gpu*|64|gpu:8"', scontrol="")
+    for name, gpus in {"eight": 8, "one": 1, "half": 4, "file": 4, "cpu": None}.items():
+        made = tw.submit(TINY, ON_ROWS, to=name, dry_run=True)
+        asked = [line for line in made.script.splitlines() if line.startswith(("#SBATCH --cpus", "#SBATCH --gpus"))]
+        share = f"#SBATCH --cpus-per-task={64 if gpus is None else 64 * gpus // 8}"
+        assert asked == [share, *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else [])]
+        assert made.plan is not None and made.plan.details.cluster.devices_per_node == (gpus or 1)
+    two = tw.submit(TINY, ON_ROWS, to="one", nodes=2, dry_run=True).plan
+    assert two is not None and (two.details.cluster.nodes, two.details.cluster.devices) == (2, 2)
+
+
+def test_the_machine_of_a_cluster_is_one_node(here: Path) -> None:
+    clusters(here, "big: {machine: 4x8xH100}\nodd: {machine: 8xH1000}\n")
+    with pytest.raises(RequestError, match="machine: 4x8xH100 has 4 nodes; describe one of them"):
+        printed(to="big")
+    with pytest.raises(RequestError, match=r"machine: .*H1000"):
+        printed(to="odd")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +219,98 @@ def commands(here: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Non
     monkeypatch.setenv("PATH", f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}")
 
 
+def test_variables_of_sbatch_do_not_override_what_was_asked(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sbatch takes its variables before the options of the file; those of other options are a site's or the user's."""
+    ours = "ACCOUNT ARRAY_INX CPUS_PER_GPU ERROR GPUS GPUS_PER_NODE JOB_NAME MEM_PER_CPU NO_REQUEUE OPEN_MODE OUTPUT"
+    ours += " PARTITION SIGNAL TIMELIMIT WAIT"
+    for name in [*ours.split(), *("EXPORT", "MEM_BIND", "QOS", "REQUEUE", "RESERVATION")]:
+        monkeypatch.setenv(f"SBATCH_{name}", "x")
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    commands(
+        here, monkeypatch, sbatch="env >seen; echo 7", squeue='[ -z "$SQUEUE_STATES" ]', sinfo='echo "gpu*|64|gpu:8"'
+    )
+    clusters(here, "big: {options: [--mem=0]}\n")
+    options = {"account": "me", "partition": "gpu", "time": "4h", "gpus_per_node": 8}
+    assert tw.submit(TINY, ON_ROWS, to="big", **options).job == "7"  # type: ignore[arg-type]
+    passed = {line.partition("=")[0] for line in (here / "seen").read_text().splitlines()}
+    kept = {"SBATCH_EXPORT", "SBATCH_MEM_BIND", "SBATCH_QOS", "SBATCH_REQUEUE", "SBATCH_RESERVATION"}
+    assert {name for name in passed if name.startswith("SBATCH_")} == kept
+    assert f"note: sbatch is run without {', '.join(f'SBATCH_{name}=x' for name in ours.split())}, " in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_the_printed_file_is_the_submitted_one_and_makes_the_directory_of_its_log(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands(here, monkeypatch, sbatch="echo 7", squeue="", sinfo='echo "low*|6|(null)"')
+    shown = printed()
+    assert "#SBATCH --cpus-per-task=6" in shown and f"# mkdir -p {here}/runs/tiny/slurm" in shown
+    made = tw.submit(TINY, ON_ROWS, to="slurm")
+    again = tw.submit(TINY, ON_ROWS, to="slurm", dry_run=True).script
+    assert (here / "runs/tiny/slurm/job.sbatch").read_text() == made.script == again
+    comments = [[line for line in lines if line.startswith("# ")] for lines in (shown, again.splitlines())]
+    assert "mkdir" not in "".join(comments[1])
+    assert [line for line in shown if line not in comments[0]] == [
+        line for line in again.splitlines() if line not in comments[1]
+    ]
+
+
+def an_array_in_the_queue(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The array 12: its elements 0 and 1 run until they are asked to stop, and 4 to 6 wait. Return its directory."""
+    seeds = here / "runs" / "seeds"
+    (seeds / "slurm").mkdir(parents=True)
+    for index in "01":
+        (seeds / index).mkdir()
+        (seeds / index / "recipe.yaml").write_text("task: sft\n")
+        (seeds / index / "events.jsonl").write_text('{"event": "finish", "time": 1.0, "status": "stopped"}\n')
+    line = f"trainwright:{seeds}"
+    squeue = (
+        f'case " $* " in *" --array "*) waiting="4 5 6";; *) waiting=4-6%4;; esac\n'
+        f'[ -e canceled ] || for i in $waiting; do echo "12|12|$i|PENDING|Priority|N/A||{line}"; done\n'
+        f'for i in 0 1; do [ -e {seeds}/$i/stop ] || echo "1$i|12|$i|RUNNING|None|N/A|n1|{line}"; done'
+    )
+    over = "echo '12_1: Job has already finished' >&2; exit 1"  # meanwhile
+    scancel, scontrol = 'echo "$@" >>canceled', f'echo "$@" >>changed; {over}'
+    commands(here, monkeypatch, squeue=squeue, scancel=scancel, scontrol=scontrol)
+    return seeds
+
+
+def test_stop_ends_what_waits_and_what_runs_of_an_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = an_array_in_the_queue(here, monkeypatch)
+    assert tw.stop("runs/seeds") == "3 canceled, 2 stopped"
+    assert (here / "canceled").read_text() == "12_[4,5,6]\n"
+    assert (here / "changed").read_text() == "update JobId=12_0,12_1 Requeue=0\n"
+    assert (seeds / "0" / "stop").exists() and (seeds / "1" / "stop").exists()
+    with pytest.raises(RequestError, match="runs/seeds: no job in the queue trains this run, or a run in this"):
+        tw.stop("runs/seeds")
+
+
+def test_stop_ends_one_element_of_an_array(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = an_array_in_the_queue(here, monkeypatch)
+    assert tw.stop(seeds / "1") == "stopped" and not (here / "canceled").exists()
+    assert tw.stop("runs/seeds/5") == "canceled" and (here / "canceled").read_text() == "12_5\n"
+    assert (here / "changed").read_text() == "update JobId=12_1 Requeue=0\n" and not (seeds / "0" / "stop").exists()
+
+
+def test_stop_cancels_a_job_whose_run_has_not_begun(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start removes a file that asks to stop."""
+    (here / "runs" / "tiny" / "slurm").mkdir(parents=True)
+    line = f"7|7|N/A|RUNNING|None|N/A|n1|trainwright:{here}/runs/tiny"
+    commands(here, monkeypatch, squeue=f'[ -e canceled ] || echo "{line}"', scancel='echo "$@" >canceled')
+    assert tw.stop("runs/tiny") == "canceled" and (here / "canceled").read_text() == "7\n"
+
+
+def test_a_run_of_an_array_that_waits_is_not_submitted_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = an_array_in_the_queue(here, monkeypatch)
+    for run, array, name in ((seeds / "5", None, "12_5"), (seeds, "0-9", "12_4")):
+        with pytest.raises(RequestError, match=rf"job {name} of .* or end it with: trainwright stop {run}$"):
+            tw.submit(TINY, ON_ROWS, f"logging.run_directory={run}", to="slurm", array=array)
+    assert not (seeds / "slurm" / "job.sbatch").exists()
+
+
 def test_a_controller_that_restarts_is_asked_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     away = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
     answer = 'case $1 in show) echo JobState=RUNNING;; *) echo "$@" >>asked;; esac'
@@ -179,6 +321,27 @@ def test_a_controller_that_restarts_is_asked_again(here: Path, monkeypatch: pyte
     with pytest.raises(SystemExit, match="75"):
         requeue.main()
     assert (here / "asked").read_text() == "requeue 7\n"
+
+
+def test_the_element_of_an_array_that_starts_last_is_requeued_alone(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm gives it the number of the array, which its commands take for all elements."""
+    show = '[ "$4" = 12_3 ] && echo JobState=RUNNING || printf "%s\\n" JobState=RUNNING JobState=COMPLETED'
+    commands(here, monkeypatch, scontrol=f'case $1 in show) {show};; *) echo "$@" >>asked;; esac')
+    for name, value in {"JOB_ID": "12", "ARRAY_JOB_ID": "12", "ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "5"])
+    with pytest.raises(SystemExit, match="5"):
+        requeue.main()
+    assert (here / "asked").read_text() == "requeue 12_3\n"
+
+
+def test_a_job_that_an_array_submits_is_no_element_of_it(here: Path) -> None:
+    """Slurm gives a job the variables of the shell that submits it."""
+    line = "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID"
+    assert [each for each in printed() if each.startswith(line)]
+    assert not [each for each in printed(array="0-3") if each.startswith("unset ")]
 
 
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 5), (None, 5)])

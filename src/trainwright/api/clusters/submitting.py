@@ -93,9 +93,10 @@ def submit(
         recipe: the path of a recipe file, which the nodes see too.
         overrides: ``section.key=value``; with an array, ``{element}`` is replaced by the element's index.
         to: ``slurm``; ``kubernetes``, ``skypilot`` or ``ray``, only with ``dry_run``; or a cluster of clusters.yaml.
-        name: of the run, in ``runs/``, and of its job. Default: that of the recipe or of ``logging.run_directory``.
+        name: of the run, in ``runs/``, and of its job. Default: that of the recipe or of ``logging.run_directory``,
+            with which there can be no other name.
         nodes: number of nodes.
-        gpus_per_node: GPUs of each node.
+        gpus_per_node: GPUs of each node. Default: those of the cluster's ``machine``, or none.
         cpus_per_node: CPUs of each node. Default: the share that belongs to its GPUs, or all.
         time: the time limit, such as ``4h`` or ``"4:00:00"``.
         partition: where the job runs.
@@ -136,6 +137,9 @@ def submit(
     if job.settings.scheduler != SLURM and not dry_run:
         scheduler = job.settings.scheduler
         raise RequestError(f"--to: jobs of {scheduler} are only printed; pass --print, and {_USE[scheduler]}")
+    on_slurm = job.settings.scheduler == SLURM
+    if on_slurm:
+        job = submission.completed(job)
     script = _text(job)
     plan = None
     if (machine := job.settings.described()) is not None:
@@ -144,12 +148,11 @@ def submit(
         plan = plan_for(recipe, *first_overrides(job), on=machine)
         if not force:
             plan.details.refuse_shortage()
-    on_slurm = job.settings.scheduler == SLURM
     warning = submission.stop_warning(job, plan.details) if on_slurm and plan is not None else None
     number = None
     if not dry_run:
-        number, job = submission.submit(job)
-        script = _text(job)  # with what the scheduler was asked for
+        number = submission.submit(job)
+        script = _text(job)  # now that there is a directory for its log
     limit = job.settings.time
     seconds = None if limit is None else job_seconds(limit)
     return Submission(number, job.run, script, plan, seconds, warning)

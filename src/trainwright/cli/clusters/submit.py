@@ -24,7 +24,9 @@ def submit(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run in runs/, and of the job.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Number of GPUs of each node.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Number of GPUs of each node. Default: those of the cluster's machine.")
+    ] = None,
     cpus_per_node: Annotated[
         int | None,
         typer.Option(min=1, help="Number of CPUs of each node. Default: the share of its GPUs, or all of them."),

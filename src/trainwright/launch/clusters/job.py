@@ -45,7 +45,7 @@ def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], t
         overrides: with an array, they may contain ``{element}``.
         options: of the command, by the keys of the section ``launch``; None is not given.
         to: a scheduler, or a cluster of clusters.yaml.
-        name: of the run; None: the directory that the recipe names, or runs/ and the recipe's name.
+        name: of the run in runs/; None: the directory that the recipe names, or runs/ and the recipe's name.
 
     Raises:
         RequestError: the recipe, the options or the name are invalid.
@@ -56,11 +56,11 @@ def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], t
     settings = settings_of(plain, options, to)
     if settings.array is None and len(overrides) != sum(ELEMENT not in each for each in overrides):
         raise RequestError(f"{ELEMENT} in an override is the index in an array; pass --array, such as --array 0-9")
-    wanted = plain.logging.run_directory if name is None else "auto"
+    wanted = plain.logging.run_directory
+    _check_directory(wanted, load_recipe(recipe, _first(overrides, settings.array)).logging.run_directory, name)
     run = run_directory.own_directory(wanted, name or run_directory.stem_of(recipe)).absolute()
     kept = tuple(each for each in overrides if not each.startswith(_DIRECTORY))
     job = Job(run, recipe.absolute(), kept, settings)
-    load_recipe(recipe, first_overrides(job))
     if settings.array is None:
         run_directory.check_unbegun(run)
     return job
@@ -68,8 +68,7 @@ def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], t
 
 def first_overrides(job: Job) -> list[str]:
     """Return the overrides of the run; of an array, of the run of its first element."""
-    array = job.settings.array
-    return list(job.overrides) if array is None else _with_element(job.overrides, array)
+    return _first(job.overrides, job.settings.array)
 
 
 def check_name(name: str) -> None:
@@ -80,6 +79,27 @@ def check_name(name: str) -> None:
         )
 
 
-def _with_element(overrides: Sequence[str], array: str) -> list[str]:
+def _check_directory(wanted: str, of_first: str, name: str | None) -> None:
+    """Raise RequestError for a directory that is not that of the run, or of an array's runs.
+
+    Args:
+        wanted: ``logging.run_directory``, without the overrides that contain ``{element}``.
+        of_first: the same of the first element.
+    """
+    if ELEMENT in wanted or of_first != wanted:
+        raise RequestError(
+            f"logging.run_directory: {ELEMENT} is not replaced in it; write the directory of all runs, in which that "
+            "of each element is named by its index"
+        )
+    if name is not None and wanted != "auto":
+        raise RequestError(
+            f"--name: is the name of a run in {run_directory.RUNS}, but logging.run_directory is {wanted}, whose last "
+            "part is the name of its run and job; remove --name, or set logging.run_directory=auto"
+        )
+
+
+def _first(overrides: Sequence[str], array: str | None) -> list[str]:
+    if array is None:
+        return list(overrides)
     first = re.split(r"[-,%:]", array, maxsplit=1)[0]
     return [each.replace(ELEMENT, first) for each in overrides]

@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from trainwright.errors import RequestError
+from trainwright.machine.machine_file import machine_of, names_file
 from trainwright.paths import user_path
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Text
@@ -38,14 +39,18 @@ _USED_BY = {
     "mount": (KUBERNETES, SKYPILOT),
     "spot": (SKYPILOT,),
 }
-_MACHINE = re.compile(r"(\d+)([x×*].+)")
+_CARD = re.compile(r"(?:\d+\s*[x×*]\s*)?(.+)")
 
 
 class Cluster(JobSection):
     """The defaults of a cluster in clusters.yaml."""
 
     scheduler: Literal["slurm", "kubernetes", "skypilot", "ray"] = "slurm"
-    machine: Text | None = Field(None, description="One node, as `trainwright plan --on` takes it, such as 8xH100.")
+    machine: Text | None = Field(
+        None,
+        description="One node, as `trainwright plan --on` takes it, such as 8xH100. A job asks for all GPUs of it, or "
+        "for gpus_per_node of them.",
+    )
     options: list[Text] = Field([], description="Further options of sbatch, such as --exclusive or --mem=0.")
     setup: list[Text] = Field([], description="Lines of shell that the job runs first, such as module load cuda.")
     image: Text | None = Field(
@@ -64,10 +69,11 @@ class Cluster(JobSection):
     def described(self) -> str | None:
         """Return the machine of a job as `trainwright plan --on` takes it; None if the node is not described."""
         nodes = self.nodes or 1
-        if self.machine is None or (found := _MACHINE.fullmatch(self.machine)) is None:
+        found = None if self.machine is None or names_file(self.machine) else _CARD.fullmatch(self.machine)
+        if found is None:
             return self.machine if nodes == 1 else None
-        devices = self.gpus_per_node or int(found[1])
-        return f"{nodes}x{devices}{found[2]}" if nodes > 1 else f"{devices}{found[2]}"
+        node = f"{self.gpus_per_node}x{found[1]}"
+        return f"{nodes}x{node}" if nodes > 1 else node
 
 
 def clusters_file() -> Path:
@@ -102,7 +108,24 @@ def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> C
             f"{_option(key) if key in given else 'launch.' + key}: is for {_names(key)}, and {asked.scheduler} has no "
             "such setting; remove it"
         )
-    return asked
+    if asked.machine is None:
+        return asked
+    gpus = _gpus_of(asked.machine)
+    return asked.model_copy(update={"gpus_per_node": asked.gpus_per_node or gpus})
+
+
+def _gpus_of(machine: str) -> int | None:
+    """Return the number of GPUs of a node; None if it has none."""
+    try:
+        node, _, _ = machine_of(machine)
+    except RequestError as error:
+        raise RequestError(f"machine: {error}") from None
+    if node.nodes > 1:
+        raise RequestError(
+            f"machine: {machine} has {node.nodes} nodes; describe one of them, such as 8xH100, and set nodes to their "
+            "number"
+        )
+    return None if node.device == "cpu" else node.devices_per_node
 
 
 def _option(key: str) -> str:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from trainwright.errors import RequestError
+from trainwright.launch.ending.scheduler_job import scheduler_job
 from trainwright.recipe.sections.fields import seconds_of
 
-_END, _JOB = "SLURM_JOB_END_TIME", "SLURM_JOB_ID"
+_END = "SLURM_JOB_END_TIME"
 _STEP = re.compile(r"step ([1-9]\d*)")
 _SLURM_SECONDS = 10  # for the scheduler's answer
 _CLOCK_SECONDS = 5.0  # of two clocks that count as the same
@@ -92,7 +93,7 @@ def _time_of(until: str, now: datetime) -> datetime:
 
 def _end_of_job() -> tuple[datetime, str] | None:
     """Return when Slurm ends the job of this process, or None if there is no job or no limit."""
-    job = os.environ.get(_JOB)
+    job = scheduler_job() if "SLURM_JOB_ID" in os.environ else None
     if job is None:
         return None
     end = os.environ.get(_END, "")

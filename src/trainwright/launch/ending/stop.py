@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
 from trainwright.errors import Interrupted
+from trainwright.launch.ending.scheduler_job import scheduler_job
 
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 # Schedulers send SIGUSR1 or SIGUSR2 before the end, if configured, and the kernel SIGXCPU (ulimit -t).
@@ -34,8 +35,6 @@ _LOOK_SECONDS = 0.5
 _LAUNCHER_DECIDES_SECONDS = 1.0
 CLOSED_BY_LAUNCHER = 128 + signal.SIGTERM
 
-# Set in every job of Slurm, PBS (and Torque), LSF, Grid Engine, Flux and Cobalt.
-_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID", "COBALT_JOBID")
 _SHELLS = {"bash", "sh", "dash", "zsh", "ksh", "mksh", "csh", "tcsh", "fish", "busybox"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -259,19 +258,11 @@ def _interrupt() -> None:
 def _stop_with_shell() -> None:
     """Have the kernel send SIGTERM when the job script's shell dies (prctl(2)): the run stops after a checkpoint."""
     parent = os.getppid()
-    if not sys.platform.startswith("linux") or not any(name in os.environ for name in _JOBS) or not _is_shell(parent):
+    if not sys.platform.startswith("linux") or scheduler_job() is None or not _is_shell(parent):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it died between the two
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def scheduler_job() -> str | None:
-    """Return the number of the scheduler's job of this process, with Slurm's index in an array; None outside of one."""
-    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    if array and element:
-        return f"{array}_{element}"
-    return next((os.environ[name] for name in _JOBS if os.environ.get(name)), None)
 
 
 def job_script_warning() -> str | None:

@@ -53,7 +53,7 @@ def _resources(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {}
     devices = _DEVICES.fullmatch(asked.machine or "")
     if devices is not None and "x" not in devices[2]:
-        found["accelerators"] = f"{devices[2]}:{asked.gpus_per_node or int(devices[1])}"
+        found["accelerators"] = f"{devices[2]}:{asked.gpus_per_node}"
     elif asked.gpus_per_node is not None:
         raise RequestError("machine: is missing, so SkyPilot cannot know the kind of GPU; set it, such as 8xH100")
     if asked.cpus_per_node is not None:

@@ -18,6 +18,7 @@ from trainwright.recipe.sections.launch import job_seconds
 COMMENT = "trainwright:"  # and the run directory, as squeue shows it
 _SCRIPT = "job.sbatch"
 _REQUEUE = "trainwright.launch.slurm.requeue"
+_NO_ARRAY = f"unset SLURM_ARRAY_JOB_ID {ARRAY_ELEMENT}  # of a job that has submitted this one"
 # Of the time before the limit; a run stops by itself as early as its steps and checkpoints need.
 _WARNING_SECONDS, _SHORTEST_WITH_WARNING = 120, 1200
 _UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\"\\]")
@@ -46,12 +47,13 @@ def text(job: Job, variables: Mapping[str, str] | None = None) -> str:
     exported = captured(os.environ if variables is None else variables)
     lines = [
         "#!/bin/bash",
-        "# Written by trainwright submit, which plans the run first; sbatch of this file starts or resumes it too.",
+        *_head(job),
         *(f"#SBATCH {option}" for option in _options(job)),
         "",
         "# The run receives the signal and stops after a checkpoint; this shell waits for it.",
         "trap : TERM USR1",
         f"cd {shlex.quote(os.getcwd())} || exit 3",
+        *([] if job.settings.array else [_NO_ARRAY]),
         *(f"export {name}={shlex.quote(value)}" for name, value in exported.items()),
         *job.settings.setup,
         "",
@@ -72,6 +74,17 @@ def _check(job: Job) -> None:
                 f"{what}: {str(path)!r} has a quote, a backslash or a control character, which Slurm's job files "
                 "cannot have in a path; choose another one"
             )
+
+
+def _head(job: Job) -> list[str]:
+    written = "# Written by trainwright submit, which plans the run first; sbatch of this file starts or resumes it too"
+    if directory_of(job).is_dir():
+        return [f"{written}."]
+    return [
+        f"{written}, after",
+        f"# mkdir -p {shlex.quote(str(directory_of(job)))}",
+        "# as Slurm creates no directory for the log.",
+    ]
 
 
 def _options(job: Job) -> list[str]:
@@ -104,7 +117,8 @@ def _train(job: Job) -> list[str]:
     directory = f"logging.run_directory={job.run}"
     words = ["train", str(job.recipe), *job.overrides, directory, "--resume", "auto", *nodes]
     command = [shlex.quote(sys.executable), "-m", "trainwright", *map(_quoted, words)]
-    return ["srun", "--ntasks-per-node=1", *cpus, "--kill-on-bad-exit=0", *command]
+    # --export: sbatch --export=NONE would keep from srun, too, what this file exports.
+    return ["srun", "--export=ALL", "--ntasks-per-node=1", *cpus, "--kill-on-bad-exit=0", *command]
 
 
 def _quoted(word: str) -> str:

@@ -8,7 +8,6 @@ Slurm itself requeues no job that ends within the grace of a preemption: it coun
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from typing import TypeVar
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, RequestError
 from trainwright.launch.clusters.attempts import MOST_FAILURES, failures_in_a_row, may_continue
 from trainwright.launch.ending.requests import STOP_FILE, was_asked_to_stop
+from trainwright.launch.ending.scheduler_job import scheduler_job
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm import scheduler
 from trainwright.observe.reader import read_events
@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument("code", type=int)
     parser.add_argument("--until-done", action="store_true", help="also after a time limit")
     asked = parser.parse_args()
-    job = os.environ["SLURM_JOB_ID"]
+    job = scheduler_job()
+    if job is None:
+        parser.error("this ends a job of Slurm, and SLURM_JOB_ID is not set")
     if asked.code == EXIT_FINISHED and not _is_finished(asked.run):
         # srun does not know the code of a task whose slurmstepd has died.
         say(f"{asked.run} has not finished, though srun ended with exit code 0: a machine failed", file=sys.stderr)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import RequestError
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm.job import COMMENT
+from trainwright.launch.slurm.sbatch_variables import overriding
+from trainwright.text import say
 
 _SECONDS = 60
 _FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"
 _NOT_SET = ("N/A", "")
 # What Slurm's commands say while its controller restarts or is overloaded.
 _AWAY = re.compile(r"unable to contact|timed out|zero bytes", re.IGNORECASE)
+
+# What they say of a job that has ended meanwhile.
+_OVER = re.compile(r"invalid job id|already (finished|complet)", re.IGNORECASE)
 
 
 class Unreachable(RequestError):
@@ -33,6 +39,7 @@ class QueuedJob:
         run: the run directory; of an array whose elements wait, the directory of their runs.
         state: such as ``PENDING``, ``RUNNING`` or ``COMPLETING``.
         reason: why it waits.
+        array: of an array, the directory of the runs of its elements.
     """
 
     name: str
@@ -40,6 +47,12 @@ class QueuedJob:
     state: str
     reason: str
     nodes: str
+    array: Path | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has not been started, or not again."""
+        return self.state == "PENDING"
 
 
 @dataclass(frozen=True)
@@ -68,16 +81,27 @@ class Grace:
 
 
 def submit(file: Path) -> str:
-    """Submit a job's file; return the number of the job. Raises RequestError with sbatch's words."""
-    done = _run("sbatch", "--parsable", str(file))
+    """Submit a job's file, for which no variable of the environment counts that overrides it; return the number of the
+    job. Raises RequestError with sbatch's words.
+    """
+    left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
+    if left_out:
+        found = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
+        say(f"note: sbatch is run without {found}, which would override what {file} asks for", file=sys.stderr)
+    variables = {name: value for name, value in os.environ.items() if name not in left_out}
+    done = _run("sbatch", "--parsable", str(file), variables=variables)
     if done.returncode:
         raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(done.stderr)}{_there()}")
     return done.stdout.strip().partition(";")[0]
 
 
-def queue() -> list[QueuedJob]:
-    """Return the jobs of this user that train a run. Raises RequestError if there is no answer."""
-    done = _run("squeue", "--me", "--noheader", f"--format={_FIELDS}")
+def queue(*, each: bool = False) -> list[QueuedJob]:
+    """Return the jobs of this user that train a run. Raises RequestError if there is no answer.
+
+    Args:
+        each: have the elements of an array that wait one by one, and not together.
+    """
+    done = _run("squeue", "--me", "--noheader", *(["--array"] if each else []), f"--format={_FIELDS}")
     if done.returncode:
         raise RequestError(f"squeue does not answer: {_words(done.stderr)}")
     lines = (line.split("|", 7) for line in done.stdout.splitlines())
@@ -99,19 +123,27 @@ def requeue(job: str) -> None:
         raise RequestError(f"scontrol refuses: {_words(done.stderr)}")
 
 
-def job_of(run: Path) -> QueuedJob | None:
-    """Return the job in the queue that trains a run; None if there is none, or the run was not submitted here."""
+def jobs_of(run: Path) -> list[QueuedJob]:
+    """Return the jobs in the queue that train a run, or the runs of an array in this directory.
+
+    Slurm is asked only if something was submitted for the run.
+    """
     if not any((directory / SUBMITTED).is_dir() for directory in (run, run.parent)):
-        return None
-    return next((job for job in queue() if job.run == run.absolute() and job.state != "COMPLETING"), None)
+        return []
+    at = run.absolute()
+    return [job for job in queue(each=True) if at in (job.run, job.array) and job.state != "COMPLETING"]
 
 
-def end(job: QueuedJob) -> None:
-    """Cancel a job that waits; have one that runs not requeued when it ends. Raises RequestError with Slurm's words."""
-    waits = job.state == "PENDING"
-    done = _run("scancel", job.name) if waits else _run("scontrol", "update", f"JobId={job.name}", "Requeue=0")
-    if done.returncode:
-        raise RequestError(f"job {job.name} cannot be {'canceled' if waits else 'changed'}: {_words(done.stderr)}")
+def cancel(jobs: Sequence[QueuedJob]) -> None:
+    """Cancel jobs: those that wait do not begin, and the others are sent a signal. Raises RequestError with Slurm's
+    words.
+    """
+    _change(jobs, "scancel", *_elements_together(jobs))
+
+
+def forbid_requeue(jobs: Sequence[QueuedJob]) -> None:
+    """Have jobs that run not requeued when they end. Raises RequestError with Slurm's words."""
+    _change(jobs, "scontrol", "update", f"JobId={','.join(job.name for job in jobs)}", "Requeue=0")
 
 
 def grace(partition: str | None) -> Grace | None:
@@ -162,8 +194,26 @@ def _queued(fields: Sequence[str]) -> QueuedJob:
     if index in _NOT_SET:
         return QueuedJob(number, run, state, reason, nodes)
     if index.isdigit():
-        return QueuedJob(f"{array}_{index}", run / index, state, reason, nodes)
-    return QueuedJob(f"{array}_[{index}]", run, state, reason, nodes)
+        return QueuedJob(f"{array}_{index}", run / index, state, reason, nodes, run)
+    return QueuedJob(f"{array}_[{index}]", run, state, reason, nodes, run)
+
+
+def _change(jobs: Sequence[QueuedJob], *command: str) -> None:
+    done = _run(*command) if jobs else None
+    if done is None or done.returncode == 0:
+        return
+    wrong = [line for line in done.stderr.splitlines() if line.strip() and not _OVER.search(line)]
+    if wrong:
+        raise RequestError(f"{command[0]} refuses: {_words(chr(10).join(wrong))}")
+
+
+def _elements_together(jobs: Sequence[QueuedJob]) -> list[str]:
+    """Return the names of jobs, one for all elements of an array: ``12_[4,7]``, which is one request."""
+    found: dict[str, list[QueuedJob]] = {}
+    for job in jobs:
+        found.setdefault(job.name.partition("_")[0], []).append(job)
+    several = {number: ",".join(job.name.partition("_")[2] for job in each) for number, each in found.items()}
+    return [each[0].name if len(each) == 1 else f"{number}_[{several[number]}]" for number, each in found.items()]
 
 
 def _check_reachable(done: subprocess.CompletedProcess[str]) -> None:
@@ -181,9 +231,12 @@ def _words(text: str) -> str:
     return "; ".join(re.sub(r"^\w+: (error: )?", "", line) for line in text.splitlines() if line.strip())
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    if variables is None:  # without SQUEUE_STATES, SCANCEL_INTERACTIVE and so on, which change what is asked and done
+        own = f"{command[0].upper()}_"
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=variables)
     except FileNotFoundError:
         raise RequestError(
             f"no scheduler found: there is no {command[0]} here; run this on a login node of the cluster, or only show "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,18 +21,25 @@ if TYPE_CHECKING:
 _LOCK_SECONDS = 120.0  # longer than the scheduler's commands may take
 
 
-def submit(job: Job) -> tuple[str, Job]:
-    """Write the job's file and submit it; return the job's number, and the job as it was submitted.
+def completed(job: Job) -> Job:
+    """Return the job with what Slurm knows of its nodes, if it can be asked."""
+    settings = job.settings
+    if settings.cpus_per_node is not None:
+        return job
+    with suppress(RequestError):
+        cpus = scheduler.cpus_per_node(settings.partition, settings.gpus_per_node)
+        return replace(job, settings=settings.model_copy(update={"cpus_per_node": cpus}))
+    return job
+
+
+def submit(job: Job) -> str:
+    """Write the job's file and submit it; return the job's number.
 
     Raises:
         RequestError: there is no scheduler, it refuses the job, or another job of the run is in the queue. Nothing is
             left behind.
     """
     _refuse_queued(job)
-    settings = job.settings
-    if settings.cpus_per_node is None:
-        cpus = scheduler.cpus_per_node(settings.partition, settings.gpus_per_node)
-        job = replace(job, settings=settings.model_copy(update={"cpus_per_node": cpus}))
     try:
         directory_of(job).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -43,7 +51,7 @@ def submit(job: Job) -> tuple[str, Job]:
         try:
             _refuse_queued(job)
             write_file(file, text(job))
-            return scheduler.submit(file), job
+            return scheduler.submit(file)
         except OSError as error:
             _undo(job, before)
             raise RequestError(f"{file} cannot be written: {error.strerror}") from None
@@ -53,11 +61,11 @@ def submit(job: Job) -> tuple[str, Job]:
 
 
 def _refuse_queued(job: Job) -> None:
-    for other in scheduler.queue():
-        if job.run in (other.run, other.run.parent) and other.state != "COMPLETING":
+    for other in scheduler.queue(each=True):
+        if job.run in (other.run, other.array) and other.state != "COMPLETING":
             raise RequestError(
                 f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again "
-                f"when it has ended, or end it with scancel {other.name}"
+                f"when it has ended, or end it with: trainwright stop {shlex.quote(str(job.run))}"
             )
 
 

@@ -61,7 +61,10 @@ class JobSection(Section):
     """What a job asks its scheduler for."""
 
     nodes: Count | None = Field(None, description="Number of nodes. Default: 1.")
-    gpus_per_node: Count | None = Field(None, description="Number of GPUs of each node. Default: none.")
+    gpus_per_node: Count | None = Field(
+        None,
+        description="Number of GPUs of each node. Default: those of the cluster's machine in clusters.yaml, or none.",
+    )
     cpus_per_node: Count | None = Field(
         None, description="Number of CPUs of each node. Default: the share of a node's CPUs that its GPUs have."
     )
