@@ -82,7 +82,7 @@ class RunRequest:
 
         places = [*([place_of(self.url)] if self.url else []), *places_of(recipe.checkpoint.copies, run)]
         if places:
-            bring_up_to_date(run, places, required=self.fetched)
+            bring_up_to_date(run, places)
 
     def discard_fetched(self) -> None:
         """Remove what was fetched for a request that trains nothing."""
