@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"  # of --resume
 _DIRECTORY = "logging.run_directory="
+_PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:]+)):([0-9]{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -374,10 +376,12 @@ def _check_extensions(recipe: Recipe) -> None:
 
 def parse_place(text: str) -> tuple[str, int]:
     """Parse `--rendezvous host:port`. Raises RequestError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise RequestError(f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500")
-    return host.strip("[]"), int(port)
+    found = _PLACE.fullmatch(text)
+    if found is None or not 0 < int(found[3]) < 2**16:
+        raise RequestError(
+            f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500, or [fd00::1]:29500 with IPv6"
+        )
+    return found[1] or found[2], int(found[3])
 
 
 def is_bare_resume(following: str | None) -> bool:

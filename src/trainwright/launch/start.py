@@ -19,6 +19,7 @@ from trainwright.activity import Activity
 from trainwright.errors import EXIT_FINISHED, EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch.ending.requests import forget_stops
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
+from trainwright.launch.group.addresses import in_words
 from trainwright.launch.group.answering_gpus import show_answering_gpus
 from trainwright.launch.group.elastic import Elastic, devices_for
 from trainwright.launch.limits import check_limits
@@ -103,7 +104,7 @@ def _as_node(
     def enough(number: int) -> bool:
         return bool(resolved.usable) and number * here >= resolved.usable[0]
 
-    with Activity(sys.stderr, f"waiting for the other nodes at {rendezvous.host}:{rendezvous.port}"):
+    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(rendezvous.host, rendezvous.port)}"):
         place = rendezvous.host, rendezvous.port
         nodes = Nodes.meet(
             rendezvous.node_rank, rendezvous.nodes, place, rendezvous.seconds, mine, linked, rules, enough

@@ -95,4 +95,6 @@ def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:
 def _place(hosts: list[Host], index: int, port: int) -> list[str]:
     if len(hosts) == 1:
         return []
-    return [f"--nodes={len(hosts)}", f"--node-rank={index}", f"--rendezvous={hosts[0].address}:{port}"]
+    from trainwright.launch.group.addresses import in_words
+
+    return [f"--nodes={len(hosts)}", f"--node-rank={index}", f"--rendezvous={in_words(hosts[0].address, port)}"]

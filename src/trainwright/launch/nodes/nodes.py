@@ -19,9 +19,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, Stopped, TrainwrightError
 from trainwright.launch.ending.failure import Failure, first_failure
 from trainwright.launch.ending.stop import Stopping
+from trainwright.launch.group.addresses import set_interfaces
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.peers import GONE, Message
-from trainwright.launch.group.rendezvous import Rendezvous, host_store, meet, set_interfaces
+from trainwright.launch.group.rendezvous import Rendezvous, host_store, meet
 from trainwright.launch.nodes.clocks import Clocks
 from trainwright.launch.nodes.info import (
     NodeDropped,
