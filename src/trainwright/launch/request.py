@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"  # of --resume
 _DIRECTORY = "logging.run_directory="
-_PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:]+)):([0-9]{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -372,16 +370,6 @@ def _check_extensions(recipe: Recipe) -> None:
                 KEYS[key].get(name)
             except RequestError as error:
                 raise RequestError(f"{key}: {error}") from error
-
-
-def parse_place(text: str) -> tuple[str, int]:
-    """Parse `--rendezvous host:port`. Raises RequestError."""
-    found = _PLACE.fullmatch(text)
-    if found is None or not 0 < int(found[3]) < 2**16:
-        raise RequestError(
-            f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500, or [fd00::1]:29500 with IPv6"
-        )
-    return found[1] or found[2], int(found[3])
 
 
 def is_bare_resume(following: str | None) -> bool:
