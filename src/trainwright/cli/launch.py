@@ -58,7 +58,7 @@ def launch(
 
     Options of launch come before SCRIPT. Ends with the script's own exit code if it sets one.
     """
-    from trainwright.launch.scripts import NodeOptions, launch_script
+    from trainwright.launch.scripts.starting import NodeOptions, launch_script
 
     place = NodeOptions(nodes, node_rank, rendezvous, rendezvous_timeout)
     if hosts is not None or hostfile is not None:

@@ -11,7 +11,7 @@ from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, RequestError
 if TYPE_CHECKING:
     from trainwright.api.training import TrainingRequest
     from trainwright.launch.hosts.names import Host
-    from trainwright.launch.scripts import NodeOptions
+    from trainwright.launch.scripts.starting import NodeOptions
 
 # For the hosts that answer, when a run is started again without some of them.
 _RENDEZVOUS_SECONDS = 60
@@ -97,7 +97,7 @@ def launch_on_hosts(
     from trainwright.launch.hosts.asking import ask
     from trainwright.launch.hosts.names import processes_of
     from trainwright.launch.hosts.starting import exports, run_on
-    from trainwright.launch.scripts import check_script
+    from trainwright.launch.scripts.starting import check_script
 
     script, module, arguments = own
     found = _hosts_of(hosts, hostfile, place.nodes, place.node_rank, place.rendezvous)

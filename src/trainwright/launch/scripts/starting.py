@@ -221,7 +221,7 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan
         # Import torch, so they come after the thread limit and before the workers are forked.
         from trainwright.launch.accelerate.script import Script, run_script
         from trainwright.launch.nodes.nodes import LinkedStopping
-        from trainwright.launch.script_on_nodes import run_as_node
+        from trainwright.launch.scripts.on_nodes import run_as_node
 
         entry = functools.partial(run_script, Script(script, module, arguments))
         command = json.dumps([script, module, arguments, plan.variables])
