@@ -1,4 +1,4 @@
-# The image of `trainwright submit --to kubernetes` and `--to skypilot`: python has Trainwright.
+# The image of `trainwright submit --to kubernetes`: python has Trainwright.
 #
 #     docker build --tag registry/trainwright:cuda .
 #     docker build --tag registry/trainwright:cpu --build-arg DEVICE=cpu .

@@ -58,7 +58,7 @@ class Stopped(TrainwrightError):
 def unwritable(path: Path, error: OSError) -> TrainwrightError:
     """Return why a run cannot be written: something else in the place of a file is not the machine's fault."""
     why = f"{path}: a run cannot be written there: {error.strerror or error}"
-    if isinstance(error, (IsADirectoryError, NotADirectoryError)):
+    if isinstance(error, (IsADirectoryError, NotADirectoryError, FileExistsError)):
         return RequestError(f"{why}; move what is in the place of the file away")
     return MachineError(why)
 

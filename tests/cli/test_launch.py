@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -186,7 +188,16 @@ def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
         (("--config-file", "no.yaml", "own/train.py"), 2, "no.yaml: no such file"),
         (("--config-file", "gpus.yaml", "own/train.py"), 3, "possible here"),
         (("--config-file", "fsdp.yaml", "own/train.py"), 3, "runs FSDP as plain DDP"),
-        (("--config-file", "nodes.yaml", "own/train.py"), 2, "torchrun on each"),
+        (("--config-file", "nodes.yaml", "own/train.py"), 2, "needs --rendezvous host:port"),
+        (("--nodes", "2", "--node-rank", "0", "own/train.py"), 2, "needs --rendezvous host:port"),
+        (
+            ("--nodes", "2", "--node-rank", "0", "--rendezvous", "a:1", "--num-processes", "3", "own/train.py"),
+            2,
+            "equally",
+        ),
+        (("--rendezvous", "a:1", "own/train.py"), 2, "pass --nodes"),
+        (("--hosts", "a,b", "--nodes", "2", "own/train.py"), 2, "remove --nodes"),
+        (("--hosts", "a,b", "own/trian.py"), 2, "did you mean own/train.py"),
         (("--config-file", "wrong.yaml", "own/train.py"), 2, "did you mean num_processes"),
     ],
 )
@@ -200,6 +211,80 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     result = launch(tmp_path, *arguments)
     assert result.returncode == code and said in result.stderr, result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+NODES = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print("variables:", *(os.environ[name] for name in names), int(total.item()), *sys.argv[1:], flush=True)
+if sys.argv[1:] == ["exit"] and dist.get_rank() == 3:
+    sys.exit(7)
+if sys.argv[1:] == ["sleep"]:
+    open("ready-" + os.environ["RANK"], "w").close()
+    time.sleep(600)
+"""
+
+
+def on_nodes(directory: Path, place: str, index: int, *words: str) -> tuple[str, ...]:
+    options = ("--nodes", "2", "--node-rank", str(index), "--rendezvous", place, "--num-processes", "4")
+    return ("-m", "trainwright", "launch", "--cpu", "--logs", str(directory / "logs"), *options, "nodes.py", *words)
+
+
+@pytest.fixture
+def place() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(("words", "code"), [(("a", "b"), 0), (("exit",), 7)])
+def test_a_script_on_two_nodes(tmp_path: Path, place: str, words: tuple[str, ...], code: int) -> None:
+    (tmp_path / "nodes.py").write_text(NODES)
+    with ExitStack() as both:
+        nodes = [both.enter_context(started(*on_nodes(tmp_path, place, i, *words), cwd=tmp_path)) for i in range(2)]
+        assert [node.wait(PATIENCE) for node in nodes] == [code, code]
+    for rank in range(4):
+        said = f"variables: {rank} {rank % 2} 4 2 {rank // 2} 127.0.0.1 10 {' '.join(words)}"
+        assert said in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+
+
+@pytest.mark.parametrize(("words", "code"), [(("a b", "$(touch pwned)"), 0), (("exit",), 7)])
+def test_a_script_on_two_hosts(tmp_path: Path, words: tuple[str, ...], code: int) -> None:
+    """What stands for ssh runs the commands here; tests/launch/hosts/test_ssh.py has a real one."""
+    (tmp_path / "nodes.py").write_text(NODES)
+    (tmp_path / "ssh").write_text('#!/bin/sh\nfor last in "$@"; do :; done\nexec sh -c "$last"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    hosts = ("launch", "--cpu", "--hosts", "127.0.0.1:2,127.0.0.2:2", "--logs", "logs", "nodes.py")
+    done = trainwright(*hosts, *words, cwd=tmp_path, TRAINWRIGHT_SSH=str(tmp_path / "ssh"))
+    assert done.returncode == code, done.stderr
+    for rank in range(4):
+        said = f"variables: {rank} {rank % 2} 4 2 {rank // 2} 127.0.0.1 10 {' '.join(words)}"
+        assert said in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    assert "variables: 0 0" in done.stdout and (tmp_path / "logs" / "host-127.0.0.2.log").is_file()
+    assert not (tmp_path / "pwned").exists() and not (tmp_path / "runs").exists()
+
+
+def test_a_script_is_interrupted_on_all_nodes(tmp_path: Path, place: str) -> None:
+    (tmp_path / "nodes.py").write_text(NODES)
+    with ExitStack() as both:
+        nodes = [both.enter_context(started(*on_nodes(tmp_path, place, i, "sleep"), cwd=tmp_path)) for i in range(2)]
+        wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(4)))
+        nodes[1].send_signal(signal.SIGTERM)
+        assert [node.wait(PATIENCE) for node in nodes] == [75, 75]
+
+
+def test_a_script_ends_on_all_nodes_when_one_is_lost(tmp_path: Path, place: str) -> None:
+    (tmp_path / "nodes.py").write_text(NODES)
+    with ExitStack() as both:
+        nodes = [both.enter_context(started(*on_nodes(tmp_path, place, i, "sleep"), cwd=tmp_path)) for i in range(2)]
+        wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(4)))
+        nodes[1].kill()
+        assert nodes[0].wait(PATIENCE) == 5
 
 
 ACCELERATED = """

@@ -51,6 +51,16 @@ def ended(nodes: list[Started]) -> list[Finished]:
     return [node.wait() for node in nodes]
 
 
+@pytest.mark.slow
+def test_two_nodes_are_the_same_run_over_ipv6(runs: Runs) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+            place = f"[::1]:{probe.getsockname()[1]}"
+    except OSError:
+        pytest.skip("no IPv6 here")
+    test_two_nodes_are_the_same_run(runs, place)
+
+
 def test_two_nodes_are_the_same_run(runs: Runs, place: str) -> None:
     nodes = start(runs, place, STEPS, "--num-processes", "2")
     first, second = ended(nodes)
@@ -128,6 +138,7 @@ def test_nodes_with_different_recipes_are_refused(runs: Runs, place: str) -> Non
         (("--nodes", "2", "--rendezvous", "a:1"), "--node-rank"),
         (("--nodes", "2", "--node-rank", "2", "--rendezvous", "a:1"), "the last is 1"),
         (("--nodes", "2", "--node-rank", "0", "--rendezvous", "a"), "host:port"),
+        (("--nodes", "2", "--node-rank", "0", "--rendezvous", "fd00::1"), r"[fd00::1]:29500 with IPv6"),
         (("--rendezvous", "a:1"), "--nodes"),
         (("--node-rank", "1"), "--nodes"),
         (("--nodes", "2", "--node-rank", "0", "--rendezvous", "a:1", "--num-processes", "3"), "cannot be divided"),

@@ -11,14 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.commands import PATIENCE, environment, wait_for
 from trainwright.errors import MachineError
+from trainwright.launch.group.addresses import in_words, interface_of, to_listen_at
 from trainwright.launch.group.identity import Job, job_of
-from trainwright.launch.group.rendezvous import Rendezvous, interface_of, meet
+from trainwright.launch.group.rendezvous import Rendezvous, meet
 
 FIX = "take another port"
 JOB = job_of(2, ["recipe.yaml"], "slurm-7-0", {})
@@ -134,9 +137,64 @@ def test_nobody_at_the_port_is_told_in_the_time_given(place: tuple[str, int]) ->
 
 def test_a_machine_whose_name_is_loopback_is_reached_by_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Debian writes /etc/hosts: 127.0.1.1 beside the machine's own name."""
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *more, **options: known("127.0.1.1", None, **options))
     assert interface_of("node0") not in ("lo", "lo0")
     assert interface_of("127.0.0.1") in ("lo", "lo0", None)
+
+
+def known_after(monkeypatch: pytest.MonkeyPatch, attempts: int) -> list[str]:
+    """Let the resolver know the name node0 only after some attempts; return those that there were."""
+    known, asked = socket.getaddrinfo, list[str]()
+
+    def look_up(name: str, *more: Any, **options: Any) -> Any:
+        if name != "node0":
+            return known(name, *more, **options)
+        asked.append(name)
+        if len(asked) <= attempts:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known("127.0.0.1", *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return asked
+
+
+def test_a_name_that_dns_publishes_late_is_looked_up_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a pod's own name is on Kubernetes when the pod has just started."""
+    asked = known_after(monkeypatch, 2)
+    assert to_listen_at("node0", 60) == (socket.AF_INET, "")
+    assert len(asked) == 3
+    assert capsys.readouterr().err.count("cannot resolve the host name node0 yet") == 1
+
+
+def test_a_name_that_stays_unknown_is_told_in_the_time_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    known_after(monkeypatch, 10**6)
+    with pytest.raises(MachineError, match="cannot resolve the host name node0 within 1 s"):
+        meet("rank", 0, 2, ("node0", 29400), JOB, 1, FIX)
+
+
+def test_members_meet_over_ipv6() -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+            place = "::1", int(probe.getsockname()[1])
+    except OSError:
+        pytest.skip("no IPv6 here")
+    assert in_words(*place) == f"[::1]:{place[1]}"
+    assert interface_of("::1") in ("lo", "lo0")
+    first = meet("rank", 0, 2, place, JOB, 10, FIX)
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(meet, "rank", 1, 2, place, JOB, 10, FIX)
+        while not coming.done():
+            first.listen()
+        second = coming.result()
+    second.post({"here": 1})
+    first.post({"here": 0})
+    assert first.gather(10) == {0: {"here": 0}, 1: {"here": 1}}
+    assert f"{place[1]} of ::1 is used by another program" in refusal(place, index=0)
+    second.close()
+    first.close()
 
 
 ISOLATED = """
@@ -155,7 +213,8 @@ PROGRAM = """
 import contextlib, json, socket
 silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); silent.bind(("10.99.0.53", 53))
 from trainwright.launch.group.identity import job_of
-from trainwright.launch.group.rendezvous import host_store, interface_of, meet
+from trainwright.launch.group.addresses import interface_of
+from trainwright.launch.group.rendezvous import meet
 rendezvous = meet("rank", 0, 2, ("10.98.0.1", 0), job_of(2), 10, "")
 interface = interface_of("node0")
 asked = []

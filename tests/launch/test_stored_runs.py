@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import _registry
 
-from tests.support.commands import trainwright, wait_for
+from tests.support.commands import PATIENCE, trainwright, wait_for
 from tests.support.object_store import GoogleStore, ObjectStore, google_store, object_store
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
 from trainwright.engine.checkpoints.copies import Copies
@@ -261,3 +266,63 @@ def test_events_are_copied_in_parts_that_make_one_whole(tmp_path: Path, monkeypa
     before = stored_run.StoredRun.of(place, "step-00000007")
     assert before is not None
     assert set(place.parts()) == {part.name for part in (*stored.events, *before.events)}
+
+
+class SlowStore(LocalFileSystem):
+    """A store that sends the events of a run once it may."""
+
+    protocol = "slow"
+    asked, may = threading.Event(), threading.Event()
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if path.endswith(".jsonl") and mode == "rb":
+            self.asked.set()
+            assert self.may.wait(PATIENCE)
+        return super()._open(path, mode, **options)
+
+
+def test_starters_that_fetch_a_run_at_once_wait_for_the_first_however_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.engine.test_copies import saved
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+    from trainwright.launch.storage.stored_runs import fetch
+
+    monkeypatch.setitem(_registry, "slow", SlowStore)
+    copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
+    copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
+    copies.wait()
+    run = tmp_path / "elsewhere" / "run"
+    with ThreadPoolExecutor(2) as pool:
+        place = Place(f"slow://{tmp_path}/copies", "run")
+        first = pool.submit(fetch, [place], run)
+        assert SlowStore.asked.wait(PATIENCE)
+        second = pool.submit(fetch, [place], run)
+        try:
+            with pytest.raises(TimeoutError):
+                second.result(timeout=5)  # longer than a launch that ends is waited for
+        finally:
+            SlowStore.may.set()
+        assert (first.result(), second.result()) == (True, False)
+    assert (run / "events.jsonl").read_bytes() == (tmp_path / "run" / "events.jsonl").read_bytes()
+    assert sorted(each.name for each in run.iterdir()) == ["events.jsonl", "plan.json", "recipe.yaml"]
+
+
+def test_a_fetched_run_never_begins_again_without_its_copy_whoever_fetched_it(tmp_path: Path) -> None:
+    from tests.engine.test_copies import saved
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+    from trainwright.launch.storage.stored_runs import bring_up_to_date, fetch
+
+    copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
+    copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
+    copies.wait()
+    place, run = Place(str(tmp_path / "copies"), "run"), tmp_path / "elsewhere"
+    assert [fetch([place], run) for _ in range(2)] == [True, False]
+    weights = tmp_path / "copies" / "run" / "step-00000001" / "rank-00000.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(b"damaged")
+    with pytest.raises(RequestError, match=r"--resume: no copy of .* can be used: .* is damaged"):
+        bring_up_to_date(run, [place])
+    weights.write_bytes(content)
+    bring_up_to_date(run, [place])
+    assert (run / "checkpoints" / "step-00000001").is_dir()

@@ -16,8 +16,8 @@ from trainwright.api.run import Run
 from trainwright.errors import Interrupted, RequestError, Stopped, TrainwrightError
 
 if TYPE_CHECKING:
+    from trainwright.launch.nodes.place import NodeRendezvous
     from trainwright.launch.request import RunRequest
-    from trainwright.launch.start import NodeRendezvous
     from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
     from trainwright.recipe.yaml_text import Tree
@@ -224,6 +224,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     from trainwright.launch.ending.deadline import deadline_of
     from trainwright.launch.group.environment import node_of_srun, refuse_worker
     from trainwright.launch.ignored_settings import refuse_more_nodes
+    from trainwright.launch.nodes.place import NodeRendezvous
     from trainwright.launch.request import check_request, for_nodes, request_of, resolve_request
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
@@ -246,7 +247,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     refuse_more_nodes(words, nodes)
     if count > 1 and node_rank is None and rendezvous is None:
         node_rank, rendezvous = node_of_srun(count) or (None, None)
-    met = _node_rendezvous(count, node_rank, rendezvous, options.rendezvous_timeout)
+    met = NodeRendezvous.of(count, node_rank, rendezvous, options.rendezvous_timeout)
     doing("reading the recipe")
     request = request_of(options.recipe, overrides, options.resume, translation)
     try:
@@ -290,28 +291,3 @@ def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> t
     assert isinstance(processes, int), "a resolved recipe has no auto left"
     default = default_path() if options.accelerate_config is None and default_path().is_file() else None
     return tuple(ignored_settings(nodes, processes, default))
-
-
-def _node_rendezvous(
-    nodes: int, node_rank: int | None, rendezvous: str | None, seconds: float | None
-) -> NodeRendezvous | None:
-    """Return the rendezvous of several nodes; None for one node. Raises RequestError."""
-    if nodes == 1:
-        options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
-        if given := [name for name, value in options.items() if value is not None]:
-            verb = "are" if len(given) > 1 else "is"
-            raise RequestError(f"{' and '.join(given)} {verb} for several nodes; pass --nodes")
-        return None
-    if rendezvous is None:
-        raise RequestError(
-            f"--nodes {nodes} needs --rendezvous host:port, an address of node 0; the same on every node"
-        )
-    if node_rank is None:
-        raise RequestError(f"--nodes {nodes} needs --node-rank: 0 to {nodes - 1}, another one on every node")
-    if node_rank >= nodes:
-        raise RequestError(f"--node-rank: nodes are counted from 0, so with {nodes} nodes the last is {nodes - 1}")
-    from trainwright.launch.request import parse_place
-    from trainwright.launch.start import NodeRendezvous
-
-    host, port = parse_place(rendezvous)
-    return NodeRendezvous(nodes, node_rank, host, port, seconds or 600.0)

@@ -18,7 +18,30 @@ def launch(
     ] = None,
     num_processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of processes. Default: from the Accelerate file, otherwise one per GPU."),
+        typer.Option(
+            min=1, help="Number of processes on all nodes. Default: from the Accelerate file, otherwise one per GPU."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, help="Number of machines that run it together; run the command on each."),
+    ] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node, from 0.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0 for the rendezvous.")
+    ] = None,
+    rendezvous_timeout: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOSTS", help="Run on these machines together, started over ssh: node1,node2 or node[1-4]."
+        ),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The same with hosts from a file: a host a line, or `node1 slots=8`."),
     ] = None,
     config_file: Annotated[
         Path | None,
@@ -35,8 +58,15 @@ def launch(
 
     Options of launch come before SCRIPT. Ends with the script's own exit code if it sets one.
     """
-    from trainwright.launch.scripts import launch_script
+    from trainwright.launch.scripts.starting import NodeOptions, launch_script
 
+    place = NodeOptions(nodes, node_rank, rendezvous, rendezvous_timeout)
+    if hosts is not None or hostfile is not None:
+        from trainwright.api.clusters.hosts import launch_on_hosts
+
+        options = [*(["--cpu"] if cpu else []), *([f"--config-file={config_file}"] if config_file else [])]
+        own = (script, module, tuple(arguments or ()))
+        raise typer.Exit(launch_on_hosts(own, options, num_processes, logs, place, hosts, hostfile))
     code = launch_script(
         script,
         tuple(arguments or ()),
@@ -45,5 +75,6 @@ def launch(
         num_processes=num_processes,
         cpu=cpu,
         logs=logs,
+        nodes=place,
     )
     raise typer.Exit(code)

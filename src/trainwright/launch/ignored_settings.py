@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainwright.errors import RequestError
+from trainwright.launch.group.addresses import in_words
 from trainwright.launch.group.environment import Variables, in_slurm_step, number_of
 
 _WORKER = "python -m trainwright.worker"
@@ -65,7 +66,7 @@ def ignored_settings(
         port = given.text("MASTER_PORT") or "29500"
         yield (
             f"MASTER_ADDR is {address}, which is not used: this command trains on this machine only; for several, "
-            f"pass on each --nodes N --node-rank R --rendezvous {address}:{port}"
+            f"pass on each --nodes N --node-rank R --rendezvous {in_words(address, port)}"
         )
     tasks = number_of(given, "SLURM_NTASKS")
     if given.has("SLURM_JOB_ID") and not in_slurm_step(given) and tasks > 1 and tasks != processes:

@@ -85,9 +85,9 @@ def launch(
             return ended
         decides = crew is None or crew.leads
         event = _decide(ended, stopping, crew, relaunch) if decides else None
-        assert relaunch is not None, "it has decided"
         if crew is not None and not (processes := crew.next()):
             return crew.code
+        assert relaunch is not None, "node 0 has decided by one"
         entry = relaunch.resumed(event)
         if crew is None and elastic is not None and not (processes := elastic.next()):
             return EXIT_STOPPED

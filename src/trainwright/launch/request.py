@@ -82,7 +82,7 @@ class RunRequest:
 
         places = [*([place_of(self.url)] if self.url else []), *places_of(recipe.checkpoint.copies, run)]
         if places:
-            bring_up_to_date(run, places, required=self.fetched)
+            bring_up_to_date(run, places)
 
     def discard_fetched(self) -> None:
         """Remove what was fetched for a request that trains nothing."""
@@ -370,14 +370,6 @@ def _check_extensions(recipe: Recipe) -> None:
                 KEYS[key].get(name)
             except RequestError as error:
                 raise RequestError(f"{key}: {error}") from error
-
-
-def parse_place(text: str) -> tuple[str, int]:
-    """Parse `--rendezvous host:port`. Raises RequestError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise RequestError(f"--rendezvous: {text!r} is not host:port, such as node0.example.org:29500")
-    return host.strip("[]"), int(port)
 
 
 def is_bare_resume(following: str | None) -> bool:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
-from trainwright.errors import EXIT_FINISHED, EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
+from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch.ending.requests import forget_stops, look_before_steps
 from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
+from trainwright.launch.group.addresses import in_words
 from trainwright.launch.group.answering_gpus import show_answering_gpus
 from trainwright.launch.group.elastic import Elastic, devices_for
 from trainwright.launch.limits import check_limits
@@ -29,20 +30,10 @@ from trainwright.text import say
 if TYPE_CHECKING:
     from trainwright.launch.nodes.crew import Crew
     from trainwright.launch.nodes.nodes import LinkedStopping, Nodes
+    from trainwright.launch.nodes.place import NodeRendezvous
     from trainwright.launch.request import RunRequest
     from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
-
-
-@dataclass(frozen=True)
-class NodeRendezvous:
-    """Where several nodes meet, the index of this one, and how long they wait for each other."""
-
-    nodes: int
-    node_rank: int
-    host: str
-    port: int
-    seconds: float
 
 
 def start(
@@ -93,6 +84,7 @@ def _as_node(
     here: int,
 ) -> Path:
     """Train as one of several nodes, with at most ``here`` processes; raise NodeDropped if the others go on without."""
+    from trainwright.launch.nodes.crew import taking_part
     from trainwright.launch.nodes.info import NodeInfo, NodeRules
     from trainwright.launch.nodes.nodes import Nodes
     from trainwright.recipe.loading import dump_recipe
@@ -103,23 +95,13 @@ def _as_node(
     def enough(number: int) -> bool:
         return bool(resolved.usable) and number * here >= resolved.usable[0]
 
-    with Activity(sys.stderr, f"waiting for the other nodes at {rendezvous.host}:{rendezvous.port}"):
+    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(rendezvous.host, rendezvous.port)}"):
         place = rendezvous.host, rendezvous.port
         nodes = Nodes.meet(
             rendezvous.node_rank, rendezvous.nodes, place, rendezvous.seconds, mine, linked, rules, enough
         )
-    try:
-        run = _Launch(request, resolved, linked, here, machine, nodes).train()
-        nodes.over(EXIT_FINISHED)
-        return run
-    except Stopped:
-        nodes.over(EXIT_STOPPED)
-        raise
-    except TrainwrightError as error:
-        nodes.over(error.exit_code, str(error))
-        raise
-    finally:
-        nodes.leave()
+    with taking_part(nodes):
+        return _Launch(request, resolved, linked, here, machine, nodes).train()
 
 
 @dataclass

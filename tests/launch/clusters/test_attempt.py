@@ -37,6 +37,12 @@ def test_attempts_without_a_new_checkpoint_are_bounded_on_each_node(tmp_path: Pa
     assert ending(tmp_path, 0, 5) == 5
 
 
+def test_attempts_on_machines_that_share_only_a_place_are_bounded(tmp_path: Path) -> None:
+    copies = str(tmp_path / "copies")
+    assert [ending(tmp_path / str(machine) / "run", 0, 5, copies) for machine in range(4)] == [5, 5, 5, 4]
+    assert ending(tmp_path / "4" / "other", 0, 5, copies) == 5
+
+
 def test_the_variables_of_an_operators_workers_are_not_passed_on() -> None:
     given = dict.fromkeys(["RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "PET_NNODES", "PATH", "HF_HOME"], "1")
     assert set(variables_of_node(given)) == {"PATH", "HF_HOME"}

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cli.test_launch import NODES
 from tests.support.commands import ROOT, descendants, started, trainwright, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
 from trainwright.observe.reader import read_events
@@ -105,6 +106,30 @@ def test_two_hosts_are_the_same_run(runs: Runs, ssh: str, tmp_path: Path) -> Non
     assert difference(column(run, "loss"), column(reference, "loss")) < 1e-6
     assert "finished at step 6" in (run / "logs" / "host-127.0.0.1.log").read_text()
     assert (run / "logs" / "host-127.0.0.2.log").is_file()
+
+
+def test_a_script_of_ones_own_runs_on_two_hosts(ssh: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(NODES)
+    words = (
+        "launch",
+        "--cpu",
+        "--hosts",
+        "127.0.0.1:2,127.0.0.2:2",
+        "--logs",
+        "logs",
+        "own.py",
+        "a b",
+        "$(touch pwned)",
+    )
+    done = trainwright(*words, cwd=tmp_path, TRAINWRIGHT_SSH=ssh)
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        said = f"variables: {rank} {rank % 2} 4 2 {rank // 2} 127.0.0.1 10 a b $(touch pwned)"
+        assert said in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    assert "variables: 0 0" in done.stdout and (tmp_path / "logs" / "host-127.0.0.2.log").is_file()
+    assert not (tmp_path / "pwned").exists() and not (tmp_path / "runs").exists()
+    done = trainwright(*words[:-2], "exit", cwd=tmp_path, TRAINWRIGHT_SSH=ssh)
+    assert done.returncode == 7, done.stderr
 
 
 def test_ctrl_c_stops_all_and_the_same_command_continues(ssh: str, tmp_path: Path) -> None:

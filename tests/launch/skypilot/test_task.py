@@ -15,9 +15,8 @@ from tests.support.packages import environment_with
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.errors import RequestError
 
-CLUSTER = (
-    "{scheduler: skypilot, machine: 8xH100, bucket: 's3://runs', mount: /runs, setup: [pip install x], spot: true}"
-)
+CLUSTER = "{scheduler: skypilot, machine: 8xH100, bucket: 's3://runs', setup: [pip install x], spot: true}"
+SHARED = "{scheduler: skypilot, machine: 8xH100, mount: /runs, setup: [sudo mount x /runs], spot: true}"
 
 
 @pytest.fixture(autouse=True)
@@ -41,21 +40,23 @@ def text(*overrides: str, **options: Any) -> str:
     return made.script
 
 
-def test_the_task_asks_for_nodes_and_recovers_by_our_codes() -> None:
+def test_the_task_asks_for_nodes_and_recovers_by_our_codes(here: Path) -> None:
+    describe(here, SHARED)
     task = yaml.safe_load(text(nodes=2, gpus_per_node=4, name="My_run"))
     assert (task["name"], task["num_nodes"], task["workdir"]) == ("my-run", 2, ".")
     assert task["resources"] == {
         "accelerators": "H100:4",
         "use_spot": True,
-        "ports": [29400],
         "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [5, 75]},
     }
-    assert task["file_mounts"] == {"/runs": {"source": "s3://runs", "mode": "MOUNT_CACHED"}}
-    assert task["setup"] == "pip install x\n"
+    assert "file_mounts" not in task
+    assert task["setup"] == "sudo mount x /runs\n"
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_skypilots_variables_become_ours_and_nothing_that_a_name_says_is_executed(nodes: int, here: Path) -> None:
+    if nodes > 1:
+        describe(here, SHARED)
     prompt = "evaluate.prompts=['$(touch pwned) `touch pwned` $HOME']"
     (here / "run.sh").write_text(yaml.safe_load(text(prompt, nodes=nodes, name="two"))["run"])
     (here / "bin").mkdir()
@@ -63,6 +64,7 @@ def test_skypilots_variables_become_ours_and_nothing_that_a_name_says_is_execute
     (here / "bin" / "python").chmod(0o755)
     variables = {
         "PATH": f"{here}/bin:/usr/bin:/bin",
+        "HOME": "/home/a user",
         "SKYPILOT_NODE_RANK": "1",
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
         "SKYPILOT_NUM_NODES": str(nodes),
@@ -71,8 +73,12 @@ def test_skypilots_variables_become_ours_and_nothing_that_a_name_says_is_execute
     subprocess.run(["bash", "run.sh"], env=variables, check=True)
     words = (here / "words.txt").read_text().splitlines()
     train = words[words.index("--") + 1 :]
-    assert words[:3] == ["-m", "trainwright.launch.clusters.attempt", "/runs/two"]
-    assert train[0] == "r $(touch pwned).yaml" and prompt in train and "logging.run_directory=/runs/two" in train
+    run = "/runs/two" if nodes > 1 else "/home/a user/runs/two"
+    assert words[:3] == ["-m", "trainwright.launch.clusters.attempt", run]
+    assert train[0] == "r $(touch pwned).yaml" and prompt in train and f"logging.run_directory={run}" in train
+    if nodes == 1:  # what outlives the machine
+        assert 'checkpoint.copies=["s3://runs"]' in train
+        assert words[words.index("--count-in") + 1] == "s3://runs"
     place = ["--nodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:29400"] if nodes == 2 else []
     assert train[train.index("auto") + 1 :] == [*place, "--num-processes", str(8 * nodes)]
     assert not [*here.rglob("pwned")]
@@ -88,9 +94,16 @@ def test_what_a_task_cannot_have_is_refused(here: Path) -> None:
     with pytest.raises(RequestError, match=r"the recipe: .* which SkyPilot copies"):
         tw.submit(TINY, ON_ROWS, to="sky", dry_run=True, force=True)
     describe(here, "{scheduler: skypilot, machine: 8xH100}")
-    with pytest.raises(RequestError, match="bucket and mount: are missing"):
+    with pytest.raises(RequestError, match="bucket: is missing"):
         text()
-    describe(here, "{scheduler: skypilot, bucket: 's3://runs', mount: /runs, gpus_per_node: 8}")
+    assert 'checkpoint.copies=["s3://mine"]' in text("checkpoint.copies=['s3://mine']")
+    describe(here, CLUSTER)
+    with pytest.raises(RequestError, match="--nodes: the directory of a run on 2 nodes has to be on a file system"):
+        text(nodes=2)
+    describe(here, "{scheduler: skypilot, bucket: 's3://runs', mount: /runs}")
+    with pytest.raises(RequestError, match="bucket and mount: set one"):
+        text()
+    describe(here, "{scheduler: skypilot, bucket: 's3://runs', gpus_per_node: 8}")
     with pytest.raises(RequestError, match="machine: is missing"):
         text()
 
@@ -98,16 +111,13 @@ def test_what_a_task_cannot_have_is_refused(here: Path) -> None:
 @pytest.mark.slow  # makes an environment with SkyPilot
 def test_skypilot_reads_the_task(here: Path) -> None:
     python = environment_with(here / "venv", "skypilot")
+    describe(here, SHARED)
     (here / "task.yaml").write_text(text(nodes=2, name="two"))
     (here / "check.py").write_text(
         "import json\n"
         "import sky\n"
         "import yaml\n"
-        "from sky.utils import schemas\n"
-        "from sky.utils.common_utils import validate_schema\n"
         "config = yaml.safe_load(open('task.yaml'))\n"
-        "mounts = config.pop('file_mounts')  # their bucket is looked up, which needs a cloud\n"
-        "validate_schema(mounts['/runs'], schemas.get_storage_schema(), 'bucket: ')\n"
         "task = sky.Task.from_yaml_config(config)\n"
         "(resources,) = task.resources\n"
         "print(json.dumps([task.num_nodes, resources.use_spot, resources.accelerators, resources.job_recovery]))\n"

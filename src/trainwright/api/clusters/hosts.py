@@ -1,4 +1,4 @@
-"""Train on several hosts without a scheduler: each is started over ssh."""
+"""Train, or run a script, on several hosts without a scheduler: each is started over ssh."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, RequestError
 if TYPE_CHECKING:
     from trainwright.api.training import TrainingRequest
     from trainwright.launch.hosts.names import Host
+    from trainwright.launch.scripts.starting import NodeOptions
 
 # For the hosts that answer, when a run is started again without some of them.
 _RENDEZVOUS_SECONDS = 60
@@ -30,18 +31,13 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     """
     from trainwright.launch import run_directory
     from trainwright.launch.hosts.asking import ask
-    from trainwright.launch.hosts.names import parse_hosts, processes_of, read_hostfile
+    from trainwright.launch.hosts.names import processes_of
     from trainwright.launch.hosts.starting import exports, run_on
     from trainwright.launch.request import request_of
     from trainwright.recipe.sections.parallel import ProcessRange
     from trainwright.text import say
 
-    options = {"--nodes": asked.nodes, "--node-rank": asked.node_rank, "--rendezvous": asked.rendezvous}
-    if given := [name for name, value in options.items() if value is not None]:
-        raise RequestError(f"--hosts and --hostfile set {', '.join(options)} on each host; remove {', '.join(given)}")
-    if hosts is not None and hostfile is not None:
-        raise RequestError("--hosts and --hostfile: pass only one of them")
-    found = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
+    found = _hosts_of(hosts, hostfile, asked.nodes, asked.node_rank, asked.rendezvous)
     request = request_of(asked.recipe, list(asked.overrides), asked.resume)  # a wrong recipe is told once, and here
     written, slots = request.recipe.parallel.num_processes, processes_of(found)
     may_lose = isinstance(written, ProcessRange) and asked.num_processes is None
@@ -75,6 +71,64 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     return ended.code
 
 
+def launch_on_hosts(
+    own: tuple[str, bool, tuple[str, ...]],
+    options: list[str],
+    num_processes: int | None,
+    logs: Path | None,
+    place: NodeOptions,
+    hosts: str | None,
+    hostfile: Path | None,
+) -> int:
+    """Run a user's own script on the hosts together; return the exit code.
+
+    Args:
+        own: the script, whether it is a module, and its arguments.
+        options: further options of ``trainwright launch``, the same on each host.
+        num_processes: on all hosts. Default: the slots of the host file, otherwise one per GPU.
+        logs: directory for one log per process. Default: a new one under ``runs/``.
+        place: what the hosts set by themselves, and the time that they wait for each other.
+
+    Raises:
+        RequestError: the request is wrong or a host unknown; nothing is started.
+        MachineError: a host cannot take part; nothing is started.
+    """
+    from trainwright.launch import run_directory
+    from trainwright.launch.hosts.asking import ask
+    from trainwright.launch.hosts.names import processes_of
+    from trainwright.launch.hosts.starting import exports, run_on
+    from trainwright.launch.scripts.starting import check_script
+
+    script, module, arguments = own
+    found = _hosts_of(hosts, hostfile, place.nodes, place.node_rank, place.rendezvous)
+    check_script(script, module)
+    port = ask(found, exports())[0].port
+    directory = (
+        logs or run_directory.create("auto", script.rpartition(".")[2] if module else Path(script).stem) / "logs"
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-m", "trainwright", "launch", *options, f"--logs={directory}"]
+    count = num_processes or processes_of(found)
+    words += [f"--num-processes={count}"] if count else []
+    words += [f"--rendezvous-timeout={place.seconds}"] if place.seconds and len(found) > 1 else []
+    rest = [*(["--module"] if module else []), "--", script, *arguments]
+    return run_on(found, [[*words, *_place(found, i, port), *rest] for i in range(len(found))], directory).code
+
+
+def _hosts_of(
+    hosts: str | None, hostfile: Path | None, nodes: int | None, node_rank: int | None, rendezvous: str | None
+) -> list[Host]:
+    """Return the hosts of ``--hosts`` or ``--hostfile``. Raises RequestError, also for options that these set."""
+    from trainwright.launch.hosts.names import parse_hosts, read_hostfile
+
+    options = {"--nodes": nodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
+    if given := [name for name, value in options.items() if value is not None]:
+        raise RequestError(f"--hosts and --hostfile set {', '.join(options)} on each host; remove {', '.join(given)}")
+    if hosts is not None and hostfile is not None:
+        raise RequestError("--hosts and --hostfile: pass only one of them")
+    return parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
+
+
 def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:
     """Return the command of every host, without what differs: it begins or resumes the run in its directory."""
     key = "logging.run_directory="
@@ -95,4 +149,6 @@ def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:
 def _place(hosts: list[Host], index: int, port: int) -> list[str]:
     if len(hosts) == 1:
         return []
-    return [f"--nodes={len(hosts)}", f"--node-rank={index}", f"--rendezvous={hosts[0].address}:{port}"]
+    from trainwright.launch.group.addresses import in_words
+
+    return [f"--nodes={len(hosts)}", f"--node-rank={index}", f"--rendezvous={in_words(hosts[0].address, port)}"]

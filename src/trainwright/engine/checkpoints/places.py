@@ -4,6 +4,7 @@
       step-00000040/  the files of a checkpoint, then run.json (stored_run.py), then manifest.json
       events/         parts of events.jsonl, which the run.json of each checkpoint refers to
       final/          the files of the trained model, then manifest.json
+      attempts.json   how often a job was started again without a new checkpoint, where a cluster counts that
 
 A manifest, which has the SHA-256 of every file, is written last: a copy without one is not complete.
 """
@@ -23,7 +24,7 @@ from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, M
 from trainwright.errors import MachineError, RequestError
 from trainwright.paths import user_path
 
-RUN, EVENTS = "run.json", "events"
+RUN, EVENTS, ATTEMPTS = "run.json", "events", "attempts.json"
 _STEP = re.compile(r"step-([0-9]{8,})")
 _PIECE = 4 * 2**20
 _MOST_PARTS = 9_000  # of an upload in parts: stores accept 10,000
@@ -155,6 +156,19 @@ class Place:
         """Return the content of run.json of checkpoint ``name``. Raises FileNotFoundError."""
         with self._files.open(f"{self._root}/{name}/{RUN}", "rb") as file:
             return bytes(file.read(_RUN_BYTES)).decode()
+
+    def read_attempts(self) -> str | None:
+        """Return what `write_attempts` has written last; None if nothing."""
+        try:
+            with self._files.open(f"{self._root}/{ATTEMPTS}", "rb") as file:
+                return bytes(file.read()).decode()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write_attempts(self, text: str) -> None:
+        """Write what is known of the attempts at the run."""
+        self._make(self._root)
+        self._upload(ATTEMPTS, [text.encode()])
 
     def manifest(self, name: str) -> bytes | None:
         """Return the manifest of checkpoint ``name``, or of the model; None if it is not complete here."""

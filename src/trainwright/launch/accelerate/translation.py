@@ -13,6 +13,7 @@ from trainwright.launch.accelerate import deepspeed, fsdp
 from trainwright.launch.accelerate.reading import AccelerateConfig, read
 from trainwright.launch.accelerate.sizes import PREFIX, ParallelismSizes, apply_sizes, read_sizes
 from trainwright.launch.accelerate.values import ConfigProblem, ConfigSection, Draft, Note, RecipeValue
+from trainwright.launch.group.addresses import in_words
 from trainwright.recipe.loading import Override
 from trainwright.recipe.yaml_text import Origin
 
@@ -339,7 +340,7 @@ def _machines(top: ConfigSection, draft: Draft, nodes: int) -> tuple[int, str | 
     backend = top.text("rdzv_backend")
     if backend is not None and backend.lower() not in ("static", "c10d"):
         draft.note("rdzv_backend", "machines use torch's c10d rendezvous")
-    return rank, None if host is None else f"{host}:{port or DEFAULT_PORT}"
+    return rank, None if host is None else in_words(host, port or DEFAULT_PORT)
 
 
 def _gpu_ids(top: ConfigSection) -> str | None:

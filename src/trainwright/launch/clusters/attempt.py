@@ -1,6 +1,6 @@
 """One attempt at a run, in a job that is started again by its exit code.
 
-    python -m trainwright.launch.clusters.attempt RUN [--node-rank N] [--add CODE] -- WORDS OF trainwright train
+    python -m trainwright.launch.clusters.attempt RUN [--node-rank N] [--add CODE] [--count-in PLACE] -- WORDS OF train
 
 A run that its user asked to stop ends with 0, as the job is over; after several attempts in a row without a new
 checkpoint the code is that of a run that would fail again. Other codes are those of the run.
@@ -36,17 +36,22 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--add", type=int, default=0, help="is added to the codes that are worth another attempt")
+    parser.add_argument("--count-in", help="where copies of the run are, if its directory may be lost with its machine")
     parser.add_argument("words", nargs="+")
     asked = parser.parse_args()
     if os.environ.get(RESTARTS, "0") not in ("", "0") and was_asked_to_stop(asked.run):
         say(f"{asked.run} was asked to stop, and is not started again", file=sys.stderr)
         sys.exit(EXIT_FINISHED)
-    code = ending(asked.run, asked.node_rank, _trained(asked.words))
+    code = ending(asked.run, asked.node_rank, _trained(asked.words), asked.count_in)
     sys.exit(code + asked.add if may_continue(code) else code)
 
 
-def ending(run: Path, node_rank: int, code: int) -> int:
-    """Return the exit code of an attempt at a run that has ended with ``code`` on a node."""
+def ending(run: Path, node_rank: int, code: int, count_in: str | None = None) -> int:
+    """Return the exit code of an attempt at a run that has ended with ``code`` on a node.
+
+    Args:
+        count_in: the place of the run's copies, where attempts are counted too, as the next may be on another machine.
+    """
     if code == EXIT_STOPPED and was_asked_to_stop(run):
         return EXIT_FINISHED
     if not may_continue(code):
@@ -54,7 +59,7 @@ def ending(run: Path, node_rank: int, code: int) -> int:
     code = code if code == EXIT_STOPPED else EXIT_FAULT
     try:
         # All nodes end together, so each counts the same.
-        if failures_in_a_row(run, run / f".attempts-node-{node_rank}.json") <= MOST_FAILURES:
+        if failures_in_a_row(run, run / f".attempts-node-{node_rank}.json", count_in) <= MOST_FAILURES:
             return code
         say(f"not again: {MOST_FAILURES} times in a row there was no new checkpoint of {run}", file=sys.stderr)
     except RequestError as error:

@@ -58,9 +58,13 @@ class Cluster(JobSection):
     )
     claim: Text | None = Field(None, description="With Kubernetes: the claim of the volume that all pods share.")
     bucket: Text | None = Field(
-        None, description="With SkyPilot: the URL of the bucket that all nodes mount, such as s3://name."
+        None, description="With SkyPilot on one node: the URL of the bucket for copies of the run, such as s3://name."
     )
-    mount: Text | None = Field(None, description="Where the volume or bucket is: with Kubernetes here and in the pods.")
+    mount: Text | None = Field(
+        None,
+        description="Where all nodes have a file system that they share: with Kubernetes the volume, here and in the "
+        "pods; with SkyPilot what `setup` mounts.",
+    )
     node_labels: dict[Text, str] = Field(
         {}, description="With Kubernetes: labels of the nodes to use; taints with these keys are tolerated."
     )

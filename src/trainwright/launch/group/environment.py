@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.launch.group.addresses import in_words, is_loopback
 
 # Below the ephemeral port range (on Linux from 32768).
 _FIRST_PORT, _PORTS = 15000, 16000
@@ -119,7 +120,7 @@ def node_of_srun(nodes: int) -> tuple[int, str] | None:
     found = _launched(given, os.getppid())
     if found is None or found.launcher != "srun" or (found.size, found.nodes) != (nodes, nodes):
         return None
-    return found.node, f"{found.address}:{found.port}"
+    return found.node, in_words(str(found.address), int(found.port or 0))
 
 
 def launcher_of(given: Variables, nodes: int = 1) -> str | None:
@@ -229,13 +230,6 @@ def _refuse_several_a_pod(given: Variables) -> None:
             f"PET_NPROC_PER_NODE is {each}, which torchrun reads, and this process was started without it: LOCAL_RANK "
             "is not set; start torchrun -m trainwright.worker RECIPE in every pod, or set PET_NPROC_PER_NODE to 1"
         )
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether this is a literal or well-known loopback name; /etc/hosts may map the machine's own name to it,
-    too.
-    """
-    return address == "localhost" or address.startswith("127.")
 
 
 def _open_mpi(given: Variables, parent: int) -> LaunchEnvironment:

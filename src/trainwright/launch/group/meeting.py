@@ -22,7 +22,8 @@ import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.launch.group.environment import LaunchEnvironment, is_loopback
+from trainwright.launch.group.addresses import is_loopback
+from trainwright.launch.group.environment import LaunchEnvironment
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import NotPeerZero, Peers, Unreachable

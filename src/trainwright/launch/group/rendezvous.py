@@ -8,18 +8,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import psutil
 from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.launch.group.environment import is_loopback
+from trainwright.launch.group.addresses import LOOKUP_SECONDS, in_words, is_loopback, to_listen_at
 from trainwright.launch.group.identity import WORDS, Job
 from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, Peers, Unreachable
@@ -27,7 +25,6 @@ from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero,
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = 600.0  # seconds
 
-_ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737)
 _STORE_TIMEOUT = timedelta(minutes=15)
 POLL_SECONDS = 0.1
 
@@ -130,7 +127,7 @@ class Rendezvous:
         missing = [str(i) for i in range(self.count) if not self._keys.check([f"member/{i}"])]
         names = f"{self.noun}{'s' * (len(missing) > 1)} {', '.join(missing)}"
         return MachineError(
-            f"{len(missing)} of {self.count} {self.noun}s did not come to {self.address}:{self.port} within "
+            f"{len(missing)} of {self.count} {self.noun}s did not come to {in_words(self.address, self.port)} within "
             f"{seconds:g} s: {names}; start them, or increase --rendezvous-timeout"
         )
 
@@ -157,7 +154,7 @@ def meet(
     if not is_loopback(address):
         skip_reverse_lookups()
     if index == 0:
-        peers = Peers.host(_listen(address, port, fix), job)
+        peers = Peers.host(_listen(address, port, fix, seconds, meanwhile), job)
         store = host_store(address, 0, fix)
         peers.welcome = {"store": store.port}
     else:
@@ -165,8 +162,8 @@ def meet(
             peers = Peers.join(index, address, port, job, seconds, meanwhile, patience)
         except Unreachable as error:
             raise MachineError(
-                f"{noun} 0 did not open {address}:{port} within {seconds:g} s ({error}); start it, or increase "
-                "--rendezvous-timeout"
+                f"{noun} 0 did not open {in_words(address, port)} within {seconds:g} s ({error}); start it, or "
+                "increase --rendezvous-timeout"
             ) from None
         except NotPeerZero as error:
             raise MachineError(_not_member_zero(noun, index, place, error.differs, fix)) from None
@@ -177,7 +174,7 @@ def meet(
 
 
 def _not_member_zero(noun: str, index: int, place: tuple[str, int], differs: list[str] | None, fix: str) -> str:
-    where = f"{place[0]}:{place[1]}"
+    where = in_words(*place)
     if not differs or "program" in differs:
         return f"port {place[1]} at {where} is used by another program, not {noun} 0 of this run; {fix}"
     if "member" in differs:
@@ -204,11 +201,18 @@ def host_store(address: str, port: int, fix: str) -> TCPStore:
     )
 
 
-def _listen(address: str, port: int, fix: str) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def _listen(
+    address: str,
+    port: int,
+    fix: str,
+    seconds: float = LOOKUP_SECONDS,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> socket.socket:
+    family, number = to_listen_at(address, seconds, meanwhile)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((_listening_at(address), port))
+        listener.bind((number, port))
         listener.listen(4096)
     except OSError as error:
         listener.close()
@@ -219,7 +223,7 @@ def _listen(address: str, port: int, fix: str) -> socket.socket:
                 f"{address} is not an address of this machine ({socket.gethostname()}); start the first node on the "
                 "machine with that address"
             ) from None
-        raise MachineError(f"cannot listen on {address}:{port}: {error}; {fix}") from None
+        raise MachineError(f"cannot listen on {in_words(address, port)}: {error}; {fix}") from None
     return listener
 
 
@@ -230,8 +234,8 @@ def join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
     while (problem := _unreachable(address, port)) is not None:
         if time.monotonic() > deadline:
             raise MachineError(
-                f"{host} did not open {address}:{port} within {seconds:g} s ({problem}); start it, or increase "
-                "--rendezvous-timeout"
+                f"{host} did not open {in_words(address, port)} within {seconds:g} s ({problem}); start it, or "
+                "increase --rendezvous-timeout"
             )
         time.sleep(POLL_SECONDS)
     return _client(address, port, host)
@@ -242,47 +246,7 @@ def _client(address: str, port: int, host: str) -> TCPStore:
         return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise MachineError(f"what listens at {address}:{port} is not {host} of this run ({reason})") from None
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of this machine's network interface that leads to `address`, or None if unknown.
-
-    If `address` is this machine's own name, which often resolves to loopback in /etc/hosts (127.0.1.1 on Debian), it is
-    the interface of the default route, through which other machines connect.
-    """
-    try:
-        number = socket.gethostbyname(address)
-        if number.startswith("127.") and not is_loopback(address):
-            number = _ELSEWHERE
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((number, 9))  # sends nothing
-            own = probe.getsockname()[0]
-    except OSError:
-        return None
-    found = psutil.net_if_addrs().items()
-    return next((name for name, places in found if any(place.address == own for place in places)), None)
-
-
-def set_interfaces(address: str) -> None:
-    """Set the network for gloo, and for NCCL if all processes are on one machine; the user's own values are kept."""
-    interface = interface_of(address)
-    if interface is None:
-        return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if is_loopback(address):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-
-
-def _listening_at(address: str) -> str:
-    """Return the address to bind to. A machine's own name may resolve to loopback in its /etc/hosts, which other
-    machines cannot reach.
-    """
-    try:
-        number = socket.gethostbyname(address)
-    except OSError:
-        raise MachineError(f"cannot resolve the host name {address}") from None
-    return "" if number.startswith("127.") and not is_loopback(address) else number
+        raise MachineError(f"what listens at {in_words(address, port)} is not {host} of this run ({reason})") from None
 
 
 def _unreachable(address: str, port: int) -> str | None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
 
 from trainwright.errors import RequestError
 from trainwright.recipe.files import missing_file
 
 # A host as ssh takes it. Nothing that a shell or an option of ssh could be made of.
-_HOST = re.compile(r"([A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.-]*", re.ASCII)
-_SLOTS = re.compile(r"(?:slots|max[_-]slots)=([0-9]+)|:([0-9]+)")
+_HOST = re.compile(r"([A-Za-z0-9_][\w.-]*@)?([A-Za-z0-9_][\w.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)", re.ASCII)
+_IPV6 = re.compile(r"([A-Za-z0-9_][\w.-]*@)?\[([0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)\](?::(.*))?", re.ASCII)
+_OPTION = re.compile(r"(\w[\w-]*)\s*=\s*(\S*)\s*", re.ASCII)
+# Of a line in a file of Open MPI: the number of processes, and what says nothing of it.
+_SLOTS, _PASSED_OVER = "slots", ("max_slots", "max-slots")
 _BRACKETS = re.compile(r"([^\[\]]*)\[([0-9,-]+)\](.*)")
 _MOST = 10_000
 
@@ -34,13 +38,16 @@ def parse_hosts(text: str, origin: str = "--hosts") -> list[Host]:
     """Return the hosts of ``node[1-3],node7:8``. Raises RequestError."""
     hosts: list[Host] = []
     for part in re.split(r",(?![^\[]*\])", text):
-        name, colon, slots = part.strip().partition(":")
-        hosts += [_host(each, f":{slots}" if colon else "", origin) for each in _expanded(name, origin)]
+        name, slots = _split(part.strip(), origin)
+        hosts += [_host(each, slots, origin) for each in _expanded(name, origin)]
     return _checked(hosts, origin)
 
 
 def read_hostfile(file: Path) -> list[Host]:
-    """Return the hosts of a file: on each line hosts as in ``--hosts``, or ``node1 slots=8``. Raises RequestError."""
+    """Return the hosts of a file: on each line hosts as in ``--hosts``, or ``node1 slots=8 max_slots=8``.
+
+    Raises RequestError.
+    """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -49,13 +56,12 @@ def read_hostfile(file: Path) -> list[Host]:
         raise RequestError(f"--hostfile: {file} cannot be read: {error}") from error
     hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
-        origin, words = f"--hostfile: {file}:{number}", line.partition("#")[0].split()
-        if len(words) > 2:
-            raise RequestError(f"{origin}: {line.strip()!r} is not `host` or `host slots=N`")
-        if len(words) == 2:
-            hosts += [_host(each, words[1], origin) for each in _expanded(words[0], origin)]
-        elif words:
-            hosts += parse_hosts(words[0], origin)
+        origin, (name, *rest) = f"--hostfile: {file}:{number}", (line.partition("#")[0].split(None, 1) or [""])
+        slots = _slots_of_line(rest[0], origin) if rest else None
+        for host in parse_hosts(name, origin) if name else []:
+            if None not in (slots, host.slots):
+                raise RequestError(f"{origin}: {line.strip()!r} has two numbers of slots; remove one")
+            hosts.append(Host(host.name, host.slots or slots))
     return _checked(hosts, f"--hostfile: {file}")
 
 
@@ -84,16 +90,38 @@ def _expanded(text: str, origin: str) -> Iterator[str]:
             yield from _expanded(f"{before}{number:0{len(first)}}{after}", origin)
 
 
-def _host(name: str, slots: str, origin: str) -> Host:
+def _split(text: str, origin: str) -> tuple[str, str | None]:
+    """Return the name of ``node1:8`` or ``[fd00::1]:8``, as ssh takes it, and the slots."""
+    if (found := _IPV6.fullmatch(text)) is None:
+        name, colon, slots = text.partition(":")
+        return name, slots if colon else None
+    user, number, slots = found.groups()
+    try:
+        return f"{user or ''}{IPv6Address(number)}", slots
+    except AddressValueError as error:
+        raise RequestError(f"{origin}: {text} is not an IPv6 address: {error}") from None
+
+
+def _slots_of_line(options: str, origin: str) -> int | None:
+    """Return the slots of what follows a host in a file of Open MPI, as in ``slots=8 max_slots = 8``."""
+    found = {match[1]: match[2] for match in _OPTION.finditer(options)}
+    if _OPTION.sub("", options) or found.keys() - {_SLOTS, *_PASSED_OVER}:
+        raise RequestError(f"{origin}: {options.strip()!r} after the host is not slots=N, with or without max_slots=N")
+    return _number(found[_SLOTS], origin) if _SLOTS in found else None
+
+
+def _host(name: str, slots: str | None, origin: str) -> Host:
     if not _HOST.fullmatch(name):
-        raise RequestError(f"{origin}: {name!r} is not a host name, such as node1, user@node1 or node[1-3]")
-    if not slots:
-        return Host(name)
-    found = _SLOTS.fullmatch(slots)
-    number = int(found[1] or found[2]) if found else 0
-    if not number:
-        raise RequestError(f"{origin}: {name} {slots}: expected slots=N, the number of processes, at least 1")
-    return Host(name, number)
+        raise RequestError(
+            f"{origin}: {name!r} is not a host name, such as node1, user@node1, node[1-3] or, with IPv6, [fd00::1]"
+        )
+    return Host(name, None if slots is None else _number(slots, f"{origin}: {name}"))
+
+
+def _number(slots: str, origin: str) -> int:
+    if not re.fullmatch("[0-9]{1,6}", slots) or not int(slots):
+        raise RequestError(f"{origin}: slots {slots!r}: expected the number of processes, at least 1")
+    return int(slots)
 
 
 def _checked(hosts: list[Host], origin: str) -> list[Host]:

@@ -6,11 +6,12 @@ is no use, wait for the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, FaultError
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, FaultError, Stopped, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.group.elastic import Elastic
@@ -23,13 +24,14 @@ class Crew:
     """The nodes of a run, launch by launch.
 
     Attributes:
+        run: the directory of the run; None for a script, whose number of processes is fixed.
         usable: the numbers of processes on all nodes together that the run can go on with.
         room: returns how many processes this node has room for.
         elastic: chooses among several usable numbers, on node 0; set by ``first``.
         code: how the run has ended, if there is no further launch.
     """
 
-    run: Path
+    run: Path | None
     nodes: Nodes
     usable: Sequence[int]
     room: Callable[[], int]
@@ -64,6 +66,7 @@ class Crew:
             MachineError: there are too few devices.
         """
         if self.leads and self.changes:
+            assert self.run is not None, "a script has one number"
             self.elastic = Elastic(self.run, self.usable, self._largest, self.stopping)
         return self._next(None if self.elastic is None else self.elastic.first)
 
@@ -90,7 +93,8 @@ class Crew:
         where = self._spread([number])
         if where is None:
             raise FaultError(self.nodes.lost or f"there is no room for {number} processes on the nodes that are left")
-        self.nodes.begin(where, (self.run / run_directory.RECIPE).read_text(encoding="utf-8"))
+        recipe = "" if self.run is None else (self.run / run_directory.RECIPE).read_text(encoding="utf-8")
+        self.nodes.begin(where, recipe)
         return where.each
 
     def _largest(self, usable: Sequence[int]) -> int | None:
@@ -102,3 +106,19 @@ class Crew:
 
     def _spread(self, usable: Sequence[int]) -> Spread | None:
         return spread(usable, {**self.nodes.rooms, 0: self.room()})
+
+
+@contextmanager
+def taking_part(nodes: Nodes) -> Iterator[None]:
+    """Leave the other nodes at the end of the context in every case; tell those that wait for a launch how it ended."""
+    try:
+        yield
+        nodes.over(EXIT_FINISHED)
+    except Stopped:
+        nodes.over(EXIT_STOPPED)
+        raise
+    except TrainwrightError as error:
+        nodes.over(error.exit_code, str(error))
+        raise
+    finally:
+        nodes.leave()

@@ -10,6 +10,7 @@ from pathlib import Path
 from trainwright import __version__
 from trainwright.errors import MachineError, RequestError, TrainwrightError
 from trainwright.launch import run_directory
+from trainwright.launch.group.addresses import in_words
 from trainwright.launch.group.environment import node_of_srun
 from trainwright.paths import appears
 
@@ -105,6 +106,6 @@ def visible(run: Path, recipe: str, node: int) -> Path:
 
 def port_fix(index: int, count: int, place: tuple[str, int]) -> str:
     """Return what to do if the port at which the nodes meet is taken."""
-    if node_of_srun(count) == (index, f"{place[0]}:{place[1]}"):
+    if node_of_srun(count) == (index, in_words(*place)):
         return "set MASTER_PORT to another one, or unset it for one of the job's own"
     return "choose another one with --rendezvous, on every node"

@@ -19,9 +19,10 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, Stopped, TrainwrightError
 from trainwright.launch.ending.failure import Failure, first_failure
 from trainwright.launch.ending.stop import Stopping
+from trainwright.launch.group.addresses import set_interfaces
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.peers import GONE, Message
-from trainwright.launch.group.rendezvous import Rendezvous, host_store, meet, set_interfaces
+from trainwright.launch.group.rendezvous import Rendezvous, host_store, meet
 from trainwright.launch.nodes.clocks import Clocks
 from trainwright.launch.nodes.info import (
     NodeDropped,
@@ -143,9 +144,9 @@ class Nodes:
         hosts = {int(i): host for i, host in reply["hosts"].items()} | {index: mine.host}
         return cls(rendezvous, stopping, hosts, mine, rules)
 
-    def open(self, make: Callable[[], tuple[Path, str]]) -> Path:
+    def open(self, make: Callable[[], tuple[Path, str]], seen: Callable[[Path, str, int], Path] = visible) -> Path:
         """Return the run directory: node 0 creates it by `make`, which also returns its recipe's text; the others only
-        open it.
+        open it, by `seen`, of the directory, that text and their index.
         """
         if self.index == 0:
             run, recipe = self.reporting_failure(make)
@@ -154,7 +155,7 @@ class Nodes:
             return run
         shown, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
         found = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
-        return self.reporting_failure(lambda: visible(found, recipe, self.index))
+        return self.reporting_failure(lambda: seen(found, recipe, self.index))
 
     def reporting_failure(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; report an exception to the other nodes before it is raised."""

@@ -6,6 +6,7 @@ SkyPilot gives a task SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, SKYPILOT_NUM_NODES 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import yaml
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, RequestError
 from trainwright.launch.clusters.attempt import MODULE
 from trainwright.launch.clusters.job import Job
+from trainwright.recipe.loading import load_recipe
 
 _PORT = 29400
 _DEVICES = re.compile(r"(\d+)[x×*](.+)")
@@ -25,13 +27,7 @@ _DEVICES = re.compile(r"(\d+)[x×*](.+)")
 def text(job: Job) -> str:
     """Return the task file. Raises RequestError for settings that it cannot have."""
     asked = job.settings
-    if asked.bucket is None or asked.mount is None:
-        raise RequestError(
-            "bucket and mount: are missing; the disks of a preempted node are gone, so describe in clusters.yaml a "
-            "bucket, such as s3://name, and the path where nodes mount it"
-        )
-    if not PurePosixPath(asked.mount).is_absolute():
-        raise RequestError(f"mount: {asked.mount!r} is not an absolute path")
+    copies = _copies(job)
     here = Path.cwd()
     if not job.recipe.is_relative_to(here):
         raise RequestError(f"the recipe: {job.recipe} is not in {here}, which SkyPilot copies to the nodes")
@@ -40,12 +36,40 @@ def text(job: Job) -> str:
         "num_nodes": asked.nodes or 1,
         "workdir": ".",
         "resources": _resources(job),
-        "file_mounts": {asked.mount: {"source": asked.bucket, "mode": "MOUNT_CACHED"}},
     }
     if asked.setup:
         task["setup"] = "\n".join(asked.setup) + "\n"
-    task["run"] = _run(job)
+    task["run"] = _run(job, copies)
     return yaml.dump(task, Dumper=_Readable, sort_keys=False, width=1000)
+
+
+def _copies(job: Job) -> list[str]:
+    """Return the value of ``checkpoint.copies``, from which the run goes on elsewhere; empty if nodes share its disk.
+
+    A bucket that SkyPilot mounts is no run directory: files get there when they are closed, which the events are at the
+    end, and each node has a cache of its own before it.
+    """
+    asked = job.settings
+    copies = load_recipe(job.recipe, job.overrides).checkpoint.copies
+    if asked.mount is not None:
+        if asked.bucket is not None:
+            raise RequestError(
+                "bucket and mount: set one; with a file system that all nodes share, no bucket is needed"
+            )
+        if not PurePosixPath(asked.mount).is_absolute():
+            raise RequestError(f"mount: {asked.mount!r} is not an absolute path")
+        return []
+    if (asked.nodes or 1) > 1:
+        raise RequestError(
+            f"--nodes: the directory of a run on {asked.nodes} nodes has to be on a file system that all of them "
+            "share, which a bucket is not; describe in clusters.yaml where `setup` mounts one (mount), or use one node"
+        )
+    if asked.bucket is None and not copies:
+        raise RequestError(
+            "bucket: is missing; the disk of a preempted node is gone, so describe in clusters.yaml a bucket for "
+            "copies, such as s3://name, or set checkpoint.copies in the recipe"
+        )
+    return list(dict.fromkeys([*copies, *([asked.bucket] if asked.bucket is not None else [])]))
 
 
 def _resources(job: Job) -> dict[str, Any]:
@@ -62,19 +86,17 @@ def _resources(job: Job) -> dict[str, Any]:
         found["use_spot"] = asked.spot
     if asked.image is not None:
         found["image_id"] = f"docker:{asked.image}"
-    if (asked.nodes or 1) > 1:
-        found["ports"] = [_PORT]
     # A preempted node has no exit code; SkyPilot starts its job again anyway.
     found["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [EXIT_FAULT, EXIT_STOPPED]}
     return found
 
 
-def _run(job: Job) -> str:
+def _run(job: Job, copies: list[str]) -> str:
     asked = job.settings
-    run = str(PurePosixPath(str(asked.mount)) / job.run.name)
     recipe = str(job.recipe.relative_to(os.getcwd()))
-    words = [recipe, *job.overrides, f"logging.run_directory={run}", "--resume", "auto"]
-    lines = []
+    words = [recipe, *job.overrides, *([f"checkpoint.copies={json.dumps(copies)}"] if copies else [])]
+    base = '"$HOME"/runs' if asked.mount is None else shlex.quote(asked.mount.rstrip("/"))
+    lines = [f"run={base}/{shlex.quote(job.run.name)}"]
     node, place = "", ""
     if (asked.nodes or 1) > 1:
         lines.append('first=$(head -n1 <<<"$SKYPILOT_NODE_IPS")')
@@ -83,7 +105,9 @@ def _run(job: Job) -> str:
     if asked.gpus_per_node is not None or _DEVICES.fullmatch(asked.machine or ""):
         lines.append("count=$((SKYPILOT_NUM_GPUS_PER_NODE * SKYPILOT_NUM_NODES))")
         place += ' --num-processes "$count"'
-    lines.append(f"exec python -m {MODULE} {shlex.quote(run)}{node} -- {shlex.join(words)}{place}")
+    count_in = f" --count-in {shlex.quote(copies[-1])}" if copies else ""
+    own = '"logging.run_directory=$run" --resume auto'
+    lines.append(f'exec python -m {MODULE} "$run"{node}{count_in} -- {shlex.join(words)} {own}{place}')
     return "\n".join(lines) + "\n"
 
 

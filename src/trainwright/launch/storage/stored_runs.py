@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trainwright.activity import doing
 from trainwright.errors import MachineError, RequestError, unwritable
 from trainwright.launch import run_directory
+from trainwright.machine.sharing.file_lock import lock_file
 from trainwright.paths import write_file
 from trainwright.text import say
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 EVENTS = "events.jsonl"
 # What a fetch writes before recipe.yaml, which makes the directory a run.
 _FETCHED = (EVENTS, run_directory.PLAN)
+_WITHOUT_CHECKPOINT = "without_checkpoint"  # in plan.json of a fetched run, until training begins and replaces the plan
+_FETCHING = ".fetching"  # its lock is held during a fetch, which may take minutes
 
 
 def is_url(text: str) -> bool:
@@ -69,18 +72,12 @@ def fetch(places: Sequence[Place], run: Path, name: str | None = None) -> bool:
     if (run / run_directory.RECIPE).is_file():
         _check_same(run, place, stored)
         return False
-    with suppress(OSError):
-        for left in _FETCHED:  # by a fetch that was killed
-            (run / left).unlink(missing_ok=True)
-    run_directory.check_unbegun(run)
     try:
         run.mkdir(parents=True, exist_ok=True)
-        with run_directory.only_launch(run):
-            if not (run / run_directory.RECIPE).is_file():
-                _write(run, place, stored, name)
+        with lock_file(run / _FETCHING, f"waiting for another process that fetches {run}"):
+            return _fetch_alone(run, place, stored, name)
     except OSError as error:
         raise unwritable(run, error) from error
-    return True
 
 
 def discard_fetched(run: Path) -> None:
@@ -93,21 +90,18 @@ def discard_fetched(run: Path) -> None:
         run.rmdir()
 
 
-def bring_up_to_date(run: Path, places: Sequence[Place], *, required: bool) -> None:
+def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
     """Take the newest copy with its events, if the run has gone on elsewhere. The run has to be locked.
 
-    Args:
-        required: the run has no checkpoint of its own and may not begin again.
-
     Raises:
-        RequestError, MachineError: no copy can be used although one is ``required``.
+        RequestError, MachineError: no copy can be used, and the run, which was fetched, may not begin again.
     """
     from trainwright.engine.checkpoints.copies import restore
     from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in
     from trainwright.engine.event_log import append_event
     from trainwright.engine.events import Notice
 
-    checkpoints = run / "checkpoints"
+    checkpoints, required = run / "checkpoints", bool(run_directory.plan_of(run).get(_WITHOUT_CHECKPOINT))
     own = max(checkpoints_in(checkpoints), default=0)
     refused = []
     try:
@@ -135,6 +129,20 @@ def bring_up_to_date(run: Path, places: Sequence[Place], *, required: bool) -> N
         return
     if required:
         raise RequestError(f"--resume: no copy of {run} can be used: {'; '.join(refused) or 'there is none'}")
+
+
+def _fetch_alone(run: Path, place: Place, stored: StoredRun, name: str | None) -> bool:
+    """Fetch the run, unless another process has done so meanwhile; return whether it was written."""
+    if (run / run_directory.RECIPE).is_file():
+        _check_same(run, place, stored)
+        return False
+    for left in _FETCHED:  # by a fetch that was killed
+        (run / left).unlink(missing_ok=True)
+    run_directory.check_unbegun(run)
+    with run_directory.only_launch(run):
+        _write(run, place, stored, name)
+    (run / _FETCHING).unlink(missing_ok=True)  # whoever waits for it finds the recipe
+    return True
 
 
 def _stored(places: Sequence[Place]) -> Iterator[tuple[str, Place, StoredRun]]:
@@ -181,6 +189,7 @@ def _write(run: Path, place: Place, stored: StoredRun, name: str | None) -> None
         raise MachineError(f"--resume: {place.where}: {error}") from error
     plan = json.loads(stored.plan)
     plan.pop(STORED_AS, None)
+    plan[_WITHOUT_CHECKPOINT] = True
     if name is not None and name != default_name(run):
         plan[STORED_AS] = name
     write_file(run / run_directory.PLAN, json.dumps(plan, indent=2) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING
 from trainwright.errors import EXIT_STOPPED, MachineError, RequestError
 from trainwright.text import say
 
+_NOTICE = "stopping: the script is interrupted; ctrl-C again kills it"
+
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.reading import AccelerateConfig
     from trainwright.launch.accelerate.translation import Translation
+    from trainwright.launch.nodes.place import NodeRendezvous
     from trainwright.machine.machine import Machine
 
 
@@ -27,15 +31,17 @@ def launch_script(
     num_processes: int | None,
     cpu: bool,
     logs: Path | None,
+    nodes: NodeOptions | None = None,
 ) -> int:
     """Run the script to its end; return its exit code. Changes this process.
 
     Args:
         module: ``script`` is a module, as with ``python -m``.
         config_file: an Accelerate file. Default: Accelerate's default file, if it exists.
-        num_processes: default: from the file, otherwise one per GPU.
+        num_processes: on all nodes. Default: from the file, otherwise one per GPU.
         cpu: use the CPU even if there are GPUs.
         logs: directory for one log per process. Default: a new one under ``runs/``.
+        nodes: how this machine takes part as one of several; None: by the file, otherwise alone.
 
     Raises:
         RequestError: the script does not exist, or the file is invalid.
@@ -44,26 +50,55 @@ def launch_script(
     """
     from trainwright.launch.group.environment import refuse_worker
 
-    refuse_worker("launch")
-    _check_script(script, module)
-    code = _run(script, module, arguments, _plan(config_file, num_processes, cpu), logs)
+    asked = nodes or NodeOptions()
+    refuse_worker("launch", asked.nodes or 1)
+    check_script(script, module)
+    code = _run(script, module, arguments, _plan(config_file, num_processes, cpu, asked), logs)
     if code == EXIT_STOPPED:
         say(f"stopped: {script} was interrupted", file=sys.stderr)
     return code
 
 
 @dataclass(frozen=True)
+class NodeOptions:
+    """``--nodes``, ``--node-rank``, ``--rendezvous`` and ``--rendezvous-timeout``, as far as they are given."""
+
+    nodes: int | None = None
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    seconds: float | None = None
+
+    def met(self) -> NodeRendezvous | None:
+        """Return where the nodes meet; None for one node. Raises RequestError."""
+        from trainwright.launch.group.environment import node_of_srun
+        from trainwright.launch.nodes.place import NodeRendezvous
+
+        count, rank, rendezvous = self.nodes or 1, self.node_rank, self.rendezvous
+        if count > 1 and rank is None and rendezvous is None:
+            rank, rendezvous = node_of_srun(count) or (None, None)
+        return NodeRendezvous.of(count, rank, rendezvous, self.seconds)
+
+
+@dataclass(frozen=True)
 class ScriptPlan:
-    """The number of workers, their device and variables, and the file that sets them."""
+    """The workers on this machine, their device and variables, the file that sets them, and where nodes meet."""
 
     processes: int
     on_cpu: bool
     variables: dict[str, str]
     file: str | None
     cores: int
+    gpus: int
+    met: NodeRendezvous | None
+
+    @property
+    def everywhere(self) -> int:
+        """The number of workers on all nodes."""
+        return self.processes * (self.met.nodes if self.met else 1)
 
 
-def _check_script(script: str, module: bool) -> None:
+def check_script(script: str, module: bool) -> None:
+    """Raise RequestError if there is no such script."""
     from importlib.util import find_spec
 
     from trainwright.recipe.files import missing_file
@@ -78,29 +113,42 @@ def _check_script(script: str, module: bool) -> None:
         raise RequestError(f"--module: no module {script} in this directory or installed")
 
 
-def _plan(config_file: Path | None, num_processes: int | None, cpu: bool) -> ScriptPlan:
+def _plan(config_file: Path | None, num_processes: int | None, cpu: bool, asked: NodeOptions) -> ScriptPlan:
     from trainwright.launch.accelerate.reading import default_path, read
 
     if config_file is None and default_path().is_file():
         config_file = default_path()
     if config_file is not None:
-        return _plan_of_file(read(config_file), num_processes, cpu)
+        return _plan_of_file(read(config_file), num_processes, cpu, asked)
     from trainwright.launch.accelerate.machine import default_processes
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
+    met = asked.met()
     variables = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     os.environ.update(variables)
     machine = detect()
     refuse_unusable(machine)
-    processes = num_processes or default_processes(machine)
+    processes = _here(num_processes, met) or default_processes(machine)
     _check_gpus(processes, machine)
     if not machine.gpus:
         variables["ACCELERATE_USE_CPU"] = "true"
-    return ScriptPlan(processes, not machine.gpus, variables, None, machine.cpu_cores)
+    return ScriptPlan(processes, not machine.gpus, variables, None, machine.cpu_cores, len(machine.gpus), met)
 
 
-def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool) -> ScriptPlan:
+def _here(processes: int | None, met: NodeRendezvous | None) -> int | None:
+    """Return how many of all processes are on this machine. Raises RequestError if they cannot be divided."""
+    if processes is None or met is None:
+        return processes
+    if processes % met.nodes:
+        raise RequestError(
+            f"--num-processes: {processes} processes cannot be divided over {met.nodes} nodes equally; set it to "
+            f"{max(1, processes // met.nodes) * met.nodes}"
+        )
+    return processes // met.nodes
+
+
+def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool, asked: NodeOptions) -> ScriptPlan:
     from trainwright.launch.accelerate.environment import worker_environment
     from trainwright.launch.accelerate.machine import becomes_ddp, default_processes, require
     from trainwright.launch.accelerate.translation import interpret
@@ -109,11 +157,15 @@ def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool
 
     translation = interpret(source)
     translation.refuse_problems(for_script=True)
-    if translation.nodes > 1:
-        raise RequestError(
-            f"{source.place('num_machines')}: num_machines is {translation.nodes}; launch starts processes on one "
-            "machine only; for several, start the script with torchrun on each"
+    if asked.nodes is None and translation.nodes > 1:
+        asked = NodeOptions(
+            translation.nodes,
+            translation.node_rank if asked.node_rank is None else asked.node_rank,
+            asked.rendezvous or translation.rendezvous,
+            asked.seconds,
         )
+    met = asked.met()
+    translation = replace(translation, nodes=met.nodes if met else 1)
     if num_processes is not None:
         translation = replace(translation, processes=num_processes)
     if cpu:
@@ -125,9 +177,10 @@ def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool
     on_cpu = translation.device == "cpu" or not machine.gpus
     if becomes_ddp(translation, machine):
         raise _sharded_on_cpu(translation)
-    processes = translation.processes or default_processes(detect())
+    processes = _here(translation.processes, met) or default_processes(detect())
     variables = worker_environment(source, translation, on_cpu=on_cpu)
-    return ScriptPlan(processes, on_cpu, variables, source.name, machine.cpu_cores)
+    gpus = len(detect().gpus)
+    return ScriptPlan(processes, on_cpu, variables, source.name, machine.cpu_cores, gpus, met)
 
 
 def _sharded_on_cpu(translation: Translation) -> MachineError:
@@ -154,22 +207,38 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan
     from trainwright.launch.process import prepare_environment
 
     os.environ.update(plan.variables)
-    check_limits(plan.processes, plan.processes)
+    check_limits(plan.processes, plan.everywhere)
     prepare_environment(plan.cores, plan.processes)
-    with Stopping("stopping: the script is interrupted; ctrl-C again kills it") as stopping:
+
+    def make() -> Path:
+        stem = script.rpartition(".")[2] if module else Path(script).stem
+        directory = logs or run_directory.create("auto", stem) / "logs"
+        directory.mkdir(parents=True, exist_ok=True)
+        _announce(script, plan, directory)
+        return directory
+
+    if plan.met is not None:
+        # Import torch, so they come after the thread limit and before the workers are forked.
+        from trainwright.launch.accelerate.script import Script, run_script
+        from trainwright.launch.nodes.nodes import LinkedStopping
+        from trainwright.launch.scripts.on_nodes import run_as_node
+
+        entry = functools.partial(run_script, Script(script, module, arguments))
+        command = json.dumps([script, module, arguments, plan.variables])
+        with LinkedStopping(_NOTICE) as linked:
+            return run_as_node(entry, command, plan.processes, plan.gpus, plan.met, make, linked)
+    with Stopping(_NOTICE) as stopping:
         # Imports torch, so it comes after the thread limit and before the workers are forked.
         from trainwright.launch.accelerate.script import Script, run_script
         from trainwright.launch.local import launch as launch_workers
 
-        stem = script.rpartition(".")[2] if module else Path(script).stem
-        directory = logs or run_directory.create("auto", stem) / "logs"
-        _announce(script, plan, directory)
         entry = functools.partial(run_script, Script(script, module, arguments))
-        return launch_workers(entry, processes=plan.processes, logs=directory, stopping=stopping)
+        return launch_workers(entry, processes=plan.processes, logs=make(), stopping=stopping)
 
 
 def _announce(script: str, plan: ScriptPlan, logs: Path) -> None:
-    number = f"{plan.processes} process{'es' * (plan.processes > 1)}"
+    number = f"{plan.everywhere} process{'es' * (plan.everywhere > 1)}"
+    number += f" on {plan.met.nodes} nodes," if plan.met else ""
     by = f", by {plan.file}" if plan.file else ""
     device = "the CPU" if plan.on_cpu else f"GPU{'s' * (plan.processes > 1)}"
     say(f"{script}: {number} on {device}{by}; logs: {logs}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Scripts of a user's own, started in several processes."""

@@ -1,0 +1,51 @@
+"""A user's own script on this machine as one of several nodes, whose workers start together and end together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trainwright.activity import Activity
+from trainwright.launch.group.addresses import in_words
+from trainwright.launch.local import launch
+from trainwright.launch.nodes.crew import Crew, taking_part
+from trainwright.launch.nodes.info import NodeInfo, NodeRules
+from trainwright.launch.nodes.nodes import LinkedStopping, Nodes
+from trainwright.launch.nodes.place import NodeRendezvous
+
+
+def run_as_node(
+    entry: Callable[[], int],
+    command: str,
+    processes: int,
+    gpus: int,
+    met: NodeRendezvous,
+    make: Callable[[], Path],
+    stopping: LinkedStopping,
+) -> int:
+    """Run ``entry`` in ``processes`` workers here, and in as many on each other node; return the exit code.
+
+    Args:
+        command: the same on all nodes.
+        gpus: of this machine.
+        make: returns the directory for logs, on node 0; the others write into one at the same path.
+
+    Raises:
+        TrainwrightError: the script failed on any node, or a node was lost.
+    """
+    mine = NodeInfo.here(processes, gpus, command, resume=False)
+    rules = NodeRules(may_lose=False, on_hang="warn")
+    place = met.host, met.port
+    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(*place)}"):
+        nodes = Nodes.meet(met.node_rank, met.nodes, place, met.seconds, mine, stopping, rules)
+    with taking_part(nodes):
+        logs = nodes.open(lambda: (make(), command), _made)
+        crew = Crew(None, nodes, (processes * met.nodes,), lambda: processes, stopping)
+        here = crew.first()
+        return launch(entry, processes=here, logs=logs, stopping=stopping, crew=crew) if here else crew.code
+
+
+def _made(logs: Path, command: str, node: int) -> Path:
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs
