@@ -184,7 +184,7 @@ def test_without_node_0_the_others_end_with_5_and_resume(runs: Runs) -> None:
     (two,) = ended(second)
     assert two.code == 5
     assert "node 0 (" in two.stderr and "is gone" in two.stderr and "Traceback" not in two.stderr
-    resumed = runs.resumed(them.run, "train.step_policies=[]")
+    resumed = runs.resumed(them.run)
     assert difference(column(resumed, "loss"), column(undisturbed, "loss")) < 1e-5
 
 

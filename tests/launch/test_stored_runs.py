@@ -59,8 +59,10 @@ def goes_on_elsewhere(
     one, two = (Machine(tmp_path / each, **store.variables) for each in ("one", "two"))
     spread = [f"parallel.strategy={first[0]}", f"parallel.num_processes={first[1]}"]
     keys = ["checkpoint.every=2", f"checkpoint.copies=[{copies}]", f"logging.run_directory={name}"]
-    started = one.train(runs, str(TINY), *SETTINGS, *spread, *keys)
+    slow = "train.step_policies=['tests.support.slow_steps:SlowSteps']"
+    started = one.train(runs, str(TINY), *SETTINGS, *spread, *keys, slow)
     started.run = one.scratch / name
+    wait_for(lambda: store.files().glob(f"runs/{tmp_path.name}/{name}/step-*/manifest.json"))
     started.wait_for_step(random.randint(8, 20))
     started.kill()
     kept = [file.read_text(errors="replace") for file in started.run.rglob("*") if file.is_file()]
