@@ -222,7 +222,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     """
     from trainwright.activity import doing
     from trainwright.launch.ending.deadline import deadline_of
-    from trainwright.launch.group.environment import node_of_srun, refuse_worker
+    from trainwright.launch.group.environment import refuse_worker
     from trainwright.launch.ignored_settings import refuse_more_nodes
     from trainwright.launch.nodes.place import NodeRendezvous
     from trainwright.launch.request import check_request, for_nodes, request_of, resolve_request
@@ -245,8 +245,6 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     count = nodes or 1
     refuse_worker("train", count)
     refuse_more_nodes(words, nodes)
-    if count > 1 and node_rank is None and rendezvous is None:
-        node_rank, rendezvous = node_of_srun(count) or (None, None)
     met = NodeRendezvous.of(count, node_rank, rendezvous, options.rendezvous_timeout)
     doing("reading the recipe")
     request = request_of(options.recipe, overrides, options.resume, translation)

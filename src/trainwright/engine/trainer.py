@@ -248,10 +248,10 @@ class Trainer:
 
     def _end_without_checkpoint(self, fault: RewindRequested) -> NoReturn:
         """End a run that has no checkpoint from before the fault of a machine."""
-        if fault.before == 1:  # the checkpoints of this first launch were removed
+        if fault.before == 1:  # there cannot be one, and later ones were removed
             raise Corrupted(
-                f"training stopped: {fault.detail}; no check had passed before, so the checkpoints were removed; test "
-                "the memory and the processor, then --resume, which begins at the first step"
+                f"training stopped: {fault.detail}; none of the checkpoints is known to be right, so they were "
+                "removed; test the memory and the processor, then --resume, which begins at the first step"
             )
         raise WrongNumbers(
             f"training stopped: {fault.detail}; no checkpoint from before step {fault.before} can be used, and later "

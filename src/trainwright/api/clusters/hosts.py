@@ -93,20 +93,16 @@ def launch_on_hosts(
         RequestError: the request is wrong or a host unknown; nothing is started.
         MachineError: a host cannot take part; nothing is started.
     """
-    from trainwright.launch import run_directory
     from trainwright.launch.hosts.asking import ask
     from trainwright.launch.hosts.names import processes_of
     from trainwright.launch.hosts.starting import exports, run_on
-    from trainwright.launch.scripts.starting import check_script
+    from trainwright.launch.scripts.starting import check_script, make_logs
 
     script, module, arguments = own
     found = _hosts_of(hosts, hostfile, place.nodes, place.node_rank, place.rendezvous)
     check_script(script, module)
     port = ask(found, exports())[0].port
-    directory = (
-        logs or run_directory.create("auto", script.rpartition(".")[2] if module else Path(script).stem) / "logs"
-    )
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = make_logs(script, module, logs)
     words = [sys.executable, "-m", "trainwright", "launch", *options, f"--logs={directory}"]
     count = num_processes or processes_of(found)
     words += [f"--num-processes={count}"] if count else []

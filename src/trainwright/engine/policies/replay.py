@@ -181,11 +181,10 @@ class Replay(StepPolicy):
         spec, world, strategy = self.training.recipe.parallel.spec, self.training.world, self.training.strategy
         if world.size == 1 or (spec is not None and spec.shards_parameters):
             return
-        computing = {name: each.detach() for name, each in strategy.module.named_parameters()}
-        trained = {name for name, each in strategy.module.named_parameters() if each.requires_grad}
-        for name, tensor in computing.items():
-            if (name in trained) is not frozen:
-                yield name, tensor
+        computing = dict(strategy.module.named_parameters())
+        for name, weight in computing.items():
+            if weight.requires_grad is not frozen:
+                yield name, weight.detach()
         if frozen or (spec is not None and spec.shards):
             return
         for name, tensor in strategy.parameters(frozen=False):  # with buffers

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from trainwright.errors import RequestError
+from trainwright.launch.group.environment import node_of_srun
 
 _PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\[\]:]+)):([0-9]{1,5})", re.ASCII)
 
@@ -24,7 +25,11 @@ class NodeRendezvous:
     def of(
         cls, nodes: int, node_rank: int | None, rendezvous: str | None, seconds: float | None
     ) -> NodeRendezvous | None:
-        """Return the rendezvous that a command's options describe; None for one node. Raises RequestError."""
+        """Return the rendezvous that a command's options describe, or srun's variables in place of them; None for one
+        node. Raises RequestError.
+        """
+        if nodes > 1 and node_rank is None and rendezvous is None:
+            node_rank, rendezvous = node_of_srun(nodes) or (None, None)
         if nodes == 1:
             options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
             if given := [name for name, value in options.items() if value is not None]:

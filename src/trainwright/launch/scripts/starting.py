@@ -70,13 +70,9 @@ class NodeOptions:
 
     def met(self) -> NodeRendezvous | None:
         """Return where the nodes meet; None for one node. Raises RequestError."""
-        from trainwright.launch.group.environment import node_of_srun
         from trainwright.launch.nodes.place import NodeRendezvous
 
-        count, rank, rendezvous = self.nodes or 1, self.node_rank, self.rendezvous
-        if count > 1 and rank is None and rendezvous is None:
-            rank, rendezvous = node_of_srun(count) or (None, None)
-        return NodeRendezvous.of(count, rank, rendezvous, self.seconds)
+        return NodeRendezvous.of(self.nodes or 1, self.node_rank, self.rendezvous, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -111,6 +107,16 @@ def check_script(script: str, module: bool) -> None:
         sys.path.insert(1, os.getcwd())
     if find_spec(script.partition(".")[0]) is None:
         raise RequestError(f"--module: no module {script} in this directory or installed")
+
+
+def make_logs(script: str, module: bool, logs: Path | None) -> Path:
+    """Return the directory for the logs of a script, which is made: ``logs``, or a new one under ``runs/``."""
+    from trainwright.launch import run_directory
+
+    stem = script.rpartition(".")[2] if module else Path(script).stem
+    directory = logs or run_directory.create("auto", stem) / "logs"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def _plan(config_file: Path | None, num_processes: int | None, cpu: bool, asked: NodeOptions) -> ScriptPlan:
@@ -201,7 +207,6 @@ def _check_gpus(processes: int, machine: Machine) -> None:
 
 
 def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan, logs: Path | None) -> int:
-    from trainwright.launch import run_directory
     from trainwright.launch.ending.stop import Stopping
     from trainwright.launch.limits import check_limits
     from trainwright.launch.process import prepare_environment
@@ -211,9 +216,7 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan
     prepare_environment(plan.cores, plan.processes)
 
     def make() -> Path:
-        stem = script.rpartition(".")[2] if module else Path(script).stem
-        directory = logs or run_directory.create("auto", stem) / "logs"
-        directory.mkdir(parents=True, exist_ok=True)
+        directory = make_logs(script, module, logs)
         _announce(script, plan, directory)
         return directory
 
