@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,6 +77,24 @@ def test_a_measurement_that_fails_leaves_the_plan_to_datasheets(
     found = measured(HERE, SHAPES)
     assert found.found is None and found.trouble is not None
     assert "could not be measured" in found.trouble and "datasheets" in found.trouble
+
+
+@pytest.mark.usefixtures("_cache")
+def test_a_disturbed_measurement_is_repeated_after_some_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))  # so that measuring is seen to be tried
+    wanted, file = Shapes(((512, 512),), 64), measured_file(HERE)
+    for found, minutes, again in (
+        (replace(measurement(), disturbance=0.9), 1, False),
+        (replace(measurement(), disturbance=0.9), 6, True),
+        (measurement(), 6, False),
+    ):
+        keep(found)
+        then = file.stat().st_mtime - 60 * minutes
+        os.utime(file, (then, then))
+        told = list[str]()
+        assert (measured(HERE, wanted, told.append).found is None) == again == bool(told)
 
 
 def _with_curve(name: str, change: Callable[[Curve], Curve]) -> Calibration:

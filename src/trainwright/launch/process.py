@@ -161,11 +161,12 @@ def threads_allowed() -> int:
 
 
 def preload_libraries() -> None:
-    """Import once, in the parent, what every forked process needs. Starts no thread and runs no operation."""
+    """Import once, in the parent, what every forked process needs. Starts no Python thread and runs no operation."""
     # Ask the driver's management library whether there are GPUs: initializing CUDA itself in the parent
     # would make it unusable in every forked worker.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch.distributed.launcher.api  # noqa: F401
+    import transformers.modeling_layers  # noqa: F401  most of the time that importing any model takes
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 

@@ -42,8 +42,8 @@ _MOST_WIDTHS = 3
 _LENGTHS = (16, 512)
 # A measured block: parameters of its matrices, and tokens. Forward and backward take 6 operations of each pair.
 _MOST_PARAMETERS, _BLOCK_TOKENS = 4_000_000, 256
-# Files whose measurement this process has made: a disturbed one is not repeated when the same launch plans again.
-_measured_now: set[Path] = set()
+# A measurement that other programs disturbed is repeated after this time, not by every command while they go on.
+_REPEAT_MINUTES = 5
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
         return QuickMeasurement()
     wanted, file = shapes.bounded(machine.device), measured_file(machine)
     known = load_calibration(file)
-    if known is not None and covers(known, wanted) and (not known.is_disturbed or file in _measured_now):
+    if known is not None and covers(known, wanted) and not (known.is_disturbed and _is_old(file)):
         return QuickMeasurement(known)
     say("measuring this machine")
     begun = time.monotonic()
@@ -108,14 +108,13 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
     if known is not None and covers(known, wanted) and known.disturbance < found.disturbance:
         found = known  # both were disturbed, this one less
     try_write(file, json.dumps(as_json(found)) + "\n")
-    _measured_now.add(file)
     kept = f"saved in {file}" if load_calibration(file) == found else f"cannot be saved in {file.parent}"
     what = "this machine's first GPU" if machine.gpus else "this processor"
     message = f"measured {what} in {time.monotonic() - begun:.1f} s: {rates_in_words(found)}; {kept}"
     if found.is_disturbed:
         message += (
-            f". Other programs used the cores ({found.disturbance:.0%} of the times were disturbed): the next command "
-            "measures again"
+            f". Other programs used the cores ({found.disturbance:.0%} of the times were disturbed): commands measure "
+            f"again after {_REPEAT_MINUTES} minutes"
         )
     return QuickMeasurement(found, message)
 
@@ -124,6 +123,14 @@ def measured_file(machine: Machine, root: Path | None = None) -> Path:
     """Return the path of the measurement file."""
     key = [_METHOD, *hardware(machine), sorted(versions(machine).items())]
     return (root or cache_root()) / "measured" / f"{digest(key)}.json"
+
+
+def _is_old(file: Path) -> bool:
+    """Return whether the last measurement, also one that was worse than the one in the file, was some minutes ago."""
+    try:
+        return abs(time.time() - file.stat().st_mtime) >= 60 * _REPEAT_MINUTES
+    except OSError:
+        return True
 
 
 def covers(found: Calibration, wanted: Shapes) -> bool:
