@@ -45,6 +45,7 @@ from trainwright.launch.process import (
 )
 from trainwright.launch.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
 from trainwright.machine.detect import detect
+from trainwright.machine.usage.sample import process_age
 from trainwright.paths import appears
 from trainwright.text import say
 
@@ -246,7 +247,7 @@ class _Participant:
         if not self.options.force:
             resolved.plan.refuse_shortage()
         run = held.enter_context(request.opened(resolved))
-        forget_stops(run)
+        forget_stops(run, 0.0 if self.options.number else process_age())
         with request.undone_on_error(run):
             text = request.record(run, resolved)
             logs = run / "logs"

@@ -25,6 +25,7 @@ from trainwright.launch.group.elastic import Elastic, devices_for
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
 from trainwright.launch.slurm.orphaned import end_orphaned_step
+from trainwright.machine.usage.sample import process_age
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -130,7 +131,13 @@ class _Launch:
         """Prepare the run directory, and run the workers of this machine to their end."""
         is_first = self.nodes is None or self.nodes.index == 0
         with ExitStack() as held:
-            run = self._prepare(held)
+            try:
+                run = self._prepare(held)
+            except Stopped:
+                if self.request.run is None:
+                    raise
+                left = "stopped before the first step; the run is as it was"
+                raise Stopped(f"{left}; {_next(self.request.run)}") from None
             if is_first:
                 from trainwright.planning.output.table import summary
 
@@ -142,7 +149,7 @@ class _Launch:
                     self.request.discard_unbegun(run)
                 raise
         if code == EXIT_STOPPED:
-            stopped = Stopped(f"{_left(run, self.stopping)}; continue with: trainwright train --resume {run}")
+            stopped = Stopped(f"{_left(run, self.stopping)}; {_next(run)}")
             stopped.run = run
             raise stopped
         if not (run / "final").is_dir():
@@ -156,7 +163,7 @@ class _Launch:
 
             def make() -> tuple[Path, str]:
                 run = held.enter_context(request.opened(self.resolved))
-                forget_stops(run)
+                forget_stops(run, process_age())
                 until_prepared.enter_context(request.undone_on_error(run))
                 (run / "logs").mkdir(exist_ok=True)
                 return run, request.record(run, self.resolved)
@@ -283,6 +290,10 @@ def _set_threads(before: int | None, threads: int | None) -> None:
     """Set the threads per process for another plan than the one with ``before``, unless the user has set them."""
     if threads is not None and os.environ.get("OMP_NUM_THREADS") == str(before):
         os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def _next(run: Path) -> str:
+    return f"continue with: trainwright train --resume {run}"
 
 
 def _left(run: Path, stopping: Stopping) -> str:

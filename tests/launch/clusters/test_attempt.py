@@ -25,8 +25,9 @@ def test_a_signal_counts_as_a_fault_of_the_machine(code: int, ends: int, tmp_pat
     assert ending(tmp_path, 0, code) == ends
 
 
-def test_a_run_that_was_asked_to_stop_is_done(tmp_path: Path) -> None:
-    (tmp_path / "stop.taken").touch()
+@pytest.mark.parametrize("name", ["stop.taken", "stop"])  # `stop`: it came when the run was ending for another reason
+def test_a_run_that_was_asked_to_stop_is_done(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
     assert [ending(tmp_path, 0, code) for code in (75, 5, 4)] == [0, 5, 4]
 
 

@@ -176,12 +176,23 @@ def _listed(run: Path) -> list[str]:
 
 
 def was_asked_to_stop(run: Path) -> bool:
-    """Return whether the file ``stop`` has ended the last launch of a run."""
-    return (run / _TAKEN_FILE).exists()
+    """Return whether the file ``stop`` has ended the last launch of a run, or has appeared since."""
+    return not {STOP_FILE, _TAKEN_FILE}.isdisjoint(_listed(run))
 
 
-def forget_stops(run: Path) -> None:
-    """Remove what asked an earlier launch to stop."""
+def forget_stops(run: Path, begun: float) -> None:
+    """Remove what asked earlier launches to stop or to write a checkpoint.
+
+    Args:
+        begun: seconds since this launch began; what has been asked since is kept.
+    """
     for name in (STOP_FILE, _TAKEN_FILE, CHECKPOINT_FILE):
         with suppress(OSError):
-            (run / name).unlink()
+            if name == _TAKEN_FILE or _age(run / name) >= begun:
+                (run / name).unlink()
+
+
+def _age(path: Path) -> float:
+    """Return the seconds since a file was changed, by the clock of its file system, which may be another machine's."""
+    with tempfile.TemporaryFile(dir=path.parent) as now:
+        return os.stat(now.fileno()).st_mtime - path.stat().st_mtime
