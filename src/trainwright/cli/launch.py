@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from trainwright.cli.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
+
 # Options after the script are the script's: the first word that is not an option of ours ends our own.
 CONTEXT_SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
 
@@ -22,27 +24,12 @@ def launch(
             min=1, help="Number of processes on all nodes. Default: from the Accelerate file, otherwise one per GPU."
         ),
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, max=100_000, help="Number of machines that run it together; run the command on each."),
-    ] = None,
-    node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node, from 0.")] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0 for the rendezvous.")
-    ] = None,
-    rendezvous_timeout: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOSTS", help="Run on these machines together, started over ssh: node1,node2 or node[1-4]."
-        ),
-    ] = None,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The same with hosts from a file: a host a line, or `node1 slots=8`."),
-    ] = None,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
+    rendezvous_timeout: RendezvousTimeout = None,
+    hosts: Hosts = None,
+    hostfile: HostFile = None,
     config_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="An Accelerate file. Default: Accelerate's default file, if it exists."),

@@ -11,6 +11,7 @@ import typer
 
 from trainwright.activity import Activity
 from trainwright.cli.names_in_help import NamesInHelp
+from trainwright.cli.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.errors import RequestError
 from trainwright.text import say
 
@@ -51,27 +52,12 @@ def train(
         int | None,
         typer.Option(min=1, help="Number of worker processes on all nodes; short for parallel.num_processes."),
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=1, max=100_000, help="Number of machines that train together; run the command on each."),
-    ] = None,
-    node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node, from 0.")] = None,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0 for the rendezvous.")
-    ] = None,
-    rendezvous_timeout: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOSTS", help="Train on these machines together, started over ssh: node1,node2 or node[1-4]."
-        ),
-    ] = None,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The same with hosts from a file: a host a line, or `node1 slots=8`."),
-    ] = None,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
+    rendezvous_timeout: RendezvousTimeout = None,
+    hosts: Hosts = None,
+    hostfile: HostFile = None,
     accelerate_config: Annotated[
         Path | None,
         typer.Option(
