@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.observe.reader import read_events, resumed_step
+from trainwright.observe.reader import read_events, resumed_step, status_of
 
 
 def write(path: Path, events: list[dict[str, Any]], cut: str = "") -> Path:
@@ -59,6 +59,19 @@ def test_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> N
     path = write(tmp_path / "events.jsonl", [start(), evaluate, *steps(1, 3, 1), start(), evaluate, *steps(1, 2, 2)])
     assert losses(path) == [(1, 2.0), (2, 2.0)]
     assert [event["event"] for event in read_events(path)].count("evaluate") == 1
+
+
+def test_a_finished_run_that_was_made_longer_is_not_finished(tmp_path: Path) -> None:
+    finish = {"event": "finish", "step": 3, "status": "finished"}
+    ended = [start(), *steps(1, 3, 1), finish]
+    assert status_of(tmp_path) == "unfinished"
+    for events, status in (
+        (ended, "finished"),
+        ([*ended, start(3), *steps(4, 5, 2)], "unfinished"),
+        ([*ended, start(3), *steps(4, 5, 2), finish | {"step": 5, "status": "stopped"}], "stopped"),
+    ):
+        write(tmp_path / "events.jsonl", events)
+        assert status_of(tmp_path) == status
 
 
 def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:

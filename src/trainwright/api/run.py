@@ -60,9 +60,9 @@ class Run:
     @property
     def status(self) -> str:
         """Return ``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
-        events = self.events()
-        last = next((e for e in reversed(events) if e["event"] in ("start", "finish")), None)
-        return str(last["status"]) if last is not None and last["event"] == "finish" else "unfinished"
+        from trainwright.observe.reader import status_of
+
+        return status_of(self.directory)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -54,6 +54,13 @@ def read_log(path: Path) -> EventLog:
     return EventLog(_history(everything), everything, damage)
 
 
+def status_of(run: Path) -> str:
+    """Return ``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
+    events = read_log(run / "events.jsonl").history
+    last = next((event for event in reversed(events) if event["event"] in ("start", "finish")), None)
+    return str(last["status"]) if last is not None and last["event"] == "finish" else "unfinished"
+
+
 @dataclass(frozen=True)
 class EarlierEvents:
     """The earlier launches of a run: the ``events`` that still count, and the ``seconds`` of training."""

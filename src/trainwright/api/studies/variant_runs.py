@@ -89,16 +89,6 @@ def metrics_at(run: Path, step: int | None = None) -> tuple[int, dict[str, float
     return (int(found[-1]["step"]), dict(found[-1]["metrics"])) if found else (0, {})
 
 
-def _has_finished(run: Path) -> bool:
-    """Return whether a run has reported its end; it may have been killed after the export of its model."""
-    from trainwright.observe.reader import read_events
-
-    try:
-        return any(event.get("status") == "finished" for event in read_events(run / "events.jsonl"))
-    except OSError:
-        return False
-
-
 @dataclass
 class VariantRuns:
     """Train variants of a recipe, each in a directory of its name.
@@ -195,8 +185,10 @@ class VariantRuns:
                 raise Stopped("stopped; the same command continues")
 
     def _is_done(self, variant: Variant, rung: int | None) -> bool:
+        from trainwright.observe.reader import status_of
+
         run = self.directory / variant.name
-        if (run / "final").is_dir() and _has_finished(run):
+        if (run / "final").is_dir() and status_of(run) == "finished":
             self._say(f"{run} is already finished")
             return True
         return rung is not None and bool(metrics_at(run, rung)[1])

@@ -20,7 +20,7 @@ from trainwright.launch.ending.requests import STOP_FILE, was_asked_to_stop
 from trainwright.launch.ending.scheduler_job import scheduler_job
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm import scheduler
-from trainwright.observe.reader import read_events
+from trainwright.observe.reader import status_of
 from trainwright.text import say
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def main() -> None:
     job = scheduler_job()
     if job is None:
         parser.error("this ends a job of Slurm, and SLURM_JOB_ID is not set")
-    if asked.code == EXIT_FINISHED and not _is_finished(asked.run):
+    if asked.code == EXIT_FINISHED and status_of(asked.run) != "finished":
         # srun does not know the code of a task whose slurmstepd has died.
         say(f"{asked.run} has not finished, though srun ended with exit code 0: a machine failed", file=sys.stderr)
         asked.code = EXIT_FAULT
@@ -51,12 +51,6 @@ def main() -> None:
     except RequestError as error:
         say(f"job {job} is not requeued: {error}", file=sys.stderr)
     sys.exit(asked.code)
-
-
-def _is_finished(run: Path) -> bool:
-    log = run / "events.jsonl"
-    ended = [event["status"] for event in read_events(log) if event["event"] == "finish"] if log.is_file() else []
-    return ended[-1:] == ["finished"]
 
 
 def _is_wanted(job: Mapping[str, str], anyway: bool) -> bool:
