@@ -23,7 +23,7 @@ from trainwright.drilling.scene import Scene, measures_of
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, setting_of, shortened, spreads_of
 from trainwright.errors import RequestError
-from trainwright.recipe.loading import dump_recipe, load_recipe
+from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.faults import FaultsSection
 
 SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("zero2", 2))
@@ -73,11 +73,33 @@ def test_the_recipe_is_shortened_and_spread() -> None:
 def test_every_recipe_can_be_shortened(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # where the recipes' relative paths start
     recipe = shortened(path, [])
-    file = tmp_path / "recipe.yaml"
-    file.write_text(dump_recipe(recipe), encoding="utf-8")
-    for strategy, processes in spreads_of(recipe, [], []):
-        spread = (f"parallel.strategy={strategy}", f"parallel.num_processes={processes}")
-        assert load_recipe(file, spread).train.max_steps == phases.STEPS
+    setting = setting_of(recipe, tmp_path / "recipe.yaml", spreads_of(recipe, [], []), tmp_path / "shared")
+    for strategy, processes in setting.spreads:
+        spread = (f"parallel.strategy={strategy}", f"parallel.num_processes={processes}", *setting.halvable)
+        assert load_recipe(setting.files["recipe.yaml"], spread).train.max_steps == phases.STEPS
+
+
+@pytest.mark.parametrize(
+    ("overrides", "off"),
+    [
+        (["model.dropout=0.1"], {"model.dropout=0"}),
+        (["model.dropout=0"], set()),
+        # GPT-2 has dropout by default, which the recipe does not show.
+        (
+            ["model.dropout=null", "model.config={model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2}"],
+            {"model.dropout=0"},
+        ),
+        (
+            ["model.dropout=0", "model.adapter={type: lora, rank: 2, dropout: 0.1}"],
+            {"model.adapter.dropout=0"},
+        ),
+    ],
+)
+def test_dropout_is_off_where_smaller_micro_batches_are_compared(
+    overrides: list[str], off: set[str], tmp_path: Path
+) -> None:
+    setting = setting_of(shortened(TINY, overrides), tmp_path / "recipe.yaml", (("single", 1),), tmp_path / "shared")
+    assert set(setting.halvable) == off
 
 
 def test_a_warm_up_and_a_decay_fit_in_the_short_run() -> None:

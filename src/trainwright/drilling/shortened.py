@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import trainwright
 from trainwright.drilling import phases
@@ -100,8 +101,18 @@ def setting_of(recipe: Recipe, file: Path, spreads: tuple[Spread, ...], shared: 
         shared=shared,
         variables={**os.environ, "PYTHONPATH": path},
         directory=Path.cwd(),
-        halvable=("model.dropout=0",) if recipe.model.dropout else (),
+        halvable=tuple(_without_dropout(recipe.model_dump(), "")),
     )
+
+
+def _without_dropout(section: dict[str, Any], place: str) -> Iterator[str]:
+    """Yield overrides that switch off dropout, whose random numbers depend on the micro-batches."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _without_dropout(value, f"{place}{key}.")
+        # A model without a value of its own has that of its configuration.
+        elif key == "dropout" and (value or (value is None and (section["name"] or section["config"]))):
+            yield f"{place}{key}=0"
 
 
 def _schedule(optimizer: OptimizerSection) -> Iterator[str]:
