@@ -141,17 +141,18 @@ def false_alarms() -> str:
 
 
 def heartbeat() -> str:
-    results = read("heartbeat")
+    models = read("heartbeat")["models"]
     rows: list[Row] = [
         (
             f"Cost of the heartbeat, the ledger and the comparison of ranks, in steps of "
-            f"{results['step_seconds'] * 1000:.0f} ms of {results['strategy']} on two processes",
+            f"{found['step_seconds'] * 1000:.0f} ms of {found['strategy']} on two processes",
             "0.5% of a step",
-            f"{results['cost']:+.2%} ({results['low']:+.2%} to {results['high']:+.2%}; {results['pairs']} pairs)",
-            "python bench/heartbeat.py",
-        ),
+            f"{found['cost']:+.2%} ({found['low']:+.2%} to {found['high']:+.2%}; {found['pairs']} pairs)",
+            f"python bench/heartbeat.py --model {name}",
+        )
+        for name, found in models.items()
     ]
-    return table(rows, results)
+    return table(rows, *models.values())
 
 
 def goodput() -> str:
