@@ -23,11 +23,13 @@ MINUTES = 19
 class Interruption:
     """``act`` interrupts a job and returns what puts the cluster back in order once the job is done.
 
-    ``grace``: whether the run is given any time to stop, so that it may lose one step at most.
+    ``grace``: whether the run is given any time to stop, so that it may lose one step at most. ``ends``: how the job
+    may end where the run finished in that time.
     """
 
     act: Callable[[Slurm, str, random.Random], Undo]
     grace: bool
+    ends: tuple[str, ...] = ("COMPLETED",)
 
 
 def _nothing() -> None:
@@ -141,7 +143,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 KINDS = {
     "requeue": Interruption(_requeue, grace=True),
     "preemption": Interruption(_preempt, grace=True),
-    "time limit": Interruption(_time_limit, grace=True),
+    "time limit": Interruption(_time_limit, grace=True, ends=("COMPLETED", "TIMEOUT")),
     "USR1 to the steps": Interruption(_signal("USR1"), grace=True),
     "TERM to the steps": Interruption(_signal("TERM"), grace=True),
     "USR1 to everything": Interruption(_signal("USR1", "--full"), grace=True),

@@ -90,7 +90,7 @@ def perform(trial: Trial, slurm: Slurm, work: Path) -> dict[str, Any]:
         verdict, why = BROKEN, f"the trial itself failed: {error!r}"
     seconds = round(time.monotonic() - begun, 1)
     found = {"trial": trial.name, "seed": trial.seed, "case": trial.case, "verdict": verdict}
-    return {**found, "why": why[-4000:], "seconds": seconds}
+    return {**found, "why": f"{why[:1000]}\n...\n{why[-3000:]}" if len(why) > 4000 else why, "seconds": seconds}
 
 
 class _Missed(Exception):
@@ -163,7 +163,7 @@ class _Scene:
 
     def _check(self, job: str, wanted: Path, reached: int) -> None:
         state, log = self._state(job), self._log()
-        require(state == "COMPLETED", f"the job ended as {state}: {self._shown(job)}\n{log}")
+        require(state in self.interruption.ends, f"the job ended as {state}: {self._shown(job)}\n{log}")
         promises.complete_and_same(self.run, wanted, exact=True)
         promises.none_lost(self.run)
         left = [path.name for path in (self.run / "checkpoints").iterdir() if path.name.startswith(".")]
