@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import shlex
 import shutil
 import socket
@@ -216,6 +217,8 @@ class Slurm:
         (etc / "cgroup.conf").write_text("CgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n")
         lines = [
             "ClusterName=test",
+            # Ports follow from the numbers of jobs, which are not to be those of another cluster on this machine.
+            f"FirstJobId={random.randrange(1, 60_000)}",
             f"SlurmctldHost={socket.gethostname().partition('.')[0]}({controller})",
             f"SlurmctldPort={ports[0]}",
             *("SlurmUser=root", "SlurmdUser=root", "AuthType=auth/munge", "MailProg=/bin/true"),
