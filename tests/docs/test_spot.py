@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,28 @@ def test_the_service_runs_the_pages_command_and_is_not_repeated_in_vain() -> Non
     assert settings["ExecStart"].split()[1:] == list(command().words[1:])
     assert settings["ExecStart"].split()[0].endswith("/trainwright")
     assert settings["RestartPreventExitStatus"].split() == ["2", "3", "4"]
+
+
+def _program(directory: Path, name: str, lines: str) -> None:
+    (directory / name).write_text(f"#!/bin/bash\n{lines}\n")
+    (directory / name).chmod(0o755)
+
+
+def test_the_script_stops_the_service_once_its_instance_is_to_be_reclaimed(tmp_path: Path) -> None:
+    script = re.search(r"^```bash\n(#!/bin/bash\n.*?)^```", PAGE.read_text(), re.M | re.S)
+    assert script is not None
+    # The metadata service: it refuses what has no token, and announces the end at the third question.
+    curl = """
+        if [[ $* == *"-X PUT"*/latest/api/token ]]; then echo secret; exit; fi
+        [[ $* == *"X-aws-ec2-metadata-token: secret"*/latest/meta-data/spot/instance-action ]] || exit 22
+        echo asked >>asked
+        (($(wc -l <asked) > 2)) || exit 22"""
+    for name, lines in (("curl", curl), ("sleep", ""), ("systemctl", 'echo "$@" >called')):
+        _program(tmp_path, name, lines)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", script[1]], cwd=tmp_path, env={"PATH": path}, check=True, timeout=60)
+    assert (tmp_path / "called").read_text() == "stop training\n"
+    assert (tmp_path / "asked").read_text() == "asked\n" * 3
 
 
 class Instance:

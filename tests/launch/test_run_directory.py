@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,22 @@ def test_resume_without_a_run_finds_the_newest_of_the_recipe() -> None:
     a_run("tiny-big-20260401-120000")
     (Path("runs") / "tiny-20260501-120000").mkdir()  # no recipe in it
     assert run_directory.find("", "auto", "tiny") == newest
+
+
+@pytest.mark.parametrize(("began", "newest"), [("2026-02-01", "tiny-20260301-120000"), ("2026-04-01", "tiny")])
+def test_resume_without_a_run_finds_the_one_of_resume_auto_if_it_began_last(began: str, newest: str) -> None:
+    a_run("tiny-20260301-120000")
+    own = a_run("tiny")
+    begun, resumed = datetime.fromisoformat(began).timestamp(), datetime.fromisoformat("2026-05-01").timestamp()
+    (own / "events.jsonl").write_text(
+        f'{{"event": "start", "time": {begun}}}\n{{"event": "start", "time": {resumed}}}\n'
+    )
+    assert run_directory.find("", "auto", "tiny") == Path("runs") / newest
+
+
+def test_resume_without_a_run_finds_the_one_of_resume_auto_before_its_first_event() -> None:
+    own = a_run("tiny")
+    assert run_directory.find("", "auto", "tiny") == own
 
 
 def test_resume_of_a_named_run() -> None:

@@ -1,4 +1,4 @@
-"""``trainwright drill``: put faults into short runs of a recipe."""
+"""``trainwright drill``: inject faults into short runs of a recipe."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def drill(
     jobs: Annotated[int, typer.Option(help="How many faults at once.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Put faults into short runs of a recipe, and compare each run with the undisturbed one.
+    """Inject faults into short runs of a recipe, and compare each run with the undisturbed one.
 
     Processes are killed and signalled at every phase, disks fill up, checkpoints are damaged, numbers go wrong. Ends
     with 0: everything that could be tried held, 4: a trial is broken or missed, or none could be tried, 2: wrong
-    request, 3: unfit machine, 75: stopped.
+    request, 3: this machine cannot do it, 75: stopped.
     """
     import trainwright as tw
 

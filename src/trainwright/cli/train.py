@@ -41,8 +41,8 @@ def train(
         typer.Option(
             metavar="[RUN]",
             help="Resume this run: its directory, or the URL of its copies, such as s3://bucket/runs/NAME; without a "
-            "value, the recipe's newest run. auto: the run in runs/RECIPE, or in logging.run_directory, if it has "
-            "begun or has copies; otherwise start it there.",
+            "value, the recipe's newest run in runs/. auto: the run in runs/RECIPE, or in logging.run_directory, if it "
+            "has begun or has copies; otherwise start it there.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -86,21 +86,23 @@ def train(
     ] = None,
     most_waits: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="With --simulate: fail if the host waits for the GPU more often a step."),
+        typer.Option(
+            min=0, metavar="N", help="With --simulate: fail if the host waits for the GPU more than N times per step."
+        ),
     ] = None,
     compute: Annotated[
         bool,
         typer.Option(
             "--compute",
-            help="With --simulate: train on GPUs whose memory and kernels are this machine's, a process for each: "
-            "a run like every other, with its losses, on the code for GPUs.",
+            help="With --simulate: really compute, on this machine's CPU, with one process per simulated GPU: a run "
+            "with its losses and files, by the code for GPUs.",
         ),
     ] = False,
 ) -> None:
     """Train a recipe.
 
-    Ends with 0: finished, 2: wrong request, 3: unfit machine, 4: failed, 5: a machine failed, 75: stopped after a
-    checkpoint.
+    Ends with 0: finished, 2: wrong request, 3: this machine cannot do it, 4: failed, 5: a machine failed, 75: stopped;
+    run it again with --resume.
     """
     from trainwright.api.training import TrainingRequest, prepare
     from trainwright.launch.request import split_words

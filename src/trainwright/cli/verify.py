@@ -26,7 +26,7 @@ def verify(
     """Compare a few steps on one process with the recipe's strategy and processes, on this machine.
 
     Losses and gradient norms are shown side by side; nothing is written under runs/. Ends with 0: the same run, 4: they
-    differ or one failed, 2: wrong request, 3: unfit machine, 75: stopped.
+    differ or one failed, 2: wrong request, 3: this machine cannot do it, 75: stopped.
     """
     from trainwright.api.verification import VerifyRequest, compare
 

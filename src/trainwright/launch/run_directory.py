@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.checkpoints.stored_run import STORED_AS
+from trainwright.engine.checkpoints.stored_run import EVENTS, STORED_AS
 from trainwright.errors import RequestError, unwritable
 from trainwright.machine.sharing.file_lock import lock_directory
 from trainwright.paths import user_path, write_file
@@ -30,6 +30,7 @@ ARRAY_ELEMENT = "SLURM_ARRAY_TASK_ID"
 _BEFORE = ("logs", SUBMITTED)
 
 _LEAVING_SECONDS = 3.0
+_STAMP_FORMAT, _STAMP_LENGTH = "%Y%m%d-%H%M%S", 15
 _STAMP = r"\d{8}-\d{6}(-\d+)?"
 
 
@@ -46,7 +47,7 @@ def create(wanted: str, stem: str, *, in_place: bool = False) -> Path:
         except OSError as error:
             raise RequestError(f"logging.run_directory: {directory} cannot be created: {error.strerror}") from error
         return directory
-    name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{stem}-{time.strftime(_STAMP_FORMAT)}"
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
         directory = RUNS / f"{name}{suffix}"
         try:
@@ -94,7 +95,9 @@ def check_unbegun(directory: Path) -> None:
 def find(wanted: str, run_directory: str, stem: str) -> Path:
     """Return the run that --resume refers to: the directory `wanted`, or, if empty, the recipe's newest run.
 
-    `run_directory` is the recipe's logging.run_directory. Raises RequestError if there is no such run.
+    The newest is the one that began last, of runs/<stem>-<date>-<time> and runs/<stem>, where `--resume auto` and
+    `submit` begin it. `run_directory` is the recipe's logging.run_directory. Raises RequestError if there is no such
+    run.
     """
     if wanted or run_directory != "auto":
         directory = user_path(wanted or run_directory)
@@ -103,10 +106,20 @@ def find(wanted: str, run_directory: str, stem: str) -> Path:
         return directory
     pattern = re.compile(re.escape(stem) + "-" + _STAMP)
     runs = RUNS.iterdir() if RUNS.is_dir() else ()
-    found = [run for run in runs if pattern.fullmatch(run.name) and (run / RECIPE).is_file()]
+    stamped = [run for run in runs if pattern.fullmatch(run.name)]
+    found = [run for run in (*stamped, own_directory("auto", stem)) if (run / RECIPE).is_file()]
     if not found:
-        raise RequestError(f"--resume: no run of this recipe under {RUNS}/ ({stem}-<date>-<time>)")
-    return max(found, key=lambda run: (run.name.removeprefix(f"{stem}-")[:15], run.stat().st_mtime))
+        raise RequestError(f"--resume: no run of this recipe under {RUNS}/ ({stem} or {stem}-<date>-<time>)")
+    began = {run: run.name.removeprefix(f"{stem}-")[:_STAMP_LENGTH] for run in stamped}
+    return max(found, key=lambda run: (began.get(run) or _began(run), run.stat().st_mtime))
+
+
+def _began(run: Path) -> str:
+    """Return when a run began, as names of runs have it: the time of its first event, or else of its recipe."""
+    seconds = (run / RECIPE).stat().st_mtime
+    with suppress(OSError, ValueError, KeyError, TypeError), (run / EVENTS).open(encoding="utf-8") as events:
+        seconds = float(json.loads(events.readline())["time"])
+    return time.strftime(_STAMP_FORMAT, time.localtime(seconds))
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -208,7 +221,7 @@ def discard_unbegun(directory: Path, *, keep: bool = False) -> None:
 
     With `keep` the directory itself stays, which another process may wait to lock, and what was there before.
     """
-    if not (directory / "events.jsonl").exists():
+    if not (directory / EVENTS).exists():
         _remove(directory, keep)
 
 

@@ -32,18 +32,24 @@ def submit(
         typer.Option(min=1, help="Number of CPUs of each node. Default: the share of its GPUs, or all of them."),
     ] = None,
     time: Annotated[str | None, typer.Option(metavar="TIME", help="Time limit, such as 4h or 4:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account that is charged.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm only: partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm only: account that is charged.")] = None,
     array: Annotated[
         str | None,
         typer.Option(
             metavar="INDICES",
-            help="An array of jobs, such as 0-9: a run for each index, which replaces {element} in overrides.",
+            help="Slurm only: an array of jobs, such as 0-9: a run for each index, which replaces {element} in "
+            "overrides.",
         ),
     ] = None,
     until_done: Annotated[
         bool | None,
-        typer.Option("--until-done/--once", help="Requeue the job until the run has finished.", show_default=False),
+        typer.Option(
+            "--until-done/--once",
+            help="Slurm only: requeue the job after its time limit too, until the run has finished. Default, --once: "
+            "only after a preemption or a machine fault.",
+            show_default=False,
+        ),
     ] = None,
     manifest: Annotated[
         str | None,

@@ -111,7 +111,7 @@ def evaluate(
 ) -> None:
     """Measure a model: likelihoods and its answers, each with its 95 % interval.
 
-    Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
+    Ends with 0: done, 2: wrong request, 3: this machine cannot do it, 4: failed, 75: stopped by a signal.
     """
     given = locals()
     from trainwright.api.measuring import MeasureRequest, measure

@@ -66,7 +66,7 @@ def generate(
 ) -> None:
     """Generate answers: to --prompt, to the rows of --file, or without either interactively.
 
-    Ends with 0: done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
+    Ends with 0: done, 2: wrong request, 3: this machine cannot do it, 4: failed, 75: stopped by a signal.
     """
     options = {**locals()}
     del options["prompt"]

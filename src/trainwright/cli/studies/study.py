@@ -27,7 +27,7 @@ def unlearn_study(
     """Fine-tune on all rows and on the retain rows only, unlearn with each objective, and measure all models.
 
     Every part is an ordinary run or evaluation in its own directory; finished parts are not repeated. Ends with 0:
-    done, 2: wrong request, 3: unfit machine, 4: failed, 75: stopped by a signal.
+    done, 2: wrong request, 3: this machine cannot do it, 4: failed, 75: stopped by a signal.
     """
     import trainwright as tw
     from trainwright.launch.request import is_override
