@@ -13,7 +13,6 @@ from trainwright.cli import (
     collect,
     doctor,
     drill,
-    launch,
     machine,
     names_in_help,
     plan,
@@ -22,11 +21,11 @@ from trainwright.cli import (
     stop,
     tensorboard,
     train,
-    under,
     verify,
 )
 from trainwright.cli.clusters import jobs, submit
 from trainwright.cli.data import rows as data
+from trainwright.cli.launching import launch, under
 from trainwright.cli.models import evaluate, generate, publish
 from trainwright.cli.seeing import report, runs, watch
 from trainwright.cli.studies import ablate, study

@@ -11,7 +11,7 @@ import typer
 
 from trainwright.activity import Activity
 from trainwright.cli.names_in_help import NamesInHelp
-from trainwright.cli.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
+from trainwright.cli.launching.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.errors import RequestError
 from trainwright.text import say
 

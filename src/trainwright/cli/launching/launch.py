@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.cli.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
+from trainwright.cli.launching.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 
 # Options after the script are the script's: the first word that is not an option of ours ends our own.
 CONTEXT_SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
