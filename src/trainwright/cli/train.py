@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.activity import Activity
-from trainwright.cli.names_in_help import NamesInHelp
 from trainwright.cli.launching.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
+from trainwright.cli.names_in_help import NamesInHelp
 from trainwright.errors import RequestError
 from trainwright.text import say
 
