@@ -34,7 +34,7 @@ def drills() -> str:
             f"Faults of {sum(kind['tries'] > 0 for kind in kinds)} kinds put into short runs of the smallest recipe "
             "(single, ddp, fsdp and zero3 on 1 to 3 processes): nothing lost, wrong, left over or unnamed",
             "all of 1,000",
-            f"{total['held']:,} of {total['tries']:,}, {results['left']:,} not tried yet",
+            _held(total["held"], total["tries"], results["left"]),
             "python bench/drill.py",
         ),
         (
@@ -55,7 +55,7 @@ def jobs() -> str:
             f"Runs on a real Slurm of two nodes interrupted at random moments in {storm['kinds']} ways: finished by "
             "themselves, bit-identical to the undisturbed run, at most one step done again where there was any grace",
             f"all of {storm['trials']}",
-            f"{held} of {storm['done']}, {left} not tried yet",
+            _held(held, storm["done"], left),
             "python bench/storm.py",
         ),
     ]
@@ -122,6 +122,10 @@ def hangs() -> str:
         ),
     ]
     return table(rows, results)
+
+
+def _held(held: int, done: int, left: int) -> str:
+    return f"{held:,} of {done:,}" + (f", {left:,} not tried yet" if left else "")
 
 
 def false_alarms() -> str:
