@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tests.support.runs import ON_ROWS, ROWS, TINY
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.clusters.attempts import failures_in_a_row, may_continue
 from trainwright.launch.slurm import requeue, scheduler
+from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds
 
 
@@ -91,6 +93,18 @@ def test_nothing_that_a_name_says_is_executed(here: Path, monkeypatch: pytest.Mo
     assert words[words.index("train") + 1] == str(recipe)
     assert prompt.replace("{element}", "3") in words and f"logging.run_directory={odd}/run" in words
     assert not [*here.rglob("pwned")]
+
+
+@pytest.mark.parametrize("name", ["a #b: c", "a: b", "a b", "end:"])
+def test_a_run_trains_in_the_directory_of_its_job(name: str, here: Path) -> None:
+    """An override is YAML, in which these names are more than a text."""
+    directory = here / name / "run"
+    lines = printed(f'logging.run_directory="{directory}"')
+    assert f"run={shlex.quote(str(directory))}" in lines
+    (srun,) = (line for line in lines if line.startswith("srun "))
+    words = shlex.split(srun)
+    overrides = words[words.index("train") + 2 : words.index("--resume")]
+    assert load_recipe(TINY, overrides).logging.run_directory == str(directory)
 
 
 @pytest.mark.parametrize("name", ["a b", "a'b", 'a"b', "a\nb", "$(touch pwned)", "a;b", "-a", "../a", "", "a/b"])
