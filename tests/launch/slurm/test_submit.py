@@ -14,6 +14,7 @@ import pytest
 
 import trainwright as tw
 from tests.support.commands import ROOT, environment, wait_for
+from tests.support.fake_slurm import clusters, commands
 from tests.support.runs import ON_ROWS, ROWS, TINY
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.clusters.attempts import failures_in_a_row, may_continue
@@ -21,24 +22,12 @@ from trainwright.launch.slurm import requeue, scheduler
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def trainwright(*words: str) -> str:
     command = [sys.executable, "-m", "trainwright", *words]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=True).stdout
-
-
-def clusters(here: Path, text: str) -> None:
-    file = here / "config" / "trainwright" / "clusters.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
 
 
 def printed(*overrides: str, recipe: Path = TINY, to: str | None = "slurm", **options: object) -> list[str]:
@@ -222,15 +211,6 @@ def test_times_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
 )
 def test_what_the_run_failed_by_is_not_retried(code: int, continues: bool) -> None:
     assert may_continue(code) is continues
-
-
-def commands(here: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
-    """Put commands of this name into PATH, in the place of Slurm's."""
-    (here / "bin").mkdir()
-    for name, script in scripts.items():
-        (here / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
-        (here / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}")
 
 
 def test_variables_of_sbatch_do_not_override_what_was_asked(

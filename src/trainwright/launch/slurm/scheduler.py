@@ -13,7 +13,7 @@ from pathlib import Path
 from trainwright.errors import RequestError
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm.job import COMMENT
-from trainwright.launch.slurm.sbatch_variables import overriding
+from trainwright.launch.slurm.sbatch_variables import overriding, without_own_job
 from trainwright.text import say
 
 _SECONDS = 60
@@ -81,14 +81,14 @@ class Grace:
 
 
 def submit(file: Path) -> str:
-    """Submit a job's file, for which no variable of the environment counts that overrides it; return the number of the
-    job. Raises RequestError with sbatch's words.
+    """Submit a job's file, for which no variable of the environment counts that overrides it, nor one of the job of
+    this process; return the number of the job. Raises RequestError with sbatch's words.
     """
     left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
     if left_out:
         found = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
         say(f"note: sbatch is run without {found}, which would override what {file} asks for", file=sys.stderr)
-    variables = {name: value for name, value in os.environ.items() if name not in left_out}
+    variables = {name: value for name, value in without_own_job(os.environ).items() if name not in left_out}
     done = _run("sbatch", "--parsable", str(file), variables=variables)
     if done.returncode:
         raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(done.stderr)}{_there()}")
