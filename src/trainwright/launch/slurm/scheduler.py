@@ -17,6 +17,7 @@ from trainwright.launch.slurm.sbatch_variables import overriding, without_own_jo
 from trainwright.text import say
 
 _SECONDS = 60
+_SUBMIT_SECONDS = 180  # sbatch itself tries for two minutes
 _FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"
 _NOT_SET = ("N/A", "")
 # What Slurm's commands say while its controller restarts or is overloaded.
@@ -82,14 +83,16 @@ class Grace:
 
 def submit(file: Path) -> str:
     """Submit a job's file, for which no variable of the environment counts that overrides it, nor one of the job of
-    this process; return the number of the job. Raises RequestError with sbatch's words.
+    this process; return the number of the job. Raises RequestError with sbatch's words, Unreachable if
+    Slurm has not answered: it may have taken the job.
     """
     left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
     if left_out:
         found = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
         say(f"note: sbatch is run without {found}, which would override what {file} asks for", file=sys.stderr)
     variables = {name: value for name, value in without_own_job(os.environ).items() if name not in left_out}
-    done = _run("sbatch", "--parsable", str(file), variables=variables)
+    done = _run("sbatch", "--parsable", str(file), variables=variables, seconds=_SUBMIT_SECONDS)
+    _check_reachable(done)
     if done.returncode:
         raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(done.stderr)}{_there()}")
     return done.stdout.strip().partition(";")[0]
@@ -231,12 +234,14 @@ def _words(text: str) -> str:
     return "; ".join(re.sub(r"^\w+: (error: )?", "", line) for line in text.splitlines() if line.strip())
 
 
-def _run(*command: str, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    *command: str, variables: Mapping[str, str] | None = None, seconds: float = _SECONDS
+) -> subprocess.CompletedProcess[str]:
     if variables is None:  # without SQUEUE_STATES, SCANCEL_INTERACTIVE and so on, which change what is asked and done
         own = f"{command[0].upper()}_"
         variables = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=variables)
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=variables)
     except FileNotFoundError:
         raise RequestError(
             f"no scheduler found: there is no {command[0]} here; run this on a login node of the cluster, or only show "

@@ -18,7 +18,11 @@ from trainwright.paths import write_file
 if TYPE_CHECKING:
     from trainwright.planning.plan import Plan
 
-_LOCK_SECONDS = 120.0  # longer than the scheduler's commands may take
+_LOCK_SECONDS = 400.0  # longer than the scheduler's commands may take
+
+
+class _InDoubt(RequestError):
+    """The job may be in the queue."""
 
 
 def completed(job: Job) -> Job:
@@ -36,8 +40,8 @@ def submit(job: Job) -> str:
     """Write the job's file and submit it; return the job's number.
 
     Raises:
-        RequestError: there is no scheduler, it refuses the job, or another job of the run is in the queue. Nothing is
-            left behind.
+        RequestError: there is no scheduler, it refuses the job, or another job of the run is in the queue, and nothing
+            is left behind; or the scheduler did not answer, and the job may be in the queue.
     """
     _refuse_queued(job)
     try:
@@ -51,7 +55,9 @@ def submit(job: Job) -> str:
         try:
             _refuse_queued(job)
             write_file(file, text(job))
-            return scheduler.submit(file)
+            return _submitted(job)
+        except _InDoubt:  # what a job in the queue needs is left
+            raise
         except OSError as error:
             _undo(job, before)
             raise RequestError(f"{file} cannot be written: {error.strerror}") from None
@@ -60,13 +66,31 @@ def submit(job: Job) -> str:
             raise
 
 
+def _submitted(job: Job) -> str:
+    try:
+        return scheduler.submit(file_of(job))
+    except scheduler.Unreachable as error:
+        with suppress(RequestError):
+            for found in _queued(job):
+                return found.name.partition("_")[0]
+        raise _InDoubt(
+            f"{error}; the job may be in the queue or get there: look with trainwright jobs, and if it is not there, "
+            "submit the run again"
+        ) from None
+
+
 def _refuse_queued(job: Job) -> None:
-    for other in scheduler.queue(each=True):
-        if job.run in (other.run, other.array) and other.state != "COMPLETING":
-            raise RequestError(
-                f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again "
-                f"when it has ended, or end it with: trainwright stop {shlex.quote(str(job.run))}"
-            )
+    for other in _queued(job):
+        raise RequestError(
+            f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again when "
+            f"it has ended, or end it with: trainwright stop {shlex.quote(str(job.run))}"
+        )
+
+
+def _queued(job: Job) -> list[scheduler.QueuedJob]:
+    """Return the jobs in the queue that train the run, or of an array a run of it."""
+    found = scheduler.queue(each=True)
+    return [other for other in found if job.run in (other.run, other.array) and other.state != "COMPLETING"]
 
 
 def _undo(job: Job, before: bytes | None) -> None:
