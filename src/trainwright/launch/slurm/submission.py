@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
 from trainwright.launch.clusters.job import Job
-from trainwright.launch.ending.requests import STATE_BYTES, seconds_to_stop, seconds_to_write
+from trainwright.launch.ending.requests import (
+    STATE_BYTES,
+    forget_stops,
+    seconds_to_stop,
+    seconds_to_write,
+    was_asked_to_stop,
+)
 from trainwright.launch.slurm import scheduler
 from trainwright.launch.slurm.job import directory_of, file_of, text
 from trainwright.machine.sharing.file_lock import lock_directory, remove_locked
@@ -55,6 +61,9 @@ def submit(job: Job) -> str:
         try:
             _refuse_queued(job)
             write_file(file, text(job))
+            for run in job.runs():
+                if was_asked_to_stop(run):  # which the end of the new job would take for a request to it
+                    forget_stops(run, 0.0)
             return _submitted(job)
         except _InDoubt:  # what a job in the queue needs is left
             raise
