@@ -13,6 +13,7 @@ from tests.support.runs import ON_ROWS, TINY
 from trainwright.api import stopping
 from trainwright.launch.slurm import requeue
 
+ENDED = "Slurm says that it is completing, as after scancel"
 PREEMPTED = "PreemptTime=2026-03-01T06:12:00"
 
 
@@ -70,3 +71,43 @@ def test_a_stop_of_an_earlier_job_does_not_end_the_next_one(
     with pytest.raises(SystemExit, match="75"):
         requeue.main()
     assert (here / "asked").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize(
+    ("shown", "words", "reason"),
+    [
+        (f"JobState=COMPLETING Reason=None {PREEMPTED}", [], None),  # the grace is over
+        (f"JobState=RUNNING Reason=None {PREEMPTED}", [], None),
+        (f"JobState=COMPLETING Reason=None StartTime=2026-03-01T07:00:00 {PREEMPTED}", [], ENDED),
+        ("JobState=COMPLETING Reason=None PreemptTime=None", ["--until-done"], ENDED),
+        ("JobState=COMPLETING Reason=TimeLimit PreemptTime=None", ["--until-done"], None),
+        (
+            "JobState=RUNNING Reason=None PreemptTime=None",
+            [],
+            "it was not preempted, and was submitted without --until",
+        ),
+        ("", ["--until-done"], "Slurm does not know it"),
+    ],
+)
+@pytest.mark.parametrize("answer", ["", "echo 'Job is pending execution for job 7' >&2; exit 1"])
+def test_a_preempted_job_is_requeued_or_its_log_says_why_not(
+    answer: str,
+    shown: str,
+    words: list[str],
+    reason: str | None,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The answer is that of a Slurm that has put the job back itself."""
+    scontrol = f'if [ "$1" = show ]; then echo "{shown}"; else echo "$@" >>asked; {answer or "true"}; fi'
+    commands(here, monkeypatch, scontrol=scontrol)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "75", *words])
+    with pytest.raises(SystemExit, match="75"):
+        requeue.main()
+    said = " ".join(capsys.readouterr().err.split())
+    if reason is None:
+        assert (here / "asked").read_text() == "requeue 7\n" and "job 7 is requeued, as the run ended with" in said
+    else:
+        assert not (here / "asked").exists() and f"job 7 is not requeued: {reason}" in said

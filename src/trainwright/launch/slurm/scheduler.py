@@ -22,7 +22,8 @@ _FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"
 _NOT_SET = ("N/A", "")
 # What Slurm's commands say while its controller restarts or is overloaded.
 _AWAY = re.compile(r"unable to contact|timed out|zero bytes", re.IGNORECASE)
-
+# What they say of a job that Slurm has put back into the queue itself.
+_PENDING = re.compile(r"job is pending", re.IGNORECASE)
 # What they say of a job that has ended meanwhile.
 _OVER = re.compile(r"invalid job id|already (finished|complet)", re.IGNORECASE)
 
@@ -119,10 +120,13 @@ def shown(job: str) -> dict[str, str]:
 
 
 def requeue(job: str) -> None:
-    """Put a job back into the queue. Raises RequestError with Slurm's words, Unreachable if there is no answer."""
+    """Put a job back into the queue, if Slurm has not.
+
+    Raises RequestError with Slurm's words, Unreachable if there is no answer.
+    """
     done = _run("scontrol", "requeue", job)
     _check_reachable(done)
-    if done.returncode:
+    if done.returncode and not _PENDING.search(done.stderr):
         raise RequestError(f"scontrol refuses: {_words(done.stderr)}")
 
 
@@ -238,7 +242,7 @@ def _run(
     *command: str, variables: Mapping[str, str] | None = None, seconds: float = _SECONDS
 ) -> subprocess.CompletedProcess[str]:
     if variables is None:  # without SQUEUE_STATES, SCANCEL_INTERACTIVE and so on, which change what is asked and done
-        own = f"{command[0].upper()}_"
+        own = (f"{command[0].upper()}_", "SLURM_TIME_FORMAT")
         variables = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=variables)
