@@ -188,6 +188,15 @@ def test_a_job_asks_for_the_gpus_that_it_is_planned_for(here: Path, monkeypatch:
         assert made.plan is not None and made.plan.details.cluster.devices_per_node == (gpus or 1)
     two = tw.submit(TINY, ON_ROWS, to="one", nodes=2, dry_run=True).plan
     assert two is not None and (two.details.cluster.nodes, two.details.cluster.devices) == (2, 2)
+    for options, size in (({"nodes": 2}, (2, 4)), ({"gpus_per_node": 2}, (1, 2))):
+        plan = tw.submit(TINY, ON_ROWS, to="file", dry_run=True, **options).plan  # type: ignore[arg-type]
+        assert plan is not None
+        cluster = plan.details.cluster
+        assert (cluster.nodes, cluster.devices_per_node) == size and (cluster.network is not None) is (size[0] > 1)
+        assumed = "a network of" if size[0] > 1 else "of a whole node, for 2 of its 4 GPUs"
+        assert any(assumed in each for each in cluster.assumptions)
+    processors = tw.submit(TINY, ON_ROWS, to="cpu", nodes=2, dry_run=True).plan
+    assert processors is not None and processors.details.cluster.devices == 2
 
 
 def test_the_machine_of_a_cluster_is_one_node(here: Path) -> None:
