@@ -10,6 +10,7 @@ import trainwright as tw
 from tests.support.fake_slurm import commands
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.errors import RequestError
+from trainwright.launch.slurm import scheduler
 
 SLOW = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
 
@@ -57,3 +58,50 @@ def test_of_a_job_that_is_refused_nothing_is_left(here: Path, monkeypatch: pytes
     with pytest.raises(RequestError, match=r"^sbatch refuses the job, and nothing was submitted: invalid account"):
         tw.submit(TINY, ON_ROWS, to="slurm")
     assert not (here / "runs/tiny").exists()
+
+
+NODE = "CoresPerSocket=32 CPUAlloc=0 CPUEfctv=56 CPUTot=64 Gres=gpu:8(S:0-1) Partitions=gpu,low OS=Linux 5.4 State=IDLE"
+PARTITIONS = "PartitionName=gpu Default=YES MaxCPUsPerNode={}\nPartitionName=low Default=NO MaxCPUsPerNode=8"
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "nodes", "limit", "partition", "gpus", "cpus"),
+    [
+        ("gpu*|64|gpu:a100:2,gpu:v100:6", "", "", None, 4, 32),
+        ("gpu*|32|gpu:4\ngpu*|64|gpu:8", "", "", None, 8, 64),
+        ("gpu*|32|gpu:4\ngpu*|64|gpu:8", "", "", None, 4, 32),
+        ("gpu*|32|gpu:4\ngpu*|64|(null)", "", "", None, 8, 32),  # none has enough
+        ("gpu*|64|(null)", "", "", None, 8, None),
+        ("gpu*|64+|gpu:8\nlow|16|gpu:8", "", "", None, None, 64),
+        ("", f"NodeName=n1 {NODE}", "UNLIMITED", None, None, 56),
+        ("", f"NodeName=n1 {NODE}", "UNLIMITED", None, 4, 28),
+        ("", f"NodeName=n1 {NODE}", "32", None, None, 32),
+        ("", f"NodeName=n1 {NODE}", "UNLIMITED", "low", None, 8),
+        ("", f"NodeName=n1 {NODE.replace('CPUEfctv=56 ', '')}", "UNLIMITED", "gpu", None, 64),
+    ],
+)
+def test_a_job_asks_for_the_cpus_that_a_node_gives_it(
+    sinfo: str,
+    nodes: str,
+    limit: str,
+    partition: str | None,
+    gpus: int | None,
+    cpus: int | None,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = PARTITIONS.format(limit) if nodes else ""
+    scontrol = f'case $2 in node) echo "{nodes}";; partition) echo "{shown}";; esac'
+    commands(here, monkeypatch, sinfo=f'echo "{sinfo}"', scontrol=scontrol)
+    assert scheduler.cpus_per_node(partition, gpus) == cpus
+
+
+@pytest.mark.parametrize("cpus", [None, 64])
+def test_a_refused_number_of_cpus_that_nobody_wrote_is_named(
+    cpus: int | None, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = "echo 'sbatch: error: CPU count per node can not be satisfied' >&2; exit 1"
+    commands(here, monkeypatch, sbatch=refused, squeue="", sinfo='echo "gpu*|64|(null)"')
+    with pytest.raises(RequestError) as error:
+        tw.submit(TINY, ON_ROWS, to="slurm", cpus_per_node=cpus)
+    assert ("--cpus-per-task=64 was chosen from what Slurm says" in str(error.value)) is (cpus is None)

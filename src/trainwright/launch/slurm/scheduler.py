@@ -179,20 +179,53 @@ def job_warning(needed: float) -> str | None:
 
 def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
     """Return the CPUs of a partition's smallest node, or the share of them that belongs to ``gpus`` of its GPUs; None
-    if Slurm does not say.
+    if Slurm does not say. Nodes with fewer GPUs do not count, if any has enough.
     """
+    nodes = _nodes(partition) or _nodes_of_sinfo(partition)
+    if gpus is None:
+        return min((cpus for cpus, _ in nodes), default=None)
+    most = max((there for _, there in nodes), default=0)
+    counted = [(cpus, there) for cpus, there in nodes if there >= max(1, min(gpus, most))]
+    return min((max(1, int(cpus * min(1.0, gpus / there))) for cpus, there in counted), default=None)
+
+
+def _nodes(partition: str | None) -> list[tuple[int, int]]:
+    """Return CPUs and GPUs of each node of a partition, without the CPUs that no job of it can have: those that are
+    reserved for the system (CoreSpecCount, CpuSpecList) and those above MaxCPUsPerNode.
+    """
+    partitions = {each.get("PartitionName", ""): each for each in _records("partition")}
+    default = [name for name, each in partitions.items() if each.get("Default") == "YES"]
+    found = []
+    for node in _records("node"):
+        cpus = node.get("CPUEfctv", node.get("CPUTot", ""))  # the first: since Slurm 22.05
+        for name in {*(default if partition is None else partition.split(","))} & {
+            *node.get("Partitions", "").split(",")
+        }:
+            limit = partitions.get(name, {}).get("MaxCPUsPerNode", "")
+            if cpus.isdigit():
+                found.append((min(int(each) for each in (cpus, limit) if each.isdigit()), _gpus(node.get("Gres", ""))))
+    return found
+
+
+def _nodes_of_sinfo(partition: str | None) -> list[tuple[int, int]]:
+    """Return CPUs and GPUs of each kind of node of a partition."""
     only = [] if partition is None else [f"--partition={partition}"]
-    done = _run("sinfo", "--noheader", "--format=%P|%c|%G", *only)
-    shares = []
-    for line in done.stdout.splitlines():
+    found = []
+    for line in _run("sinfo", "--noheader", "--format=%P|%c|%G", *only).stdout.splitlines():
         name, cpus, devices = (*line.split("|"), "", "")[:3]
-        if (partition is None and not name.endswith("*")) or not cpus.rstrip("+").isdigit():
-            continue
-        found = re.search(r"gpu(?::[^:(,]+)?:(\d+)", devices)
-        if gpus is None or found is not None:
-            share = 1.0 if gpus is None or found is None else min(1.0, gpus / int(found[1]))
-            shares.append(max(1, int(int(cpus.rstrip("+")) * share)))
-    return min(shares, default=None)
+        if (partition is not None or name.endswith("*")) and cpus.rstrip("+").isdigit():
+            found.append((int(cpus.rstrip("+")), _gpus(devices)))
+    return found
+
+
+def _records(kind: str) -> list[dict[str, str]]:
+    shown = _run("scontrol", "show", kind, "--oneliner").stdout
+    return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.splitlines()]
+
+
+def _gpus(devices: str) -> int:
+    """Return the number of GPUs of all kinds, such as 8 of ``gpu:a100:2(S:0),gpu:v100:6``."""
+    return sum(map(int, re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", devices)))
 
 
 def _queued(fields: Sequence[str]) -> QueuedJob:

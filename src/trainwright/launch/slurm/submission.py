@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +25,7 @@ from trainwright.paths import write_file
 if TYPE_CHECKING:
     from trainwright.planning.plan import Plan
 
+_OF_CPUS = re.compile(r"cpu|processor|configuration|limit", re.IGNORECASE)
 _LOCK_SECONDS = 400.0  # longer than the scheduler's commands may take
 
 
@@ -42,8 +44,11 @@ def completed(job: Job) -> Job:
     return job
 
 
-def submit(job: Job) -> str:
+def submit(job: Job, *, chosen: bool = False) -> str:
     """Write the job's file and submit it; return the job's number.
+
+    Args:
+        chosen: the number of its CPUs is that of `completed`.
 
     Raises:
         RequestError: there is no scheduler, it refuses the job, or another job of the run is in the queue, and nothing
@@ -64,7 +69,7 @@ def submit(job: Job) -> str:
             for run in job.runs():
                 if was_asked_to_stop(run):  # which the end of the new job would take for a request to it
                     forget_stops(run, 0.0)
-            return _submitted(job)
+            return _submitted(job, chosen)
         except _InDoubt:  # what a job in the queue needs is left
             raise
         except OSError as error:
@@ -75,7 +80,7 @@ def submit(job: Job) -> str:
             raise
 
 
-def _submitted(job: Job) -> str:
+def _submitted(job: Job, chosen: bool) -> str:
     try:
         return scheduler.submit(file_of(job))
     except scheduler.Unreachable as error:
@@ -85,6 +90,13 @@ def _submitted(job: Job) -> str:
         raise _InDoubt(
             f"{error}; the job may be in the queue or get there: look with trainwright jobs, and if it is not there, "
             "submit the run again"
+        ) from None
+    except RequestError as error:
+        if not chosen or not _OF_CPUS.search(str(error)):
+            raise
+        raise RequestError(
+            f"{error}; --cpus-per-task={job.settings.cpus_per_node} was chosen from what Slurm says of its nodes: "
+            "--cpus-per-node sets another number"
         ) from None
 
 
