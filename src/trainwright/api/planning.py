@@ -12,6 +12,7 @@ from trainwright.api.recipe import Recipe, source_of
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
+    from trainwright.machine.machine_file import Written
     from trainwright.planning.facts import Facts
     from trainwright.planning.plan import Plan as Details
     from trainwright.recipe import schema
@@ -107,7 +108,7 @@ def plan(
     sequence_length: int | None = None,
     global_batch_size: int = 64,
     steps: int | None = None,
-    on: str | PathLike[str] | None = None,
+    on: str | PathLike[str] | Written | None = None,
     tokens: str | None = None,
     price: float | None = None,
     progress: bool = False,
@@ -121,7 +122,8 @@ def plan(
         sequence_length: with a model: tokens per row. Default: 2048, or the model's maximum if that is less.
         global_batch_size: with a model: rows per optimizer step.
         steps: with a model: optimizer steps of the run.
-        on: plan for this machine, such as ``8xH100`` or a file of ``trainwright machine --json``, instead of this one.
+        on: plan for this machine, such as ``8xH100`` or a file of ``trainwright machine --json``, instead of this one;
+            or for what ``machine_file.machine_of`` returns for these.
         tokens: a budget of tokens to train on: ``300B``, or ``20x`` for 20 per parameter.
         price: with ``tokens``: the price of an hour of a device.
         progress: show operations that take long.
@@ -139,6 +141,7 @@ def plan(
     import sys
 
     from trainwright.activity import Activity, doing
+    from trainwright.machine.machine_file import machine_of
 
     if price is not None and tokens is None:
         raise RequestError("--price: needs --tokens, such as 20x")
@@ -153,7 +156,7 @@ def plan(
             budget = tokens_of(tokens, facts.workload)
             facts = facts._replace(workload=with_budget(facts.workload, budget))
         doing("planning")
-        made = _made(to_plan, facts, None if on is None else str(on))
+        made = _made(to_plan, facts, on if on is None or isinstance(on, tuple) else machine_of(str(on)))
     if progress and made.basis.message is not None:
         from trainwright.text import say
 
@@ -198,17 +201,16 @@ def _facts(recipe: schema.Recipe, full: bool) -> Facts:
     return full_rows(recipe) if full else facts_of(recipe)
 
 
-def _made(recipe: schema.Recipe, facts: Facts, on: str | None) -> Details:
+def _made(recipe: schema.Recipe, facts: Facts, on: Written | None) -> Details:
     from trainwright.activity import doing
     from trainwright.machine.describe import cluster_of
-    from trainwright.machine.machine_file import machine_of
     from trainwright.planning.plan import constraints_of, installed, make_plan
     from trainwright.planning.resolve import filled, possible
     from trainwright.planning.step_time.basis import Basis, basis_of
 
     here: dict[str, Any] = {}
     if on is not None:
-        cluster, calibration, measurement = machine_of(on)
+        cluster, calibration, measurement = on
         here = {"basis": Basis(calibration, measurement)}
     else:
         from trainwright.machine.accelerators import with_device

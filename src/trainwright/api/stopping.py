@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.api.run import Run
 from trainwright.errors import RequestError
-from trainwright.launch.ending.requests import CHECKPOINT_FILE, STOP_FILE
+from trainwright.launch.ending.requests import CHECKPOINT_FILE, STOP_FILE, was_asked_to_stop
 from trainwright.launch.run_directory import RECIPE, SUBMITTED
 from trainwright.machine.sharing.file_lock import is_locked
 from trainwright.paths import run_path
@@ -121,11 +121,13 @@ def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
     asked: set[tuple[str, bool]] = set()
     while jobs:
         new = [job for job in jobs if (job.name, job.waits) not in asked]  # a job may begin, or wait again, meanwhile
-        begun = [job for job in new if not job.waits and (job.run / RECIPE).is_file()]
+        running = [job for job in jobs if not job.waits and (job.run / RECIPE).is_file()]
+        begun = [job for job in new if job in running]
         scheduler.cancel([job for job in new if job not in begun])
         scheduler.forbid_requeue(begun)
-        for job in begun:
-            _touch(job.run / STOP_FILE)
+        for job in running:  # a start that is not this far yet forgets what was asked before it
+            if job in begun or not was_asked_to_stop(job.run):
+                _touch(job.run / STOP_FILE)
         asked |= {(job.name, job.waits) for job in new}
         ends |= {job.run: "" if job in begun else "canceled" for job in new}
         if all(job.waits for job in jobs):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -173,7 +172,8 @@ def _begun_or_new(recipe: Path | Tree | None, overrides: list[str], translation:
         raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
     asked = load_recipe(recipe, overrides)
     run = run_directory.own_directory(asked.logging.run_directory, _stem_of(recipe))
-    there = [*(each for each in overrides if not each.startswith(_DIRECTORY)), f"{_DIRECTORY}{json.dumps(str(run))}"]
+    kept = [each for each in overrides if not each.startswith(_DIRECTORY)]
+    there = [*kept, run_directory.override_of(run)]
     begun, fetched = (run / run_directory.RECIPE).is_file(), False
     if not begun and asked.checkpoint.copies:
         from trainwright.launch.storage.stored_runs import fetch, places_of

@@ -18,6 +18,7 @@ from trainwright.machine.sharing.file_lock import lock_directory
 from trainwright.paths import user_path, write_file
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.recipe.yaml_text import parse_value
 
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
@@ -65,6 +66,16 @@ def check_new(directory: Path) -> None:
             f"logging.run_directory: {directory} exists; continue that run with --resume {directory}, "
             "or choose another directory"
         )
+
+
+def override_of(directory: Path) -> str:
+    """Return the override that names the directory of a run. In YAML, ``a #b`` and ``a: b`` are not read as written."""
+    key, value = "logging.run_directory", str(directory)
+    try:
+        is_text = parse_value(value, key, ())[0] == value
+    except RequestError:
+        is_text = False
+    return f"{key}={value if is_text else json.dumps(value, ensure_ascii=False)}"
 
 
 def own_directory(wanted: str, stem: str) -> Path:

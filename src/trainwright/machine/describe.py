@@ -131,11 +131,9 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
         assumptions.append(f"the GPUs differ; all are planned as the smallest, {card.name}")
     devices = max(1, len(gpus))
     if nodes > 1 and network_bits is None:
-        count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
-        network_bits = count * rate
-        assumptions.append(f"a network of {network_bits / 1e9:g} Gb/s per node")
+        network_bits = _assumed_network(card, assumptions)
     return Cluster(
-        name=f"{f'{nodes}x' if nodes > 1 else ''}{devices}x{card.name}",
+        name=_name(nodes, devices, card),
         nodes=nodes,
         devices_per_node=devices,
         card=card,
@@ -150,6 +148,36 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
         unified=any(gpu.unified for gpu in gpus),
         assumptions=tuple(assumptions),
     )
+
+
+def nodes_like(node: Cluster, nodes: int, devices: int) -> Cluster:
+    """Return ``nodes`` like ``node``, of each of which a job has so many ``devices``, with an assumed network."""
+    if (nodes, devices) == (node.nodes, node.devices_per_node):
+        return node
+    assumptions = list(node.assumptions)
+    if devices < node.devices_per_node:
+        assumptions.append(
+            f"the host memory and cores of a whole node, for {devices} of its {node.devices_per_node} GPUs"
+        )
+    return replace(
+        node,
+        name=_name(nodes, devices, node.card),
+        nodes=nodes,
+        devices_per_node=devices,
+        network=network(_assumed_network(node.card, assumptions), devices) if nodes > 1 else None,
+        assumptions=tuple(assumptions),
+    )
+
+
+def _name(nodes: int, devices: int, card: Card) -> str:
+    return f"{f'{nodes}x' if nodes > 1 else ''}{devices}x{card.name}"
+
+
+def _assumed_network(card: Card, assumptions: list[str]) -> float:
+    """Return the bits per second of a node's network, which nothing describes."""
+    count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
+    assumptions.append(f"a network of {count * rate / 1e9:g} Gb/s per node")
+    return count * rate
 
 
 def _check_counts(text: str, nodes: int, devices: int, card: Card) -> None:

@@ -14,6 +14,7 @@ import trainwright as tw
 from tests.support.packages import environment_with
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.errors import RequestError
+from trainwright.recipe.loading import load_recipe
 
 CLUSTER = "{scheduler: skypilot, machine: 8xH100, bucket: 's3://runs', setup: [pip install x], spot: true}"
 SHARED = "{scheduler: skypilot, machine: 8xH100, mount: /runs, setup: [sudo mount x /runs], spot: true}"
@@ -53,12 +54,16 @@ def test_the_task_asks_for_nodes_and_recovers_by_our_codes(here: Path) -> None:
     assert task["setup"] == "sudo mount x /runs\n"
 
 
+@pytest.mark.parametrize("name", ["two", "a #b: c's"])
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_skypilots_variables_become_ours_and_nothing_that_a_name_says_is_executed(nodes: int, here: Path) -> None:
+def test_skypilots_variables_become_ours_and_nothing_that_a_name_says_is_executed(
+    nodes: int, name: str, here: Path
+) -> None:
     if nodes > 1:
         describe(here, SHARED)
     prompt = "evaluate.prompts=['$(touch pwned) `touch pwned` $HOME']"
-    (here / "run.sh").write_text(yaml.safe_load(text(prompt, nodes=nodes, name="two"))["run"])
+    directory = f'logging.run_directory="{here}/{name}"'
+    (here / "run.sh").write_text(yaml.safe_load(text(prompt, directory, nodes=nodes))["run"])
     (here / "bin").mkdir()
     (here / "bin" / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >words.txt\n')
     (here / "bin" / "python").chmod(0o755)
@@ -73,9 +78,11 @@ def test_skypilots_variables_become_ours_and_nothing_that_a_name_says_is_execute
     subprocess.run(["bash", "run.sh"], env=variables, check=True)
     words = (here / "words.txt").read_text().splitlines()
     train = words[words.index("--") + 1 :]
-    run = "/runs/two" if nodes > 1 else "/home/a user/runs/two"
+    run = f"/runs/{name}" if nodes > 1 else f"/home/a user/runs/{name}"
     assert words[:3] == ["-m", "trainwright.launch.clusters.attempt", run]
-    assert train[0] == "r $(touch pwned).yaml" and prompt in train and f"logging.run_directory={run}" in train
+    assert train[0] == "r $(touch pwned).yaml" and prompt in train
+    overrides = [word for word in train[1:] if word.startswith("logging.")]
+    assert load_recipe(TINY, overrides).logging.run_directory == run
     if nodes == 1:  # what outlives the machine
         assert 'checkpoint.copies=["s3://runs"]' in train
         assert words[words.index("--count-in") + 1] == "s3://runs"

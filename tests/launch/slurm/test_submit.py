@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,30 +14,20 @@ import pytest
 
 import trainwright as tw
 from tests.support.commands import ROOT, environment, wait_for
+from tests.support.fake_slurm import clusters, commands
 from tests.support.runs import ON_ROWS, ROWS, TINY
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.clusters.attempts import failures_in_a_row, may_continue
 from trainwright.launch.slurm import requeue, scheduler
+from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def trainwright(*words: str) -> str:
     command = [sys.executable, "-m", "trainwright", *words]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=True).stdout
-
-
-def clusters(here: Path, text: str) -> None:
-    file = here / "config" / "trainwright" / "clusters.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
 
 
 def printed(*overrides: str, recipe: Path = TINY, to: str | None = "slurm", **options: object) -> list[str]:
@@ -91,6 +82,18 @@ def test_nothing_that_a_name_says_is_executed(here: Path, monkeypatch: pytest.Mo
     assert words[words.index("train") + 1] == str(recipe)
     assert prompt.replace("{element}", "3") in words and f"logging.run_directory={odd}/run" in words
     assert not [*here.rglob("pwned")]
+
+
+@pytest.mark.parametrize("name", ["a #b: c", "a: b", "a b", "end:"])
+def test_a_run_trains_in_the_directory_of_its_job(name: str, here: Path) -> None:
+    """An override is YAML, in which these names are more than a text."""
+    directory = here / name / "run"
+    lines = printed(f'logging.run_directory="{directory}"')
+    assert f"run={shlex.quote(str(directory))}" in lines
+    (srun,) = (line for line in lines if line.startswith("srun "))
+    words = shlex.split(srun)
+    overrides = words[words.index("train") + 2 : words.index("--resume")]
+    assert load_recipe(TINY, overrides).logging.run_directory == str(directory)
 
 
 @pytest.mark.parametrize("name", ["a b", "a'b", 'a"b', "a\nb", "$(touch pwned)", "a;b", "-a", "../a", "", "a/b"])
@@ -185,6 +188,15 @@ def test_a_job_asks_for_the_gpus_that_it_is_planned_for(here: Path, monkeypatch:
         assert made.plan is not None and made.plan.details.cluster.devices_per_node == (gpus or 1)
     two = tw.submit(TINY, ON_ROWS, to="one", nodes=2, dry_run=True).plan
     assert two is not None and (two.details.cluster.nodes, two.details.cluster.devices) == (2, 2)
+    for options, size in (({"nodes": 2}, (2, 4)), ({"gpus_per_node": 2}, (1, 2))):
+        plan = tw.submit(TINY, ON_ROWS, to="file", dry_run=True, **options).plan  # type: ignore[arg-type]
+        assert plan is not None
+        cluster = plan.details.cluster
+        assert (cluster.nodes, cluster.devices_per_node) == size and (cluster.network is not None) is (size[0] > 1)
+        assumed = "a network of" if size[0] > 1 else "of a whole node, for 2 of its 4 GPUs"
+        assert any(assumed in each for each in cluster.assumptions)
+    processors = tw.submit(TINY, ON_ROWS, to="cpu", nodes=2, dry_run=True).plan
+    assert processors is not None and processors.details.cluster.devices == 2
 
 
 def test_the_machine_of_a_cluster_is_one_node(here: Path) -> None:
@@ -208,15 +220,6 @@ def test_times_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
 )
 def test_what_the_run_failed_by_is_not_retried(code: int, continues: bool) -> None:
     assert may_continue(code) is continues
-
-
-def commands(here: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
-    """Put commands of this name into PATH, in the place of Slurm's."""
-    (here / "bin").mkdir()
-    for name, script in scripts.items():
-        (here / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
-        (here / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}")
 
 
 def test_variables_of_sbatch_do_not_override_what_was_asked(

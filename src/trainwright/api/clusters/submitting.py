@@ -138,6 +138,7 @@ def submit(
         scheduler = job.settings.scheduler
         raise RequestError(f"--to: jobs of {scheduler} are only printed; pass --print, and {_USE[scheduler]}")
     on_slurm = job.settings.scheduler == SLURM
+    cpus = job.settings.cpus_per_node
     if on_slurm:
         job = submission.completed(job)
     script = _text(job)
@@ -151,7 +152,7 @@ def submit(
     warning = submission.stop_warning(job, plan.details) if on_slurm and plan is not None else None
     number = None
     if not dry_run:
-        number = submission.submit(job)
+        number = submission.submit(job, chosen=cpus != job.settings.cpus_per_node)
         script = _text(job)  # now that there is a directory for its log
     limit = job.settings.time
     seconds = None if limit is None else job_seconds(limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,16 @@ class Job:
     recipe: Path
     overrides: tuple[str, ...]
     settings: Cluster
+
+    def runs(self) -> Iterator[Path]:
+        """Yield the directory of each run: one, or those of an array's elements."""
+        if self.settings.array is None:
+            yield self.run
+            return
+        for part in self.settings.array.partition("%")[0].split(","):
+            first, last, step = (*re.split("[-:]", part), "", "")[:3]
+            for index in range(int(first), int(last or first) + 1, int(step or 1)):
+                yield self.run / str(index)
 
     @property
     def name(self) -> str:

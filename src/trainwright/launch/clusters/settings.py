@@ -12,7 +12,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from trainwright.errors import RequestError
-from trainwright.machine.machine_file import machine_of, names_file
+from trainwright.machine.describe import nodes_like
+from trainwright.machine.machine_file import Written, machine_of, names_file
 from trainwright.paths import user_path
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Text
@@ -70,14 +71,18 @@ class Cluster(JobSection):
     )
     spot: bool | None = Field(None, description="With SkyPilot: use spot instances.")
 
-    def described(self) -> str | None:
-        """Return the machine of a job as `trainwright plan --on` takes it; None if the node is not described."""
+    def described(self) -> Written | None:
+        """Return the machine of a job; None if the node is not described."""
+        if self.machine is None:
+            return None
         nodes = self.nodes or 1
-        found = None if self.machine is None or names_file(self.machine) else _CARD.fullmatch(self.machine)
-        if found is None:
-            return self.machine if nodes == 1 else None
-        node = f"{self.gpus_per_node}x{found[1]}"
-        return f"{nodes}x{node}" if nodes > 1 else node
+        found = None if names_file(self.machine) else _CARD.fullmatch(self.machine)
+        if found is not None:
+            node = f"{self.gpus_per_node}x{found[1]}"
+            return machine_of(f"{nodes}x{node}" if nodes > 1 else node)
+        described, calibration, measurement = machine_of(self.machine)
+        gpus = None if described.device == "cpu" else self.gpus_per_node
+        return nodes_like(described, nodes, gpus or described.devices_per_node), calibration, measurement
 
 
 def clusters_file() -> Path:

@@ -11,6 +11,7 @@ from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING, Reques
 from trainwright.launch.clusters.attempt import MODULE
 from trainwright.launch.clusters.grace import GRACE
 from trainwright.launch.clusters.job import Job
+from trainwright.launch.run_directory import override_of
 from trainwright.recipe.sections.launch import job_seconds
 
 WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)
@@ -98,7 +99,7 @@ def pod(
 
 def _arguments(job: Job, first: str, rank: str, add: int) -> list[str]:
     nodes = job.settings.nodes or 1
-    words = [str(job.recipe), *job.overrides, f"logging.run_directory={job.run}", "--resume", "auto"]
+    words = [str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto"]
     place = ["--node-rank", rank] if nodes > 1 else []
     words = [_literal(word) for word in words]
     if nodes > 1:

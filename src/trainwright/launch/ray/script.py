@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from trainwright.launch.clusters.job import Job
+from trainwright.launch.run_directory import override_of
 
 ENTRY = "trainwright.launch.ray.entry"
 _TEXT = '''\
@@ -31,7 +32,7 @@ def text(job: Job) -> str:
     words += [f"--gpus-per-node={asked.gpus_per_node}"] if asked.gpus_per_node else []
     words += [f"--cpus-per-node={asked.cpus_per_node}"] if asked.cpus_per_node else []
     words += [f"--directory={os.getcwd()}", str(job.run), "--"]
-    words += [str(job.recipe), *job.overrides, f"logging.run_directory={job.run}", "--resume", "auto"]
+    words += [str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto"]
     lines = "".join(f"    {word!r},\n" for word in words)
     recipe = ascii(Path(job.recipe).name)[1:-1].replace('"', "'")
     return _TEXT.format(recipe=recipe, words=lines, entry=ENTRY, run=f"run {job.run}")

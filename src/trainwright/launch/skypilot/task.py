@@ -18,6 +18,7 @@ import yaml
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, RequestError
 from trainwright.launch.clusters.attempt import MODULE
 from trainwright.launch.clusters.job import Job
+from trainwright.launch.run_directory import override_of
 from trainwright.recipe.loading import load_recipe
 
 _PORT = 29400
@@ -106,9 +107,18 @@ def _run(job: Job, copies: list[str]) -> str:
         lines.append("count=$((SKYPILOT_NUM_GPUS_PER_NODE * SKYPILOT_NUM_NODES))")
         place += ' --num-processes "$count"'
     count_in = f" --count-in {shlex.quote(copies[-1])}" if copies else ""
-    own = '"logging.run_directory=$run" --resume auto'
+    own = f"{_directory(job)} --resume auto"
     lines.append(f'exec python -m {MODULE} "$run"{node}{count_in} -- {shlex.join(words)} {own}{place}')
     return "\n".join(lines) + "\n"
+
+
+def _directory(job: Job) -> str:
+    """Return the override that names the run's directory, as the shell takes it."""
+    if job.settings.mount is not None:
+        return shlex.quote(override_of(Path(job.settings.mount, job.run.name)))
+    key, home, rest = override_of(Path("/HOME/runs", job.run.name)).partition("/HOME")
+    assert home, "it is in the override as it was given"
+    return f'{shlex.quote(key)}"$HOME"{shlex.quote(rest)}'
 
 
 class _Readable(yaml.SafeDumper):

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainwright.errors import RequestError
 from trainwright.launch.clusters.job import ELEMENT, Job
 from trainwright.launch.clusters.variables import captured
-from trainwright.launch.run_directory import ARRAY_ELEMENT, SUBMITTED
+from trainwright.launch.run_directory import ARRAY_ELEMENT, SUBMITTED, override_of
 from trainwright.recipe.sections.launch import job_seconds
 
 COMMENT = "trainwright:"  # and the run directory, as squeue shows it
@@ -114,8 +114,7 @@ def _train(job: Job) -> list[str]:
     asked = job.settings
     cpus = [] if asked.cpus_per_node is None else [f"--cpus-per-task={asked.cpus_per_node}"]
     nodes = [] if (asked.nodes or 1) == 1 else ["--nodes", str(asked.nodes)]
-    directory = f"logging.run_directory={job.run}"
-    words = ["train", str(job.recipe), *job.overrides, directory, "--resume", "auto", *nodes]
+    words = ["train", str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto", *nodes]
     command = [shlex.quote(sys.executable), "-m", "trainwright", *map(_quoted, words)]
     # --export: sbatch --export=NONE would keep from srun, too, what this file exports.
     return ["srun", "--export=ALL", "--ntasks-per-node=1", *cpus, "--kill-on-bad-exit=0", *command]

@@ -46,21 +46,27 @@ def main() -> None:
         anyway = asked.until_done or asked.code != EXIT_STOPPED  # a fault of a machine
         if asked.code == EXIT_STOPPED and was_asked_to_stop(asked.run):
             say(f"job {job} is not requeued: {asked.run / STOP_FILE} asked the run to stop", file=sys.stderr)
-        elif may_continue(asked.code) and _is_wanted(_answered(lambda: scheduler.shown(job)), anyway):
-            say(_requeued(job, asked.run, asked.code), file=sys.stderr)
+        elif may_continue(asked.code):
+            reason = _why_not(_answered(lambda: scheduler.shown(job)), anyway)
+            said = _requeued(job, asked.run, asked.code) if reason is None else f"job {job} is not requeued: {reason}"
+            say(said, file=sys.stderr)
     except RequestError as error:
         say(f"job {job} is not requeued: {error}", file=sys.stderr)
     sys.exit(asked.code)
 
 
-def _is_wanted(job: Mapping[str, str], anyway: bool) -> bool:
-    """Return whether to requeue the job: ``anyway``, or only after a preemption.
-
-    A job that a user has canceled or requeued is completing.
-    """
-    if job.get("JobState") == "RUNNING":
-        return anyway or job.get("PreemptTime", "None") != "None"
-    return anyway and job.get("Reason") == "TimeLimit"
+def _why_not(job: Mapping[str, str], anyway: bool) -> str | None:
+    """Return why not to requeue the job; None: requeue it, as it was preempted or is to go on ``anyway``."""
+    if not job:
+        return "Slurm does not know it"
+    # A job whose grace is over is completing, as one that a user has canceled or requeued. The time may be that of an
+    # earlier start.
+    preempted = job.get("PreemptTime", "None")
+    if preempted != "None" and preempted >= job.get("StartTime", ""):
+        return None
+    if job.get("JobState") != "RUNNING" and job.get("Reason") != "TimeLimit":
+        return f"Slurm says that it is {job.get('JobState', '').lower()}, as after scancel and scontrol requeue"
+    return None if anyway else "it was not preempted, and was submitted without --until-done"
 
 
 def _requeued(job: str, run: Path, code: int) -> str:

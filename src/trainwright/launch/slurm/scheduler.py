@@ -13,15 +13,17 @@ from pathlib import Path
 from trainwright.errors import RequestError
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm.job import COMMENT
-from trainwright.launch.slurm.sbatch_variables import overriding
+from trainwright.launch.slurm.sbatch_variables import overriding, without_own_job
 from trainwright.text import say
 
 _SECONDS = 60
+_SUBMIT_SECONDS = 180  # sbatch itself tries for two minutes
 _FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"
 _NOT_SET = ("N/A", "")
 # What Slurm's commands say while its controller restarts or is overloaded.
 _AWAY = re.compile(r"unable to contact|timed out|zero bytes", re.IGNORECASE)
-
+# What they say of a job that Slurm has put back into the queue itself.
+_PENDING = re.compile(r"job is pending", re.IGNORECASE)
 # What they say of a job that has ended meanwhile.
 _OVER = re.compile(r"invalid job id|already (finished|complet)", re.IGNORECASE)
 
@@ -81,15 +83,17 @@ class Grace:
 
 
 def submit(file: Path) -> str:
-    """Submit a job's file, for which no variable of the environment counts that overrides it; return the number of the
-    job. Raises RequestError with sbatch's words.
+    """Submit a job's file, for which no variable of the environment counts that overrides it, nor one of the job of
+    this process; return the number of the job. Raises RequestError with sbatch's words, Unreachable if
+    Slurm has not answered: it may have taken the job.
     """
     left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
     if left_out:
         found = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
         say(f"note: sbatch is run without {found}, which would override what {file} asks for", file=sys.stderr)
-    variables = {name: value for name, value in os.environ.items() if name not in left_out}
-    done = _run("sbatch", "--parsable", str(file), variables=variables)
+    variables = {name: value for name, value in without_own_job(os.environ).items() if name not in left_out}
+    done = _run("sbatch", "--parsable", str(file), variables=variables, seconds=_SUBMIT_SECONDS)
+    _check_reachable(done)
     if done.returncode:
         raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(done.stderr)}{_there()}")
     return done.stdout.strip().partition(";")[0]
@@ -116,10 +120,13 @@ def shown(job: str) -> dict[str, str]:
 
 
 def requeue(job: str) -> None:
-    """Put a job back into the queue. Raises RequestError with Slurm's words, Unreachable if there is no answer."""
+    """Put a job back into the queue, if Slurm has not.
+
+    Raises RequestError with Slurm's words, Unreachable if there is no answer.
+    """
     done = _run("scontrol", "requeue", job)
     _check_reachable(done)
-    if done.returncode:
+    if done.returncode and not _PENDING.search(done.stderr):
         raise RequestError(f"scontrol refuses: {_words(done.stderr)}")
 
 
@@ -172,20 +179,53 @@ def job_warning(needed: float) -> str | None:
 
 def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
     """Return the CPUs of a partition's smallest node, or the share of them that belongs to ``gpus`` of its GPUs; None
-    if Slurm does not say.
+    if Slurm does not say. Nodes with fewer GPUs do not count, if any has enough.
     """
+    nodes = _nodes(partition) or _nodes_of_sinfo(partition)
+    if gpus is None:
+        return min((cpus for cpus, _ in nodes), default=None)
+    most = max((there for _, there in nodes), default=0)
+    counted = [(cpus, there) for cpus, there in nodes if there >= max(1, min(gpus, most))]
+    return min((max(1, int(cpus * min(1.0, gpus / there))) for cpus, there in counted), default=None)
+
+
+def _nodes(partition: str | None) -> list[tuple[int, int]]:
+    """Return CPUs and GPUs of each node of a partition, without the CPUs that no job of it can have: those that are
+    reserved for the system (CoreSpecCount, CpuSpecList) and those above MaxCPUsPerNode.
+    """
+    partitions = {each.get("PartitionName", ""): each for each in _records("partition")}
+    default = [name for name, each in partitions.items() if each.get("Default") == "YES"]
+    found = []
+    for node in _records("node"):
+        cpus = node.get("CPUEfctv", node.get("CPUTot", ""))  # the first: since Slurm 22.05
+        for name in {*(default if partition is None else partition.split(","))} & {
+            *node.get("Partitions", "").split(",")
+        }:
+            limit = partitions.get(name, {}).get("MaxCPUsPerNode", "")
+            if cpus.isdigit():
+                found.append((min(int(each) for each in (cpus, limit) if each.isdigit()), _gpus(node.get("Gres", ""))))
+    return found
+
+
+def _nodes_of_sinfo(partition: str | None) -> list[tuple[int, int]]:
+    """Return CPUs and GPUs of each kind of node of a partition."""
     only = [] if partition is None else [f"--partition={partition}"]
-    done = _run("sinfo", "--noheader", "--format=%P|%c|%G", *only)
-    shares = []
-    for line in done.stdout.splitlines():
+    found = []
+    for line in _run("sinfo", "--noheader", "--format=%P|%c|%G", *only).stdout.splitlines():
         name, cpus, devices = (*line.split("|"), "", "")[:3]
-        if (partition is None and not name.endswith("*")) or not cpus.rstrip("+").isdigit():
-            continue
-        found = re.search(r"gpu(?::[^:(,]+)?:(\d+)", devices)
-        if gpus is None or found is not None:
-            share = 1.0 if gpus is None or found is None else min(1.0, gpus / int(found[1]))
-            shares.append(max(1, int(int(cpus.rstrip("+")) * share)))
-    return min(shares, default=None)
+        if (partition is not None or name.endswith("*")) and cpus.rstrip("+").isdigit():
+            found.append((int(cpus.rstrip("+")), _gpus(devices)))
+    return found
+
+
+def _records(kind: str) -> list[dict[str, str]]:
+    shown = _run("scontrol", "show", kind, "--oneliner").stdout
+    return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.splitlines()]
+
+
+def _gpus(devices: str) -> int:
+    """Return the number of GPUs of all kinds, such as 8 of ``gpu:a100:2(S:0),gpu:v100:6``."""
+    return sum(map(int, re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", devices)))
 
 
 def _queued(fields: Sequence[str]) -> QueuedJob:
@@ -231,12 +271,14 @@ def _words(text: str) -> str:
     return "; ".join(re.sub(r"^\w+: (error: )?", "", line) for line in text.splitlines() if line.strip())
 
 
-def _run(*command: str, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    *command: str, variables: Mapping[str, str] | None = None, seconds: float = _SECONDS
+) -> subprocess.CompletedProcess[str]:
     if variables is None:  # without SQUEUE_STATES, SCANCEL_INTERACTIVE and so on, which change what is asked and done
-        own = f"{command[0].upper()}_"
+        own = (f"{command[0].upper()}_", "SLURM_TIME_FORMAT")
         variables = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=variables)
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=variables)
     except FileNotFoundError:
         raise RequestError(
             f"no scheduler found: there is no {command[0]} here; run this on a login node of the cluster, or only show "

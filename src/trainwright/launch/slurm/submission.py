@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
 from trainwright.launch.clusters.job import Job
-from trainwright.launch.ending.requests import STATE_BYTES, seconds_to_stop, seconds_to_write
+from trainwright.launch.ending.requests import (
+    STATE_BYTES,
+    forget_stops,
+    seconds_to_stop,
+    seconds_to_write,
+    was_asked_to_stop,
+)
 from trainwright.launch.slurm import scheduler
 from trainwright.launch.slurm.job import directory_of, file_of, text
 from trainwright.machine.sharing.file_lock import lock_directory, remove_locked
@@ -18,7 +25,12 @@ from trainwright.paths import write_file
 if TYPE_CHECKING:
     from trainwright.planning.plan import Plan
 
-_LOCK_SECONDS = 120.0  # longer than the scheduler's commands may take
+_OF_CPUS = re.compile(r"cpu|processor|configuration|limit", re.IGNORECASE)
+_LOCK_SECONDS = 400.0  # longer than the scheduler's commands may take
+
+
+class _InDoubt(RequestError):
+    """The job may be in the queue."""
 
 
 def completed(job: Job) -> Job:
@@ -32,12 +44,15 @@ def completed(job: Job) -> Job:
     return job
 
 
-def submit(job: Job) -> str:
+def submit(job: Job, *, chosen: bool = False) -> str:
     """Write the job's file and submit it; return the job's number.
 
+    Args:
+        chosen: the number of its CPUs is that of `completed`.
+
     Raises:
-        RequestError: there is no scheduler, it refuses the job, or another job of the run is in the queue. Nothing is
-            left behind.
+        RequestError: there is no scheduler, it refuses the job, or another job of the run is in the queue, and nothing
+            is left behind; or the scheduler did not answer, and the job may be in the queue.
     """
     _refuse_queued(job)
     try:
@@ -51,7 +66,12 @@ def submit(job: Job) -> str:
         try:
             _refuse_queued(job)
             write_file(file, text(job))
-            return scheduler.submit(file)
+            for run in job.runs():
+                if was_asked_to_stop(run):  # which the end of the new job would take for a request to it
+                    forget_stops(run, 0.0)
+            return _submitted(job, chosen)
+        except _InDoubt:  # what a job in the queue needs is left
+            raise
         except OSError as error:
             _undo(job, before)
             raise RequestError(f"{file} cannot be written: {error.strerror}") from None
@@ -60,13 +80,38 @@ def submit(job: Job) -> str:
             raise
 
 
+def _submitted(job: Job, chosen: bool) -> str:
+    try:
+        return scheduler.submit(file_of(job))
+    except scheduler.Unreachable as error:
+        with suppress(RequestError):
+            for found in _queued(job):
+                return found.name.partition("_")[0]
+        raise _InDoubt(
+            f"{error}; the job may be in the queue or get there: look with trainwright jobs, and if it is not there, "
+            "submit the run again"
+        ) from None
+    except RequestError as error:
+        if not chosen or not _OF_CPUS.search(str(error)):
+            raise
+        raise RequestError(
+            f"{error}; --cpus-per-task={job.settings.cpus_per_node} was chosen from what Slurm says of its nodes: "
+            "--cpus-per-node sets another number"
+        ) from None
+
+
 def _refuse_queued(job: Job) -> None:
-    for other in scheduler.queue(each=True):
-        if job.run in (other.run, other.array) and other.state != "COMPLETING":
-            raise RequestError(
-                f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again "
-                f"when it has ended, or end it with: trainwright stop {shlex.quote(str(job.run))}"
-            )
+    for other in _queued(job):
+        raise RequestError(
+            f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again when "
+            f"it has ended, or end it with: trainwright stop {shlex.quote(str(job.run))}"
+        )
+
+
+def _queued(job: Job) -> list[scheduler.QueuedJob]:
+    """Return the jobs in the queue that train the run, or of an array a run of it."""
+    found = scheduler.queue(each=True)
+    return [other for other in found if job.run in (other.run, other.array) and other.state != "COMPLETING"]
 
 
 def _undo(job: Job, before: bytes | None) -> None:
