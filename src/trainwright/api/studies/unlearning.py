@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.api.evaluation import evaluate
 from trainwright.api.training import resume, train
 from trainwright.errors import RequestError, Stopped, TrainwrightError
+from trainwright.launch.run_directory import override_of
 from trainwright.paths import user_path
 from trainwright.text import say
 
@@ -152,7 +153,7 @@ class _StudySteps:
         if begun:
             self._do(f"continuing with {name}", lambda: resume(run, progress=self._progress))
         else:
-            self._do(f"trains {name}", lambda: train(file, f"logging.run_directory={run}", progress=self._progress))
+            self._do(f"trains {name}", lambda: train(file, override_of(run), progress=self._progress))
 
     def _evaluate(self, name: str, benchmark: Benchmark, metrics: Sequence[str]) -> None:
         from trainwright.evaluation.unlearning.study.file import RETAIN

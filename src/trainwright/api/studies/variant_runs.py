@@ -18,6 +18,7 @@ from trainwright.api.recipe import Recipe
 from trainwright.api.studies.variants import Variant
 from trainwright.api.training import resume, train
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError, Stopped, error_of
+from trainwright.launch.run_directory import override_of
 from trainwright.paths import write_file
 from trainwright.text import say
 
@@ -200,7 +201,7 @@ class VariantRuns:
                 if (run / "recipe.yaml").is_file():
                     resume(run, progress=self.progress, until=until)
                 else:
-                    words = [*self.overrides, *variant.overrides, f"logging.run_directory={run}"]
+                    words = [*self.overrides, *variant.overrides, override_of(run)]
                     train(self.recipe, *words, progress=self.progress, until=until)
         except Stopped:
             if rung is None or not metrics_at(run, rung)[1]:  # a user has stopped it
@@ -215,7 +216,7 @@ class VariantRuns:
         run, until = self.directory / variant.name, _until(rung)
         log = self.directory / _ASKED / f"{variant.name}.log"
         file = self.directory / _ASKED / f"{variant.name}.yaml"
-        words = [str(file), *self.overrides, f"logging.run_directory={run}"]
+        words = [str(file), *self.overrides, override_of(run)]
         words = ["--resume", str(run)] if (run / "recipe.yaml").is_file() else words
         command = [sys.executable, "-m", "trainwright", "train", *words, *([] if until is None else ["--until", until])]
         self._say(f"{self._heading(variant, rung)}: {log}")
