@@ -15,6 +15,7 @@ from fsspec.registry import _registry
 
 from tests.support.commands import trainwright, wait_for
 from tests.support.runs import TINY, Runs, column, events
+from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.copies import Copies, Place
 from trainwright.errors import RequestError
@@ -83,6 +84,41 @@ def test_copies_that_are_damaged_or_incomplete_are_passed_over(tmp_path: Path) -
     assert set(Place(str(tmp_path / "two"), "run").steps()) == {1}
 
 
+def test_a_run_that_resumes_behind_its_copies_keeps_the_newer_ones(tmp_path: Path) -> None:
+    where = str(tmp_path / "copies")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    copies = Copies([where], checkpoints.directory)
+    for step in (10, 1000):
+        copies.add(saved(checkpoints, step))
+        copies.wait()
+    (tmp_path / "copies" / "run" / "step-00000500").mkdir()  # an upload that was killed
+    shutil.rmtree(checkpoints.directory)
+    behind = Copies([where], checkpoints.directory)
+    behind.add(saved(checkpoints, 20))
+    behind.wait()
+    assert behind.problems() == []
+    place = Place(where, "run")
+    assert set(place.steps()) == {20, 1000} and place.is_complete("step-00001000")
+    shutil.rmtree(checkpoints.directory)
+    behind.add(saved(checkpoints, 1020))
+    behind.wait()
+    assert set(place.steps()) == {1020}, "one that the run has passed is removed"
+
+
+def test_a_copy_whose_events_this_machine_has_not_is_not_taken_while_the_run_is_trained(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    saved(checkpoints, 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "elsewhere" / "run")
+    elsewhere = Checkpoints(tmp_path / "elsewhere" / "run" / "checkpoints", keep_last=2, keep_best=False)
+    ahead = Copies([str(tmp_path / "copies")], elsewhere.directory)
+    ahead.add(saved(elsewhere, 2))
+    ahead.wait()
+    behind = Copies([str(tmp_path / "copies")], checkpoints.directory)
+    assert behind.newest(1, Checkpoint.open) is None and checkpoints.steps() == [1]
+    (problem,) = behind.problems()
+    assert "step-00000002" in problem and "gone on elsewhere" in problem
+
+
 @pytest.mark.slow
 def test_two_runs_of_one_name_that_begin_at_once_do_not_mix(tmp_path: Path) -> None:
     where = str(tmp_path / "copies")
@@ -119,6 +155,28 @@ def test_a_place_that_fails_keeps_neither_training_nor_other_places(tmp_path: Pa
     (problem,) = copies.problems()
     assert str(tmp_path / "file") in problem
     assert same(checkpoints.path(1), tmp_path / "copies" / "run" / "step-00000001")
+
+
+def test_what_a_run_has_left_is_removed_once_its_place_works_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    UnreliableStore.install(monkeypatch)
+    where = f"unreliable://{tmp_path}/copies"
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
+    copies = Copies([where], checkpoints.directory)
+    for step in (80, 100):
+        copies.add(saved(checkpoints, step))
+        copies.wait()
+    UnreliableStore.reset_connections("list")
+    checkpoints.remove_from(95)
+    copies.remove_from(95)
+    copies.wait()
+    _, left = copies.problems()
+    assert "from step 95 on" in left
+    UnreliableStore.mend()
+    copies.add(saved(checkpoints, 90))
+    copies.wait()
+    assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 90}
 
 
 def test_a_place_of_an_unknown_scheme_is_refused() -> None:

@@ -18,6 +18,7 @@ from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, checkpoints_in
 from trainwright.engine.checkpoints.places import Files, Place
 from trainwright.engine.checkpoints.stored_run import (
+    EVENTS,
     PLAN,
     RECIPE,
     EventParts,
@@ -78,9 +79,13 @@ class _Writing:
     events: EventParts = field(init=False)
     known: dict[str, tuple[Part, ...]] | None = None  # parts of the events by checkpoint; None: not looked yet
     failing: bool = False
+    left: int | None = None  # copies of this step and later ones, of a course that the run has left, are to be removed
 
     def copy(self, work: _Work, kept: set[int]) -> None:
-        """Write a checkpoint, and remove those of other steps than ``kept``. Raises what the place raises."""
+        """Write a checkpoint, and remove earlier ones of other steps than ``kept``. Raises what the place raises.
+
+        Later ones stay if they are complete: the run has gone on elsewhere, and this machine is behind.
+        """
         known = self._known_here()
         sums = _sums(work)
         parts: list[tuple[Part, ...]] = []
@@ -92,7 +97,8 @@ class _Writing:
 
         self.place.write(work.path.name, work.files, sums, record)
         known[work.path.name] = parts[-1]
-        self.remove({name for step, name in self.place.steps().items() if step not in kept})
+        others = {step: name for step, name in self.place.steps().items() if step not in kept}
+        self.remove({name for step, name in others.items() if step < work.step or not self.place.is_complete(name)})
 
     def copy_model(self, work: _Work) -> None:
         """Write the model, unless the same is there. Raises what the place raises."""
@@ -114,6 +120,12 @@ class _Writing:
         for part in set(self.place.parts()) - needed:
             self.place.remove_part(part)
 
+    def leave(self) -> None:
+        """Remove what is ``left``, if that has not been done. Raises what the place raises."""
+        if self.left is not None:
+            self.remove({name for step, name in self.place.steps().items() if step >= self.left})
+            self.left = None
+
     def stored(self, name: str) -> StoredRun | None:
         """Return the record of a checkpoint; None if it is not whole. Raises CheckpointError if it is another run's."""
         try:
@@ -132,7 +144,8 @@ class _Writing:
         names = set(self.place.steps().values())
         if self.known is not None:
             for name in names - self.known.keys():
-                self.stored(name)
+                if (stored := self.stored(name)) is not None:
+                    self.known[name] = stored.events
             return self.known
         found: dict[str, tuple[Part, ...]] = {}
         self.events = EventParts(self.run, self.place)
@@ -220,6 +233,11 @@ class Copies:
                 self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest copy is not complete")
                 return
         self._closing = False
+        for writing in (each for each in self._places if each.left is not None):
+            self._problems.append(
+                f"checkpoint.copies: {writing.place.where}: copies of this run from step {writing.left} on, which it "
+                "has left, may still be there; remove them before it is resumed"
+            )
 
     def remove_from(self, step: int) -> None:
         """Remove the copies of ``step`` and later ones, which belong to a course that the run has left."""
@@ -245,7 +263,9 @@ class Copies:
             if before is not None and step >= before:
                 continue
             try:
-                writing.stored(name)
+                stored = writing.stored(name)
+                if stored is not None and not stored.begins(self._run / EVENTS):
+                    raise CheckpointError("the run has gone on elsewhere; stop it, and --resume it to go on from there")
                 restore(writing.place, name, self._directory)
                 return open_checkpoint(self._directory / name)
             except Exception as error:  # of any library of fsspec
@@ -307,6 +327,7 @@ class Copies:
     def _copied(self, writing: _Writing, work: _Work) -> bool:
         begun = time.monotonic()
         try:
+            writing.leave()
             if work.is_model:
                 writing.copy_model(work)
             else:
@@ -326,9 +347,10 @@ class Copies:
 
     def _leave(self, step: int) -> None:
         for writing in self._places:
+            writing.left = step if writing.left is None else min(step, writing.left)
             try:
-                writing.remove({name for other, name in writing.place.steps().items() if other >= step})
-            except Exception as error:
+                writing.leave()
+            except Exception as error:  # tried again before the next copy
                 self._failed(writing, error)
 
     def _failed(self, writing: _Writing, error: Exception) -> None:
