@@ -18,7 +18,7 @@ from tests.support.runs import TINY, Runs, column, events
 from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.copies import Copies, Place
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
@@ -177,6 +177,20 @@ def test_what_a_run_has_left_is_removed_once_its_place_works_again(
     copies.add(saved(checkpoints, 90))
     copies.wait()
     assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 90}
+
+
+def test_a_disk_of_this_machine_that_is_full_is_not_said_to_be_the_store(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
+    copies = Copies([str(tmp_path / "copies")], checkpoints.directory)
+    copies.add(saved(checkpoints, 1))
+    copies.wait()
+    place = Place(str(tmp_path / "copies"), "run")
+    with (
+        Path("/dev/full").open("wb", buffering=0) as full,
+        pytest.raises(MachineError, match=r"^/dev/full: .*No space left"),
+        place.in_words(),
+    ):
+        place.read_part(place.parts()[0], full)
 
 
 def test_a_place_of_an_unknown_scheme_is_refused() -> None:

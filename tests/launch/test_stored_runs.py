@@ -328,3 +328,18 @@ def test_a_fetched_run_never_begins_again_without_its_copy_whoever_fetched_it(tm
     weights.write_bytes(content)
     bring_up_to_date(run, [place])
     assert (run / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_checkpoints_that_cannot_be_written_here_are_not_said_to_be_the_place(tmp_path: Path) -> None:
+    from tests.engine.test_copies import saved
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+    from trainwright.launch.storage.stored_runs import bring_up_to_date, fetch
+
+    copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
+    copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
+    copies.wait()
+    place, run = Place(str(tmp_path / "copies"), "run"), tmp_path / "elsewhere"
+    assert fetch([place], run)
+    (run / "checkpoints").write_text("not a directory")
+    with pytest.raises(RequestError, match=rf"^{run}/checkpoints: a run cannot be written there"):
+        bring_up_to_date(run, [place])

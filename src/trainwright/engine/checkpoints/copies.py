@@ -27,7 +27,7 @@ from trainwright.engine.checkpoints.stored_run import (
     identity_of,
     name_in_places,
 )
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import TrainwrightError, writes_to
 
 if TYPE_CHECKING:
     from trainwright.engine.checkpoints.checkpoint import Checkpoint
@@ -357,7 +357,7 @@ class Copies:
         try:
             with writing.place.in_words():
                 raise error
-        except (RequestError, MachineError, CheckpointError) as words:
+        except TrainwrightError as words:
             told = str(words) if str(words).startswith("checkpoint.copies") else f"{writing.place.where}: {words}"
         with self._changed:
             if not writing.failing:
@@ -373,19 +373,23 @@ def restore(place: Place, name: str, checkpoints: Path) -> None:
 
     Raises:
         CheckpointError: it is incomplete or damaged.
+        RequestError, MachineError: ``checkpoints`` cannot be written.
         Exception: the place cannot be read; whatever its library raises.
     """
     scratch, final = checkpoints / f".writing-{name}", checkpoints / name
-    remove(scratch)
+    with writes_to(checkpoints):
+        checkpoints.mkdir(exist_ok=True)
+        remove(scratch)
     try:
         place.read(name, scratch)
     except BaseException:
         remove(scratch)
         raise
-    if final.exists() or final.is_symlink():
-        final.rename(old := final.with_name(f".removing-{name}"))
-        remove(old)
-    scratch.rename(final)
+    with writes_to(checkpoints):
+        if final.exists() or final.is_symlink():
+            final.rename(old := final.with_name(f".removing-{name}"))
+            remove(old)
+        scratch.rename(final)
 
 
 def _measured(file: BinaryIO) -> dict[str, int | str]:

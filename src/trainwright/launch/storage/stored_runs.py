@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import doing
-from trainwright.errors import MachineError, RequestError, unwritable
+from trainwright.errors import MachineError, RequestError, unwritable, writes_to
 from trainwright.launch import run_directory
 from trainwright.machine.sharing.file_lock import lock_file
 from trainwright.paths import write_file
@@ -114,7 +114,6 @@ def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
                 with place.in_words():
                     if not stored.begins(run / EVENTS):  # before the checkpoint: if this is killed, it is done again
                         _replace_events(run, place, stored)
-                    checkpoints.mkdir(exist_ok=True)
                     restore(place, name, checkpoints)
                 append_event(run / EVENTS, Notice(message=f"{checkpoints / name} is restored from a copy"))
             except (CheckpointError, MachineError) as error:
@@ -200,6 +199,7 @@ def _replace_events(run: Path, place: Place, stored: StoredRun) -> None:
     scratch = run / f".{EVENTS}"
     try:
         stored.write_events(place, scratch)
-        scratch.replace(run / EVENTS)
+        with writes_to(run):
+            scratch.replace(run / EVENTS)
     finally:
         scratch.unlink(missing_ok=True)
