@@ -33,10 +33,10 @@ class UnreliableStore(LocalFileSystem):
 
     @classmethod
     def reset_connections(cls, operation: str, part: str = "") -> None:
-        """Have every operation of this kind fail on paths that end with ``part``."""
+        """Have every operation of this kind fail on paths that have ``part`` in them."""
 
         def before(asked: str, path: str) -> None:
-            if asked == operation and path.endswith(part):
+            if asked == operation and part in path:
                 raise ConnectionResetError("the connection was reset")
 
         cls.set(before)
