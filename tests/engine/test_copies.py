@@ -137,7 +137,7 @@ def test_two_runs_of_one_name_that_begin_at_once_do_not_mix(tmp_path: Path) -> N
     of_second.add(saved(second, 3))
     of_second.wait()
     assert of_first.problems() == []
-    assert ["copies of another run of this name" in each for each in of_second.problems()] == [True]
+    assert ["copies of another run of this name" in each for each in of_second.problems()] == [True, False]
     of_second.remove_from(1)
     of_second.wait()
     assert of_second.newest(None, Checkpoint.open) is None and second.steps() == [3]
@@ -152,9 +152,25 @@ def test_a_place_that_fails_keeps_neither_training_nor_other_places(tmp_path: Pa
     copies = Copies([str(tmp_path / "file"), str(tmp_path / "copies")], checkpoints.directory)
     copies.add(saved(checkpoints, 1))
     copies.wait()
-    (problem,) = copies.problems()
+    problem, last = copies.problems()
     assert str(tmp_path / "file") in problem
+    assert "step-00000001 is not complete there" in last
     assert same(checkpoints.path(1), tmp_path / "copies" / "run" / "step-00000001")
+
+
+def test_the_end_of_a_run_says_what_is_not_in_a_place_that_failed_before(tmp_path: Path) -> None:
+    (tmp_path / "copies").write_text("not a directory")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    copies = Copies([str(tmp_path / "copies")], checkpoints.directory)
+    copies.add(saved(checkpoints, 1))
+    wait_for(lambda: bool(copies._problems))
+    assert len(copies.problems()) == 1
+    final = _model(tmp_path / "run", config="{}")
+    copies.add_model(final)
+    copies.wait()
+    checkpoint, model = copies.problems()
+    assert "step-00000001 is not complete there" in checkpoint
+    assert model.endswith(f"{tmp_path / 'copies'}: final is not complete there; copy it yourself from {final}")
 
 
 def test_what_a_run_has_left_is_removed_once_its_place_works_again(

@@ -195,8 +195,8 @@ def test_copies_of_another_run_are_not_replaced(tmp_path: Path) -> None:
         copies = Copies([str(where)], checkpoints.directory)
         copies.add(saved(checkpoints, 1 if run == "a" else 2))
         copies.wait()
-    (problem,) = copies.problems()
-    assert "another run" in problem
+    problem, last = copies.problems()
+    assert "another run" in problem and "step-00000002 is not complete there" in last
     assert set(Place(str(where), "run").steps()) == {1}
 
 
@@ -244,8 +244,8 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path) -> None:
     copies = Copies([str(tmp_path / "copies")], checkpoints.directory)
     copies.add(path)
     copies.wait()
-    (problem,) = copies.problems()
-    assert "damaged" in problem
+    problem, last = copies.problems()
+    assert "damaged" in problem and "step-00000001 is not complete there" in last
     assert not Place(str(tmp_path / "copies"), "run").is_complete("step-00000001")
 
 

@@ -48,6 +48,8 @@ class _Work:
     stack: ExitStack
     files: Files
     places: list[_Writing]
+    tries: int = 0
+    last_tries: int = 0  # those that failed while the end of the run waited
 
     @classmethod
     def of(cls, path: Path, places: list[_Writing]) -> _Work:
@@ -289,16 +291,17 @@ class Copies:
             self._thread.start()
 
     def _work(self) -> None:
-        tries = 0
         work: _Work | None = None
         while True:
             with self._changed:
-                if work is not None and not self._should_retry(work, tries):
+                if work is not None and not self._should_retry(work):
+                    if self._waiting is None:
+                        self._tell_of_incomplete(work)
                     work.stack.close()
                     work = None
                 left, self._left = self._left, None
                 if work is None:
-                    work, self._waiting, tries = self._waiting, None, 0
+                    work, self._waiting = self._waiting, None
                 if work is None:
                     work, self._model = self._model, None
                 if work is None and left is None:
@@ -310,19 +313,28 @@ class Copies:
                     work.places.clear()
             if work is not None:
                 work.places[:] = [writing for writing in work.places if not self._copied(writing, work)]
-                tries += 1
+                work.tries += 1
+                work.last_tries += self._closing
                 if not work.places:
                     work.stack.close()
                     work = None
 
-    def _should_retry(self, work: _Work, tries: int) -> bool:
+    def _should_retry(self, work: _Work) -> bool:
         """Wait before a copy is tried again; return whether to. Call it with the lock."""
         closing = self._closing
-        pause = 1.0 if closing else min(2.0 ** (tries - 1), _LONGEST_PAUSE)
+        pause = 1.0 if closing else min(2.0 ** (work.tries - 1), _LONGEST_PAUSE)
         self._changed.wait_for(
             lambda: self._waiting is not None or self._left is not None or self._closing != closing, pause
         )
-        return self._waiting is None and not (self._closing and tries >= _LAST_TRIES)
+        return self._waiting is None and not (self._closing and work.last_tries >= _LAST_TRIES)
+
+    def _tell_of_incomplete(self, work: _Work) -> None:
+        """Say where the last copy is not complete, also if the place was told to fail before. Call it with the lock."""
+        for writing in work.places:
+            self._problems.append(
+                f"checkpoint.copies: {writing.place.where}: {work.path.name} is not complete there; copy it yourself "
+                f"from {work.path}"
+            )
 
     def _copied(self, writing: _Writing, work: _Work) -> bool:
         begun = time.monotonic()
