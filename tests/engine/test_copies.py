@@ -195,6 +195,25 @@ def test_what_a_run_has_left_is_removed_once_its_place_works_again(
     assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 90}
 
 
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_the_name_of_a_run_is_no_pattern_in_its_places(tmp_path: Path, kind: str) -> None:
+    where = str(tmp_path / "copies") if kind == "directory" else f"memory://{tmp_path}"
+    for name, steps in (("sft-1", (10,)), ("sft-?", (10, 11)), ("sft[lr=1e-4]", (10, 11)), ("sft-*", (10, 11))):
+        checkpoints = Checkpoints(tmp_path / name / "checkpoints", keep_last=1, keep_best=False)
+        copies = Copies([where], checkpoints.directory)
+        for step in steps:
+            path = saved(checkpoints, step)
+            checkpoints.prune(None)
+            copies.add(path)
+            copies.wait()
+            copies.add_model(_model(tmp_path / name, config="{}", **{f"nested__{step}": "deep"}))
+            copies.wait()
+        assert copies.problems() == []
+        assert set(Place(where, name).steps()) == {steps[-1]}
+        assert _copied(where, name) == _files(tmp_path / name / "final")
+    assert Place(where, "sft-1").is_complete("step-00000010")
+
+
 def test_a_disk_of_this_machine_that_is_full_is_not_said_to_be_the_store(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
     copies = Copies([str(tmp_path / "copies")], checkpoints.directory)

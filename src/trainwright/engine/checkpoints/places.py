@@ -203,8 +203,18 @@ class Place:
         for name in names:
             if self.is_complete(name):
                 self._files.rm_file(f"{self._root}/{name}/{MANIFEST}")
-            with suppress(FileNotFoundError):  # a bucket has no directory without files
-                self._files.rm(f"{self._root}/{name}", recursive=True)
+            self._remove_directory(f"{self._root}/{name}")
+
+    def _remove_directory(self, path: str) -> None:
+        """Remove a directory by the names of its files: ``rm`` of fsspec takes ``?``, ``*`` and ``[`` as patterns."""
+        self._files.invalidate_cache()
+        found = {path: {"type": "directory"}, **self._files.find(path, withdirs=True, detail=True)}
+        for each, info in sorted(found.items(), reverse=True):  # what is in a directory before it
+            if info.get("type") != "directory":
+                self._files.rm_file(each)
+            elif not self._has_buckets:
+                with suppress(FileNotFoundError):
+                    self._files.rmdir(each)
 
     def _names(self, below: str) -> list[str]:
         self._files.invalidate_cache()
