@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import fsspec
@@ -13,7 +14,7 @@ import pytest
 import torch
 from fsspec.registry import _registry
 
-from tests.support.commands import trainwright, wait_for
+from tests.support.commands import PATIENCE, trainwright, wait_for
 from tests.support.runs import TINY, Runs, column, events
 from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
@@ -212,6 +213,30 @@ def test_the_name_of_a_run_is_no_pattern_in_its_places(tmp_path: Path, kind: str
         assert set(Place(where, name).steps()) == {steps[-1]}
         assert _copied(where, name) == _files(tmp_path / name / "final")
     assert Place(where, "sft-1").is_complete("step-00000010")
+
+
+def test_the_first_checkpoint_after_a_rewind_is_copied_although_an_earlier_copy_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    UnreliableStore.install(monkeypatch)
+    asked, may = threading.Event(), threading.Event()
+
+    def before(operation: str, path: str) -> None:
+        if operation == "write" and "step-00000080" in path:
+            asked.set()
+            assert may.wait(PATIENCE)
+
+    UnreliableStore.set(before)
+    where = f"unreliable://{tmp_path}/copies"
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
+    copies = Copies([where], checkpoints.directory)
+    copies.add(saved(checkpoints, 80))
+    assert asked.wait(PATIENCE)
+    copies.remove_from(95)
+    copies.add(saved(checkpoints, 100))
+    may.set()
+    copies.wait()
+    assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 100}
 
 
 def test_a_disk_of_this_machine_that_is_full_is_not_said_to_be_the_store(tmp_path: Path) -> None:

@@ -300,6 +300,7 @@ class Copies:
                     work.stack.close()
                     work = None
                 left, self._left = self._left, None
+                carried = work  # what waits was added after the run has left anything
                 if work is None:
                     work, self._waiting = self._waiting, None
                 if work is None:
@@ -309,8 +310,8 @@ class Copies:
                     return
             if left is not None:
                 self._leave(left)
-                if work is not None and not work.is_model and work.step >= left:
-                    work.places.clear()
+                if carried is not None and not carried.is_model and carried.step >= left:
+                    carried.places.clear()
             if work is not None:
                 work.places[:] = [writing for writing in work.places if not self._copied(writing, work)]
                 work.tries += 1
