@@ -239,6 +239,23 @@ def test_the_first_checkpoint_after_a_rewind_is_copied_although_an_earlier_copy_
     assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 100}
 
 
+@pytest.mark.parametrize(
+    ("error", "told"), [(PermissionError("not yours"), RequestError), (ConnectionResetError("gone"), MachineError)]
+)
+def test_a_place_that_may_not_be_looked_into_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, told: type[Exception]
+) -> None:
+    def before(operation: str, path: str) -> None:
+        if operation == "info":
+            raise error
+
+    UnreliableStore.install(monkeypatch)
+    UnreliableStore.set(before)
+    with pytest.raises(told, match=rf"checkpoint\.copies: unreliable://{tmp_path}.*{error}"):
+        Place(f"unreliable://{tmp_path}", "run").check()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_disk_of_this_machine_that_is_full_is_not_said_to_be_the_store(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
     copies = Copies([str(tmp_path / "copies")], checkpoints.directory)

@@ -80,9 +80,10 @@ class Place:
             MachineError: it cannot be reached or written.
         """
         probe = f"{self._root}/.probe-{secrets.token_hex(4)}"
-        made = not self._has_buckets and not self._is_there(self._root)
+        made = False
         with self.in_words():
             try:
+                made = not self._has_buckets and not self._is_there(self._root)
                 self._make(self._root)
                 with self._files.open(probe, "wb") as file:
                     file.write(b"trainwright")
