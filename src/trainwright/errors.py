@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 EXIT_FINISHED = 0
@@ -61,6 +63,15 @@ def unwritable(path: Path, error: OSError) -> TrainwrightError:
     if isinstance(error, (IsADirectoryError, NotADirectoryError, FileExistsError)):
         return RequestError(f"{why}; move what is in the place of the file away")
     return MachineError(why)
+
+
+@contextmanager
+def writes_to(path: Path) -> Iterator[None]:
+    """Raise an OSError as what `unwritable` returns."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def error_of(exit_code: int, message: str) -> TrainwrightError:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import fsspec
@@ -13,11 +14,12 @@ import pytest
 import torch
 from fsspec.registry import _registry
 
-from tests.support.commands import trainwright, wait_for
+from tests.support.commands import PATIENCE, trainwright, wait_for
 from tests.support.runs import TINY, Runs, column, events
+from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.copies import Copies, Place
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
@@ -83,6 +85,41 @@ def test_copies_that_are_damaged_or_incomplete_are_passed_over(tmp_path: Path) -
     assert set(Place(str(tmp_path / "two"), "run").steps()) == {1}
 
 
+def test_a_run_that_resumes_behind_its_copies_keeps_the_newer_ones(tmp_path: Path) -> None:
+    where = str(tmp_path / "copies")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    copies = Copies([where], checkpoints.directory)
+    for step in (10, 1000):
+        copies.add(saved(checkpoints, step))
+        copies.wait()
+    (tmp_path / "copies" / "run" / "step-00000500").mkdir()  # an upload that was killed
+    shutil.rmtree(checkpoints.directory)
+    behind = Copies([where], checkpoints.directory)
+    behind.add(saved(checkpoints, 20))
+    behind.wait()
+    assert behind.problems() == []
+    place = Place(where, "run")
+    assert set(place.steps()) == {20, 1000} and place.is_complete("step-00001000")
+    shutil.rmtree(checkpoints.directory)
+    behind.add(saved(checkpoints, 1020))
+    behind.wait()
+    assert set(place.steps()) == {1020}, "one that the run has passed is removed"
+
+
+def test_a_copy_whose_events_this_machine_has_not_is_not_taken_while_the_run_is_trained(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    saved(checkpoints, 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "elsewhere" / "run")
+    elsewhere = Checkpoints(tmp_path / "elsewhere" / "run" / "checkpoints", keep_last=2, keep_best=False)
+    ahead = Copies([str(tmp_path / "copies")], elsewhere.directory)
+    ahead.add(saved(elsewhere, 2))
+    ahead.wait()
+    behind = Copies([str(tmp_path / "copies")], checkpoints.directory)
+    assert behind.newest(1, Checkpoint.open) is None and checkpoints.steps() == [1]
+    (problem,) = behind.problems()
+    assert "step-00000002" in problem and "gone on elsewhere" in problem
+
+
 @pytest.mark.slow
 def test_two_runs_of_one_name_that_begin_at_once_do_not_mix(tmp_path: Path) -> None:
     where = str(tmp_path / "copies")
@@ -101,7 +138,7 @@ def test_two_runs_of_one_name_that_begin_at_once_do_not_mix(tmp_path: Path) -> N
     of_second.add(saved(second, 3))
     of_second.wait()
     assert of_first.problems() == []
-    assert ["copies of another run of this name" in each for each in of_second.problems()] == [True]
+    assert ["copies of another run of this name" in each for each in of_second.problems()] == [True, False]
     of_second.remove_from(1)
     of_second.wait()
     assert of_second.newest(None, Checkpoint.open) is None and second.steps() == [3]
@@ -116,9 +153,121 @@ def test_a_place_that_fails_keeps_neither_training_nor_other_places(tmp_path: Pa
     copies = Copies([str(tmp_path / "file"), str(tmp_path / "copies")], checkpoints.directory)
     copies.add(saved(checkpoints, 1))
     copies.wait()
-    (problem,) = copies.problems()
+    problem, last = copies.problems()
     assert str(tmp_path / "file") in problem
+    assert "step-00000001 is not complete there" in last
     assert same(checkpoints.path(1), tmp_path / "copies" / "run" / "step-00000001")
+
+
+def test_the_end_of_a_run_says_what_is_not_in_a_place_that_failed_before(tmp_path: Path) -> None:
+    (tmp_path / "copies").write_text("not a directory")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    copies = Copies([str(tmp_path / "copies")], checkpoints.directory)
+    copies.add(saved(checkpoints, 1))
+    wait_for(lambda: bool(copies._problems))
+    assert len(copies.problems()) == 1
+    final = _model(tmp_path / "run", config="{}")
+    copies.add_model(final)
+    copies.wait()
+    checkpoint, model = copies.problems()
+    assert "step-00000001 is not complete there" in checkpoint
+    assert model.endswith(f"{tmp_path / 'copies'}: final is not complete there; copy it yourself from {final}")
+
+
+def test_what_a_run_has_left_is_removed_once_its_place_works_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    UnreliableStore.install(monkeypatch)
+    where = f"unreliable://{tmp_path}/copies"
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
+    copies = Copies([where], checkpoints.directory)
+    for step in (80, 100):
+        copies.add(saved(checkpoints, step))
+        copies.wait()
+    UnreliableStore.reset_connections("list")
+    checkpoints.remove_from(95)
+    copies.remove_from(95)
+    copies.wait()
+    _, left = copies.problems()
+    assert "from step 95 on" in left
+    UnreliableStore.mend()
+    copies.add(saved(checkpoints, 90))
+    copies.wait()
+    assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 90}
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_the_name_of_a_run_is_no_pattern_in_its_places(tmp_path: Path, kind: str) -> None:
+    where = str(tmp_path / "copies") if kind == "directory" else f"memory://{tmp_path}"
+    for name, steps in (("sft-1", (10,)), ("sft-?", (10, 11)), ("sft[lr=1e-4]", (10, 11)), ("sft-*", (10, 11))):
+        checkpoints = Checkpoints(tmp_path / name / "checkpoints", keep_last=1, keep_best=False)
+        copies = Copies([where], checkpoints.directory)
+        for step in steps:
+            path = saved(checkpoints, step)
+            checkpoints.prune(None)
+            copies.add(path)
+            copies.wait()
+            copies.add_model(_model(tmp_path / name, config="{}", **{f"nested__{step}": "deep"}))
+            copies.wait()
+        assert copies.problems() == []
+        assert set(Place(where, name).steps()) == {steps[-1]}
+        assert _copied(where, name) == _files(tmp_path / name / "final")
+    assert Place(where, "sft-1").is_complete("step-00000010")
+
+
+def test_the_first_checkpoint_after_a_rewind_is_copied_although_an_earlier_copy_is_still_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    UnreliableStore.install(monkeypatch)
+    asked, may = threading.Event(), threading.Event()
+
+    def before(operation: str, path: str) -> None:
+        if operation == "write" and "step-00000080" in path:
+            asked.set()
+            assert may.wait(PATIENCE)
+
+    UnreliableStore.set(before)
+    where = f"unreliable://{tmp_path}/copies"
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
+    copies = Copies([where], checkpoints.directory)
+    copies.add(saved(checkpoints, 80))
+    assert asked.wait(PATIENCE)
+    copies.remove_from(95)
+    copies.add(saved(checkpoints, 100))
+    may.set()
+    copies.wait()
+    assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 100}
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(PermissionError("not yours"), RequestError), (ConnectionResetError("gone"), MachineError)]
+)
+def test_a_place_that_may_not_be_looked_into_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, told: type[Exception]
+) -> None:
+    def before(operation: str, path: str) -> None:
+        if operation == "info":
+            raise error
+
+    UnreliableStore.install(monkeypatch)
+    UnreliableStore.set(before)
+    with pytest.raises(told, match=rf"checkpoint\.copies: unreliable://{tmp_path}.*{error}"):
+        Place(f"unreliable://{tmp_path}", "run").check()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_of_this_machine_that_is_full_is_not_said_to_be_the_store(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
+    copies = Copies([str(tmp_path / "copies")], checkpoints.directory)
+    copies.add(saved(checkpoints, 1))
+    copies.wait()
+    place = Place(str(tmp_path / "copies"), "run")
+    with (
+        Path("/dev/full").open("wb", buffering=0) as full,
+        pytest.raises(MachineError, match=r"^/dev/full: .*No space left"),
+        place.in_words(),
+    ):
+        place.read_part(place.parts()[0], full)
 
 
 def test_a_place_of_an_unknown_scheme_is_refused() -> None:

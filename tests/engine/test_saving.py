@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from pathlib import Path
 
 import pytest
 from scipy.optimize import minimize_scalar
 
+from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, Runs, column, events
+from tests.support.training import ALONE, trainer_of
+from trainwright.engine.checkpoints.checkpoint import Checkpoints
+from trainwright.engine.checkpoints.checkpointing import Checkpointing
 from trainwright.engine.checkpoints.saving import Saving, best_interval
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
@@ -53,6 +58,53 @@ def test_saving_takes_a_small_part_of_the_time(cost: float, step: float) -> None
     total = steps * step + len(saves) * cost
     assert saves and (len(saves) - 1) * cost <= 0.02 * total
     assert all(later - earlier <= max(600, cost * 50) + cost + step for earlier, later in itertools.pairwise(saves))
+
+
+@pytest.mark.parametrize(
+    ("between", "written"), [(None, 800.0), ("6 h", 800.0), ("6 h", 60.0), ("1 h", 140.0), ("1 min", 20.0)]
+)
+def test_training_does_not_wait_for_a_checkpoint_that_takes_longer_than_the_interval(
+    between: str | None, written: float
+) -> None:
+    clock, blocks, blocked, complete = Clock(), 2.0, 0.0, None
+    saving = Saving("auto", between, clock)
+    saves = []
+    for step in range(1, 50_000):
+        clock.now += 1.0
+        if complete is not None and clock.now >= complete:
+            saving.took(blocks)
+            complete = None
+        if saving.is_due(step, writing=complete is not None):
+            if complete is not None:  # at most one is written at a time
+                blocked += complete - clock.now
+                clock.now = complete
+                saving.took(blocks)
+            saves.append(clock.now)
+            saving.begun()
+            clock.now += blocks
+            blocked += blocks
+            complete = clock.now + written
+    total = 50_000 + blocked
+    assert len(saves) > 10
+    assert blocked == blocks * len(saves), "it waits for no disk"
+    usual = 600.0 if between is None else best_interval(blocks, seconds_of(between))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(saves)]
+    assert all(gap <= max(usual, written + blocks) + 3 for gap in gaps)
+    assert between == "1 min" or blocked <= 0.02 * total
+
+
+def test_by_itself_a_run_does_not_save_while_a_checkpoint_is_being_written(tmp_path: Path) -> None:
+    settings = ["checkpoint.every=auto", "checkpoint.background=true", "faults.mean_time_between=1 s"]
+    training = trainer_of(ALONE, settings, tmp_path)[0].training
+    checkpointing = Checkpointing(training, Checkpoints(tmp_path, keep_last=1, keep_best=False), ())
+    training.progress.step = 1
+    wait_for(lambda: checkpointing.is_due(1))
+    checkpointing.save(required=False)
+    time.sleep(0.2)  # twice the interval
+    assert checkpointing.begun == 1 and not checkpointing.is_due(2)
+    checkpointing.close()
+    assert checkpointing.step == 1
+    wait_for(lambda: checkpointing.is_due(3))
 
 
 def lost(interval: float, cost: float, between: float) -> float:

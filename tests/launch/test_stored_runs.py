@@ -16,9 +16,10 @@ from fsspec.registry import _registry
 from tests.support.commands import PATIENCE, trainwright, wait_for
 from tests.support.object_store import GoogleStore, ObjectStore, google_store, object_store
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
+from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.copies import Copies
 from trainwright.engine.checkpoints.places import Place
-from trainwright.errors import RequestError
+from trainwright.errors import FaultError, RequestError
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -194,8 +195,8 @@ def test_copies_of_another_run_are_not_replaced(tmp_path: Path) -> None:
         copies = Copies([str(where)], checkpoints.directory)
         copies.add(saved(checkpoints, 1 if run == "a" else 2))
         copies.wait()
-    (problem,) = copies.problems()
-    assert "another run" in problem
+    problem, last = copies.problems()
+    assert "another run" in problem and "step-00000002 is not complete there" in last
     assert set(Place(str(where), "run").steps()) == {1}
 
 
@@ -243,8 +244,8 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path) -> None:
     copies = Copies([str(tmp_path / "copies")], checkpoints.directory)
     copies.add(path)
     copies.wait()
-    (problem,) = copies.problems()
-    assert "damaged" in problem
+    problem, last = copies.problems()
+    assert "damaged" in problem and "step-00000001 is not complete there" in last
     assert not Place(str(tmp_path / "copies"), "run").is_complete("step-00000001")
 
 
@@ -328,3 +329,83 @@ def test_a_fetched_run_never_begins_again_without_its_copy_whoever_fetched_it(tm
     weights.write_bytes(content)
     bring_up_to_date(run, [place])
     assert (run / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_checkpoints_that_cannot_be_written_here_are_not_said_to_be_the_place(tmp_path: Path) -> None:
+    from tests.engine.test_copies import saved
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+    from trainwright.launch.storage.stored_runs import bring_up_to_date, fetch
+
+    copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
+    copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
+    copies.wait()
+    place, run = Place(str(tmp_path / "copies"), "run"), tmp_path / "elsewhere"
+    assert fetch([place], run)
+    (run / "checkpoints").write_text("not a directory")
+    with pytest.raises(RequestError, match=rf"^{run}/checkpoints: a run cannot be written there"):
+        bring_up_to_date(run, [place])
+
+
+def stored_in(tmp_path: Path, *places: str, steps: tuple[int, ...] = (1,)) -> list[Place]:
+    """The places of a run whose checkpoints are copied to these directories, which fail where a test says so."""
+    from tests.engine.test_copies import saved
+    from trainwright.engine.checkpoints.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False)
+    wheres = [f"unreliable://{tmp_path}/{each}" for each in places]
+    copies = Copies(wheres, checkpoints.directory)
+    for step in steps:
+        copies.add(saved(checkpoints, step))
+        copies.wait()
+    assert copies.problems() == []
+    return [Place(where, "run") for where in wheres]
+
+
+def test_a_copy_that_cannot_be_read_now_is_read_by_running_the_command_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainwright.launch.storage.stored_runs import bring_up_to_date, fetch
+
+    UnreliableStore.install(monkeypatch)
+    places, run = stored_in(tmp_path, "copies", steps=(1, 2)), tmp_path / "elsewhere"
+    UnreliableStore.reset_connections("list")
+    with pytest.raises(FaultError, match="cannot be used now: the connection was reset"):
+        fetch(places, run)
+    UnreliableStore.mend()
+    assert fetch(places, run)
+    UnreliableStore.reset_connections("read", "step-00000002/rank")
+    with pytest.raises(FaultError, match=r"step-00000002 cannot be read now: .* reset.*run the same command again"):
+        bring_up_to_date(run, places)
+    assert not list((run / "checkpoints").iterdir()), "an older one is not used instead"
+    UnreliableStore.mend()
+    bring_up_to_date(run, places)
+    assert [each.name for each in (run / "checkpoints").iterdir()] == ["step-00000002"]
+    (tmp_path / "copies" / "run").rename(tmp_path / "copies" / "away")
+    (run / "plan.json").write_text("{}")  # as training that begins writes it
+    UnreliableStore.reset_connections("list")
+    bring_up_to_date(run, places)  # it goes on from its own checkpoints
+
+
+def test_a_run_is_fetched_from_the_second_place_where_the_first_is_down_or_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainwright.launch.storage.stored_runs import bring_up_to_date, fetch
+
+    UnreliableStore.install(monkeypatch)
+    places = stored_in(tmp_path, "one", "two")
+    UnreliableStore.reset_connections("list", "/one/")
+    down = tmp_path / "down"
+    assert fetch(places, down)
+    bring_up_to_date(down, places)
+    assert (down / "checkpoints" / "step-00000001").is_dir()
+    shutil.move(tmp_path / "two", tmp_path / "away")
+    with pytest.raises(FaultError, match="/one cannot be used now"):  # its copies may be there: nothing begins anew
+        fetch(places, tmp_path / "anew")
+    shutil.move(tmp_path / "away", tmp_path / "two")
+    UnreliableStore.mend()
+    for part in (tmp_path / "one" / "run" / "events").iterdir():
+        part.unlink()
+    assert fetch(places, tmp_path / "damaged")
+    assert (tmp_path / "damaged" / "events.jsonl").read_bytes() == (tmp_path / "run" / "events.jsonl").read_bytes()
+    with pytest.raises(RequestError, match=r"no copy of .* a part of its events is missing"):
+        fetch(places[:1], tmp_path / "lost")

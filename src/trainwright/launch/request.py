@@ -130,7 +130,7 @@ def request_of(
 
     `resume` is None for a new run, else the run directory or its URL in a place for copies, "" for the recipe's newest
     run, or "auto" for the run in the recipe's own directory if it has begun there or has copies, otherwise a new one.
-    Raises RequestError, or MachineError if a place cannot be read.
+    Raises RequestError, or FaultError if a place cannot be read now.
     """
     if recipe is None and not resume:
         raise RequestError("no recipe; pass one, for instance: trainwright train recipes/sft/tiny.yaml")

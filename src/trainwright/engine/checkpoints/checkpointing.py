@@ -69,7 +69,7 @@ class Checkpointing:
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after ``step``; time intervals are measured by rank 0's clock."""
-        return self._saving.is_due(step)
+        return self._saving.is_due(step, writing=self._background.step is not None)
 
     @property
     def begun(self) -> int | None:
@@ -162,10 +162,14 @@ class Checkpointing:
     def _flush(self) -> None:
         if self._background.step is not None:
             heartbeat.phase("checkpoint", self._background.step)
-            self._conclude(self._background.flush)
+            self._conclude(self._background.flush, waits=True)
 
-    def _conclude(self, work: Callable[[], SavedCheckpoint | None]) -> None:
-        """Do a part of the work on the checkpoint that is being written, which may end it."""
+    def _conclude(self, work: Callable[[], SavedCheckpoint | None], waits: bool = False) -> None:
+        """Do a part of the work on the checkpoint that is being written, which may end it.
+
+        Args:
+            waits: whether ``work`` waits for the disk, which later checkpoints are not expected to do.
+        """
         begun, step = time.monotonic(), self._background.step
         if step is None:
             return
@@ -173,13 +177,15 @@ class Checkpointing:
             saved = work()
         except CheckpointError as error:
             later = "" if self._background.usable else "; training waits for checkpoints from now on"
-            self._failed(CheckpointError(f"{error}{later}"), self._blocked + time.monotonic() - begun, required=False)
+            seconds = 0.0 if waits else time.monotonic() - begun
+            self._failed(CheckpointError(f"{error}{later}"), self._blocked + seconds, required=False)
             return
-        self._blocked += time.monotonic() - begun
+        seconds = time.monotonic() - begun
+        self._blocked += seconds
         if saved is not None:
-            self._saved(step, saved)
+            self._saved(step, saved, waited=seconds if waits else 0.0)
 
-    def _saved(self, step: int, saved: SavedCheckpoint) -> None:
+    def _saved(self, step: int, saved: SavedCheckpoint, waited: float = 0.0) -> None:
         self.step, begun = step, time.monotonic()
         if self._training.world.is_main:
             self._prune()
@@ -187,7 +193,7 @@ class Checkpointing:
             self._tell_of_copies()
         self._training.world.barrier()  # it may have read and removed for long
         self._blocked += time.monotonic() - begun
-        self._saving.took(self._blocked)
+        self._saving.took(self._blocked - waited)
         self._training.events.emit(
             CheckpointWritten(
                 step=step,

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
+from trainwright.engine.checkpoints.copied import Work, Writing
 from trainwright.engine.checkpoints.directories import remove
-from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, checkpoints_in
-from trainwright.engine.checkpoints.places import Files, Place
-from trainwright.engine.checkpoints.stored_run import (
-    PLAN,
-    RECIPE,
-    EventParts,
-    Part,
-    StoredRun,
-    identity_of,
-    name_in_places,
-)
-from trainwright.errors import MachineError, RequestError
+from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in
+from trainwright.engine.checkpoints.places import Place
+from trainwright.engine.checkpoints.stored_run import EVENTS, name_in_places
+from trainwright.errors import TrainwrightError, writes_to
 
 if TYPE_CHECKING:
     from trainwright.engine.checkpoints.checkpoint import Checkpoint
@@ -35,115 +22,6 @@ _LONGEST_PAUSE = 60.0  # seconds before a copy that failed is tried again; the f
 _LAST_TRIES = 3  # of the last copy, once the run ends
 _STALL_SECONDS = 60.0  # without a byte, after which the end of a run no longer waits for its last copy
 _LOOK_SECONDS = 0.1
-_PIECE = 4 * 2**20
-FINAL = "final"
-
-
-@dataclass
-class _Work:
-    """A checkpoint or the model to copy; its files are open, so they stay readable if they are removed."""
-
-    path: Path
-    stack: ExitStack
-    files: Files
-    places: list[_Writing]
-
-    @classmethod
-    def of(cls, path: Path, places: list[_Writing]) -> _Work:
-        stack = ExitStack()
-        found = sorted(file for file in path.rglob("*") if file.is_file())
-        files = [(file.relative_to(path).as_posix(), stack.enter_context(file.open("rb"))) for file in found]
-        return cls(path, stack, files, list(places))
-
-    @property
-    def step(self) -> int:
-        return int(self.path.name.rpartition("-")[2])
-
-    @property
-    def is_model(self) -> bool:
-        return self.path.name == FINAL
-
-    @cached_property
-    def digests(self) -> dict[str, dict[str, int | str]]:
-        """Size and SHA-256 of every file of the model."""
-        return {name: _measured(file) for name, file in self.files}
-
-
-@dataclass
-class _Writing:
-    """A place, with what is known to be in it."""
-
-    place: Place
-    run: Path
-    events: EventParts = field(init=False)
-    known: dict[str, tuple[Part, ...]] | None = None  # parts of the events by checkpoint; None: not looked yet
-    failing: bool = False
-
-    def copy(self, work: _Work, kept: set[int]) -> None:
-        """Write a checkpoint, and remove those of other steps than ``kept``. Raises what the place raises."""
-        known = self._known_here()
-        sums = _sums(work)
-        parts: list[tuple[Part, ...]] = []
-
-        def record() -> str:
-            parts.append(self.events.write())
-            recipe, plan = ((self.run / name).read_text(encoding="utf-8") for name in (RECIPE, PLAN))
-            return StoredRun(identity_of(self.run), recipe, plan, parts[-1]).text()
-
-        self.place.write(work.path.name, work.files, sums, record)
-        known[work.path.name] = parts[-1]
-        self.remove({name for step, name in self.place.steps().items() if step not in kept})
-
-    def copy_model(self, work: _Work) -> None:
-        """Write the model, unless the same is there. Raises what the place raises."""
-        self._known_here()
-        manifest = json.dumps({"files": work.digests}, indent=1).encode()
-        if self.place.manifest(FINAL) == manifest:
-            return
-        self.place.remove([FINAL])  # an earlier one may have had other files
-        sums = {name: (int(stated["size"]), str(stated["sha256"])) for name, stated in work.digests.items()}
-        self.place.write(FINAL, [*work.files, (MANIFEST, io.BytesIO(manifest))], sums)
-
-    def remove(self, names: set[str]) -> None:
-        """Remove checkpoints, and the parts of the events that no other one refers to. Raises what the place raises."""
-        known = self._known_here()
-        self.place.remove(sorted(names))
-        for name in names:
-            known.pop(name, None)
-        needed = {part.name for parts in known.values() for part in parts}
-        for part in set(self.place.parts()) - needed:
-            self.place.remove_part(part)
-
-    def stored(self, name: str) -> StoredRun | None:
-        """Return the record of a checkpoint; None if it is not whole. Raises CheckpointError if it is another run's."""
-        try:
-            stored = StoredRun.of(self.place, name)
-        except CheckpointError:
-            return None
-        if stored is not None and stored.run != identity_of(self.run):
-            raise CheckpointError(f"it has copies of another run of this name ({name}); nothing is copied there")
-        return stored
-
-    def _known_here(self) -> dict[str, tuple[Part, ...]]:
-        """Return the parts of the events by checkpoint. Raises CheckpointError if any is another run's.
-
-        Another run may have begun with the same name since the last call, so new checkpoints are looked at each time.
-        """
-        names = set(self.place.steps().values())
-        if self.known is not None:
-            for name in names - self.known.keys():
-                self.stored(name)
-            return self.known
-        found: dict[str, tuple[Part, ...]] = {}
-        self.events = EventParts(self.run, self.place)
-        for name in sorted(names, reverse=True):
-            if (stored := self.stored(name)) is None:
-                continue  # it is replaced or removed like any other
-            if not found:
-                self.events.take_over(stored)
-            found[name] = stored.events
-        self.known = found
-        return found
 
 
 class Copies:
@@ -162,12 +40,12 @@ class Copies:
     def __init__(self, places: Sequence[str], checkpoints: Path) -> None:
         self._directory, self._run = checkpoints, checkpoints.parent
         name = name_in_places(self._run) if places else ""
-        self._places = [_Writing(Place(where, name), self._run) for where in places]
+        self._places = [Writing(Place(where, name), self._run) for where in places]
         self.seconds: float | None = None  # how long the newest complete copy has taken
         self._problems: list[str] = []
         self._recovered: list[str] = []
-        self._waiting: _Work | None = None
-        self._model: _Work | None = None  # waits until the last checkpoint is copied
+        self._waiting: Work | None = None
+        self._model: Work | None = None  # waits until the last checkpoint is copied
         self._left: int | None = None  # copies of this step and later ones are to be removed
         self._closing = False
         self._changed = threading.Condition()
@@ -177,7 +55,7 @@ class Copies:
         """Copy a complete checkpoint once the one that is being copied is; a newer one takes its place until then."""
         if not self._places:
             return
-        work = _Work.of(checkpoint, self._places)
+        work = Work.of(checkpoint, self._places)
         with self._changed:
             if self._waiting is not None:
                 self._waiting.stack.close()
@@ -188,7 +66,7 @@ class Copies:
         """Copy the trained model, a directory ``final``, after the last checkpoint."""
         if not self._places:
             return
-        work = _Work.of(final, self._places)
+        work = Work.of(final, self._places)
         with self._changed:
             self._model = work
             self._wake()
@@ -220,6 +98,11 @@ class Copies:
                 self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest copy is not complete")
                 return
         self._closing = False
+        for writing in (each for each in self._places if each.left is not None):
+            self._problems.append(
+                f"checkpoint.copies: {writing.place.where}: copies of this run from step {writing.left} on, which it "
+                "has left, may still be there; remove them before it is resumed"
+            )
 
     def remove_from(self, step: int) -> None:
         """Remove the copies of ``step`` and later ones, which belong to a course that the run has left."""
@@ -245,15 +128,17 @@ class Copies:
             if before is not None and step >= before:
                 continue
             try:
-                writing.stored(name)
+                stored = writing.stored(name)
+                if stored is not None and not stored.begins(self._run / EVENTS):
+                    raise CheckpointError("the run has gone on elsewhere; stop it, and --resume it to go on from there")
                 restore(writing.place, name, self._directory)
                 return open_checkpoint(self._directory / name)
             except Exception as error:  # of any library of fsspec
                 self._problems.append(f"the copy of {name} in {writing.place.where} cannot be used: {error}")
         return None
 
-    def _newest_first(self) -> Iterator[tuple[int, str, _Writing]]:
-        found: list[tuple[int, str, _Writing]] = []
+    def _newest_first(self) -> Iterator[tuple[int, str, Writing]]:
+        found: list[tuple[int, str, Writing]] = []
         for writing in self._places:
             try:
                 found.extend((step, name, writing) for step, name in writing.place.steps().items())
@@ -269,16 +154,18 @@ class Copies:
             self._thread.start()
 
     def _work(self) -> None:
-        tries = 0
-        work: _Work | None = None
+        work: Work | None = None
         while True:
             with self._changed:
-                if work is not None and not self._should_retry(work, tries):
+                if work is not None and not self._should_retry(work):
+                    if self._waiting is None:
+                        self._tell_of_incomplete(work)
                     work.stack.close()
                     work = None
                 left, self._left = self._left, None
+                carried = work  # what waits was added after the run has left anything
                 if work is None:
-                    work, self._waiting, tries = self._waiting, None, 0
+                    work, self._waiting = self._waiting, None
                 if work is None:
                     work, self._model = self._model, None
                 if work is None and left is None:
@@ -286,27 +173,37 @@ class Copies:
                     return
             if left is not None:
                 self._leave(left)
-                if work is not None and not work.is_model and work.step >= left:
-                    work.places.clear()
+                if carried is not None and not carried.is_model and carried.step >= left:
+                    carried.places.clear()
             if work is not None:
                 work.places[:] = [writing for writing in work.places if not self._copied(writing, work)]
-                tries += 1
+                work.tries += 1
+                work.last_tries += self._closing
                 if not work.places:
                     work.stack.close()
                     work = None
 
-    def _should_retry(self, work: _Work, tries: int) -> bool:
+    def _should_retry(self, work: Work) -> bool:
         """Wait before a copy is tried again; return whether to. Call it with the lock."""
         closing = self._closing
-        pause = 1.0 if closing else min(2.0 ** (tries - 1), _LONGEST_PAUSE)
+        pause = 1.0 if closing else min(2.0 ** (work.tries - 1), _LONGEST_PAUSE)
         self._changed.wait_for(
             lambda: self._waiting is not None or self._left is not None or self._closing != closing, pause
         )
-        return self._waiting is None and not (self._closing and tries >= _LAST_TRIES)
+        return self._waiting is None and not (self._closing and work.last_tries >= _LAST_TRIES)
 
-    def _copied(self, writing: _Writing, work: _Work) -> bool:
+    def _tell_of_incomplete(self, work: Work) -> None:
+        """Say where the last copy is not complete, also if the place was told to fail before. Call it with the lock."""
+        for writing in work.places:
+            self._problems.append(
+                f"checkpoint.copies: {writing.place.where}: {work.path.name} is not complete there; copy it yourself "
+                f"from {work.path}"
+            )
+
+    def _copied(self, writing: Writing, work: Work) -> bool:
         begun = time.monotonic()
         try:
+            writing.leave()
             if work.is_model:
                 writing.copy_model(work)
             else:
@@ -326,16 +223,17 @@ class Copies:
 
     def _leave(self, step: int) -> None:
         for writing in self._places:
+            writing.left = step if writing.left is None else min(step, writing.left)
             try:
-                writing.remove({name for other, name in writing.place.steps().items() if other >= step})
-            except Exception as error:
+                writing.leave()
+            except Exception as error:  # tried again before the next copy
                 self._failed(writing, error)
 
-    def _failed(self, writing: _Writing, error: Exception) -> None:
+    def _failed(self, writing: Writing, error: Exception) -> None:
         try:
             with writing.place.in_words():
                 raise error
-        except (RequestError, MachineError, CheckpointError) as words:
+        except TrainwrightError as words:
             told = str(words) if str(words).startswith("checkpoint.copies") else f"{writing.place.where}: {words}"
         with self._changed:
             if not writing.failing:
@@ -351,32 +249,20 @@ def restore(place: Place, name: str, checkpoints: Path) -> None:
 
     Raises:
         CheckpointError: it is incomplete or damaged.
+        RequestError, MachineError: ``checkpoints`` cannot be written.
         Exception: the place cannot be read; whatever its library raises.
     """
     scratch, final = checkpoints / f".writing-{name}", checkpoints / name
-    remove(scratch)
+    with writes_to(checkpoints):
+        checkpoints.mkdir(exist_ok=True)
+        remove(scratch)
     try:
         place.read(name, scratch)
     except BaseException:
         remove(scratch)
         raise
-    if final.exists() or final.is_symlink():
-        final.rename(old := final.with_name(f".removing-{name}"))
-        remove(old)
-    scratch.rename(final)
-
-
-def _measured(file: BinaryIO) -> dict[str, int | str]:
-    file.seek(0)
-    digest = hashlib.sha256()
-    while piece := file.read(_PIECE):
-        digest.update(piece)
-    return {"size": file.tell(), "sha256": digest.hexdigest()}
-
-
-def _sums(work: _Work) -> dict[str, tuple[int, str]]:
-    """Return size and SHA-256 of the files of a checkpoint, which the run may have removed meanwhile."""
-    manifest = next(file for name, file in work.files if name == MANIFEST)
-    manifest.seek(0)
-    files = json.load(manifest)["files"]
-    return {name: (int(stated["size"]), str(stated["sha256"])) for name, stated in files.items()}
+    with writes_to(checkpoints):
+        if final.exists() or final.is_symlink():
+            final.rename(old := final.with_name(f".removing-{name}"))
+            remove(old)
+        scratch.rename(final)

@@ -16,12 +16,13 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, Manifest
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import MachineError, RequestError, TrainwrightError, writes_to
 from trainwright.paths import user_path
 
 RUN, EVENTS, ATTEMPTS = "run.json", "events", "attempts.json"
@@ -79,9 +80,10 @@ class Place:
             MachineError: it cannot be reached or written.
         """
         probe = f"{self._root}/.probe-{secrets.token_hex(4)}"
-        made = not self._has_buckets and not self._is_there(self._root)
+        made = False
         with self.in_words():
             try:
+                made = not self._has_buckets and not self._is_there(self._root)
                 self._make(self._root)
                 with self._files.open(probe, "wb") as file:
                     file.write(b"trainwright")
@@ -92,14 +94,14 @@ class Place:
                         self._files.rmdir(self._root)
 
     @contextmanager
-    def in_words(self) -> Iterator[None]:
-        """Raise errors of the library for the place as a RequestError or a MachineError."""
+    def in_words(self, unusable: type[TrainwrightError] = MachineError) -> Iterator[None]:
+        """Raise errors of the library for the place as a RequestError or, if it cannot be used now, as ``unusable``."""
         try:
             yield
-        except (CheckpointError, RequestError, MachineError):
+        except TrainwrightError:
             raise
         except Exception as error:
-            raise self._in_words(error) from error
+            raise self._in_words(error, unusable) from error
 
     def steps(self) -> dict[int, str]:
         """Return the names of the checkpoints here by step, complete or not."""
@@ -142,8 +144,10 @@ class Place:
 
         Raises:
             CheckpointError: it is incomplete or damaged.
+            RequestError, MachineError: ``into`` cannot be written.
         """
-        into.mkdir(parents=True)
+        with writes_to(into):
+            into.mkdir(parents=True)
         try:
             self._fetch(f"{name}/{MANIFEST}", into / MANIFEST)
             for file, expected in Manifest.read(into).files.items():  # names without directories
@@ -183,8 +187,8 @@ class Place:
         self._make(f"{self._root}/{EVENTS}")
         self._upload(f"{EVENTS}/{part}", pieces)
 
-    def read_part(self, part: str, target: BinaryIO) -> str:
-        """Append a part of the events to a file; return its SHA-256."""
+    def read_part(self, part: str, target: FileIO) -> str:
+        """Append a part of the events to an unbuffered file; return its SHA-256."""
         return self._copy(f"{EVENTS}/{part}", target)[1]
 
     def parts(self) -> list[str]:
@@ -200,8 +204,18 @@ class Place:
         for name in names:
             if self.is_complete(name):
                 self._files.rm_file(f"{self._root}/{name}/{MANIFEST}")
-            with suppress(FileNotFoundError):  # a bucket has no directory without files
-                self._files.rm(f"{self._root}/{name}", recursive=True)
+            self._remove_directory(f"{self._root}/{name}")
+
+    def _remove_directory(self, path: str) -> None:
+        """Remove a directory by the names of its files: ``rm`` of fsspec takes ``?``, ``*`` and ``[`` as patterns."""
+        self._files.invalidate_cache()
+        found = {path: {"type": "directory"}, **self._files.find(path, withdirs=True, detail=True)}
+        for each, info in sorted(found.items(), reverse=True):  # what is in a directory before it
+            if info.get("type") != "directory":
+                self._files.rm_file(each)
+            elif not self._has_buckets:
+                with suppress(FileNotFoundError):
+                    self._files.rmdir(each)
 
     def _names(self, below: str) -> list[str]:
         self._files.invalidate_cache()
@@ -240,20 +254,22 @@ class Place:
             raise OSError(f"{path} has {stored:,} bytes there, not {size:,}")
 
     def _fetch(self, name: str, into: Path) -> tuple[int, str]:
-        with into.open("wb") as target:
+        with writes_to(into):
+            target = into.open("wb", buffering=0)
+        with target:
             return self._copy(name, target)
 
-    def _copy(self, name: str, target: BinaryIO) -> tuple[int, str]:
+    def _copy(self, name: str, target: FileIO) -> tuple[int, str]:
         digest, size = hashlib.sha256(), 0
         with self._files.open(f"{self._root}/{name}", "rb", block_size=_LEAST_PART, cache_type="readahead") as source:
             while piece := source.read(_PIECE):
-                target.write(piece)
+                _append(piece, target)
                 digest.update(piece)
                 size += len(piece)
                 self.moved += len(piece)
         return size, digest.hexdigest()
 
-    def _in_words(self, error: Exception) -> RequestError | MachineError:
+    def _in_words(self, error: Exception, unusable: type[TrainwrightError] = MachineError) -> TrainwrightError:
         kind, why = type(error).__name__, " ".join(str(error).split())
         if isinstance(error, PermissionError) or "Credential" in kind or "Forbidden" in why:
             return RequestError(
@@ -264,7 +280,7 @@ class Place:
             return RequestError(f"{self._key}: {self.where} does not exist: {why}; create the bucket, or correct it")
         if isinstance(error, NotADirectoryError | FileExistsError):
             return RequestError(f"{self._key}: {self.where} is not a directory: {why}; correct it")
-        return MachineError(f"{self._key}: {self.where} cannot be used now: {why or kind}; try again, or correct it")
+        return unusable(f"{self._key}: {self.where} cannot be used now: {why or kind}; try again, or correct it")
 
 
 class _Pieces:
@@ -278,6 +294,14 @@ class _Pieces:
         self._file.seek(0)
         while piece := self._file.read(_PIECE):
             yield piece
+
+
+def _append(piece: bytes, target: FileIO) -> None:
+    """Write to a file of this machine, which has no buffer, so that a full disk fails here and not in closing it."""
+    with writes_to(Path(target.name)):
+        rest = memoryview(piece)
+        while rest:
+            rest = rest[target.write(rest) :]
 
 
 def _pieces(file: BinaryIO) -> _Pieces:

@@ -35,8 +35,13 @@ class Saving:
             soon = math.inf if self._between is None else self._between * _FIRST_OF_BETWEEN
             self._interval = min(_FIRST_SECONDS, soon)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to save after ``step``."""
+    def is_due(self, step: int, writing: bool = False) -> bool:
+        """Return whether to save after ``step``; ``writing``: whether a checkpoint is still being written.
+
+        ``auto`` waits for it without holding up training.
+        """
+        if writing and self._every == "auto":
+            return False
         if isinstance(self._every, int):
             return step % self._every == 0
         return self._interval is not None and self._clock() - self._since >= self._interval
@@ -46,7 +51,7 @@ class Saving:
         self._since = self._clock()
 
     def took(self, seconds: float) -> None:
-        """Record that a checkpoint was written, or failed; training waited ``seconds`` for it."""
+        """Record that a checkpoint was written, or failed; training waits ``seconds`` for one."""
         if self._every == "auto":
             usual = max(_SECONDS, seconds / _SHARE)
             self._interval = usual if self._between is None else best_interval(seconds, self._between)

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from trainwright.engine.checkpoints.manifest import CheckpointError
 from trainwright.engine.checkpoints.places import Place
+from trainwright.errors import writes_to
 
 RECIPE, PLAN, EVENTS = "recipe.yaml", "plan.json", "events.jsonl"  # in a run directory
 STORED_AS = "stored_as"  # in plan.json: the name of a run in its places, if its directory has another
@@ -87,8 +88,16 @@ class StoredRun:
             return all(_digest(_range(own, part.start, part.end)) == part.sha256 for part in self.events)
 
     def write_events(self, place: Place, file: Path) -> None:
-        """Write the events to ``file``. Raises CheckpointError if a part is missing or damaged."""
-        with file.open("wb") as target:
+        """Write the events to ``file``.
+
+        Raises:
+            CheckpointError: a part is missing or damaged.
+            RequestError, MachineError: ``file`` cannot be written.
+            Exception: the place cannot be read; whatever its library raises.
+        """
+        with writes_to(file):
+            target = file.open("wb", buffering=0)
+        with target:
             for part in self.events:
                 try:
                     found = place.read_part(part.name, target)
@@ -96,8 +105,8 @@ class StoredRun:
                     raise CheckpointError(f"a part of its events is missing: {error}") from error
                 if found != part.sha256:
                     raise CheckpointError(f"{part.name} of its events is damaged (its checksum differs)")
-            target.flush()
-            os.fsync(target.fileno())
+            with writes_to(file):
+                os.fsync(target.fileno())
 
 
 def name_in_places(run: Path) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import doing
-from trainwright.errors import MachineError, RequestError, unwritable
+from trainwright.errors import FaultError, RequestError, TrainwrightError, writes_to
 from trainwright.launch import run_directory
 from trainwright.machine.sharing.file_lock import lock_file
 from trainwright.paths import write_file
@@ -63,21 +63,24 @@ def fetch(places: Sequence[Place], run: Path, name: str | None = None) -> bool:
         Whether the run was written; False without any copy.
 
     Raises:
-        RequestError, MachineError: a place cannot be read, or another run is in the directory.
+        RequestError: no copy can be used, the keys are refused, or another run is in the directory.
+        MachineError: the directory cannot be written.
+        FaultError: a place cannot be read now, and no other has a copy.
     """
-    found = next(_stored(places), None)
-    if found is None:
-        return False
-    _, place, stored = found
-    if (run / run_directory.RECIPE).is_file():
-        _check_same(run, place, stored)
-        return False
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        with lock_file(run / _FETCHING, f"waiting for another process that fetches {run}"):
-            return _fetch_alone(run, place, stored, name)
-    except OSError as error:
-        raise unwritable(run, error) from error
+    written = False
+
+    def take(_: str, place: Place, stored: StoredRun) -> None:
+        nonlocal written
+        if (run / run_directory.RECIPE).is_file():
+            _check_same(run, place, stored)
+            return
+        with writes_to(run):
+            run.mkdir(parents=True, exist_ok=True)
+            with lock_file(run / _FETCHING, f"waiting for another process that fetches {run}"):
+                written = _fetch_alone(run, place, stored, name)
+
+    _take_newest(places, run, take, required=True)
+    return written
 
 
 def discard_fetched(run: Path) -> None:
@@ -94,41 +97,104 @@ def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
     """Take the newest copy with its events, if the run has gone on elsewhere. The run has to be locked.
 
     Raises:
-        RequestError, MachineError: no copy can be used, and the run, which was fetched, may not begin again.
+        RequestError: no copy can be used, and the run, which was fetched, may not begin again.
+        MachineError: the run's directory cannot be written.
+        FaultError: the newest copy cannot be read now, or no place can, and the run has no checkpoint of its own.
     """
     from trainwright.engine.checkpoints.copies import restore
-    from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in
+    from trainwright.engine.checkpoints.manifest import checkpoints_in
     from trainwright.engine.event_log import append_event
     from trainwright.engine.events import Notice
 
     checkpoints, required = run / "checkpoints", bool(run_directory.plan_of(run).get(_WITHOUT_CHECKPOINT))
+
+    def take(name: str, place: Place, stored: StoredRun) -> None:
+        doing(f"reading the copy of {name} in {place.where}")
+        _check_same(run, place, stored)
+        with place.in_words(FaultError):
+            if not stored.begins(run / EVENTS):  # before the checkpoint: if this is killed, it is done again
+                _replace_events(run, place, stored)
+            restore(place, name, checkpoints)
+        append_event(run / EVENTS, Notice(message=f"{checkpoints / name} is restored from a copy"))
+
     own = max(checkpoints_in(checkpoints), default=0)
-    refused = []
-    try:
-        for name, place, stored in _stored(places):
-            if int(name.rpartition("-")[2]) <= own:
-                return
-            doing(f"reading the copy of {name} in {place.where}")
-            try:
-                _check_same(run, place, stored)
-                with place.in_words():
-                    if not stored.begins(run / EVENTS):  # before the checkpoint: if this is killed, it is done again
-                        _replace_events(run, place, stored)
-                    checkpoints.mkdir(exist_ok=True)
-                    restore(place, name, checkpoints)
-                append_event(run / EVENTS, Notice(message=f"{checkpoints / name} is restored from a copy"))
-            except (CheckpointError, MachineError) as error:
-                refused.append(f"the copy of {name} in {place.where} cannot be used: {error}")
-                say(f"warning: {refused[-1]}", file=sys.stderr)
-                continue
-            return
-    except MachineError as error:
-        if required:
-            raise
-        say(f"warning: {error}; the run goes on from its own checkpoints", file=sys.stderr)
-        return
-    if required:
-        raise RequestError(f"--resume: no copy of {run} can be used: {'; '.join(refused) or 'there is none'}")
+    if not _take_newest(places, run, take, required=required, after=own) and required:
+        raise RequestError(f"--resume: no copy of {run} can be used: there is none")
+
+
+def _take_newest(
+    places: Sequence[Place],
+    run: Path,
+    take: Callable[[str, Place, StoredRun], None],
+    *,
+    required: bool,
+    after: int = -1,
+) -> bool:
+    """Pass the newest complete copy that has what a run needs to ``take``, and the next one if it is damaged.
+
+    If the newest one cannot be read now, no older one is used instead: training would repeat what is done.
+
+    Args:
+        required: whether an error of the places is raised; otherwise the run goes on from its own checkpoints.
+        after: the step of the newest of these.
+
+    Returns:
+        Whether one was taken, or the run's own checkpoints are as new.
+
+    Raises:
+        RequestError, FaultError: a place cannot be read, or no copy can be used.
+        Exception: whatever ``take`` raises other than a CheckpointError, for a damaged copy, or a FaultError.
+    """
+    from trainwright.engine.checkpoints.manifest import CheckpointError
+    from trainwright.engine.checkpoints.stored_run import StoredRun
+
+    copies, unreadable = _listed(places)
+    refused: list[str] = []
+    unread: tuple[int, str] | None = None  # the newest copy that cannot be read now, and why
+    for step, name, place in copies:
+        if unread is not None and step < unread[0]:
+            break
+        if step <= after:
+            return True
+        try:
+            with place.in_words(FaultError):
+                stored = StoredRun.of(place, name) if place.is_complete(name) else None
+            if stored is not None:
+                take(name, place, stored)
+                _warn(f"{why}; a copy in another place is used" for why in unreadable)
+                return True
+        except CheckpointError as error:
+            refused.append(f"the copy of {name} in {place.where} cannot be used: {error}")
+            _warn(refused[-1:])
+        except FaultError as error:
+            unread = unread or (step, f"the copy of {name} cannot be read now: {error}; run the same command again")
+    if unread is not None:
+        raise FaultError(unread[1])
+    for why in unreadable:
+        if required or isinstance(why, RequestError):
+            raise why
+        _warn([f"{why}; the run goes on from its own checkpoints"])
+    if required and refused:
+        raise RequestError(f"--resume: no copy of {run} can be used: {'; '.join(refused)}")
+    return False
+
+
+def _listed(places: Sequence[Place]) -> tuple[list[tuple[int, str, Place]], list[TrainwrightError]]:
+    """Return step, name and place of every copy, the newest first, and why places cannot be read."""
+    found: list[tuple[int, str, Place]] = []
+    unreadable: list[TrainwrightError] = []
+    for place in places:
+        try:
+            with place.in_words(FaultError):
+                found += [(step, name, place) for step, name in place.steps().items()]
+        except (RequestError, FaultError) as error:
+            unreadable.append(error)
+    return sorted(found, key=lambda each: -each[0]), unreadable
+
+
+def _warn(messages: Iterable[str]) -> None:
+    for message in messages:
+        say(f"warning: {message}", file=sys.stderr)
 
 
 def _fetch_alone(run: Path, place: Place, stored: StoredRun, name: str | None) -> bool:
@@ -145,26 +211,6 @@ def _fetch_alone(run: Path, place: Place, stored: StoredRun, name: str | None) -
     return True
 
 
-def _stored(places: Sequence[Place]) -> Iterator[tuple[str, Place, StoredRun]]:
-    """Yield the complete copies that have what a run needs, the newest first. Raises RequestError or MachineError."""
-    from trainwright.engine.checkpoints.manifest import CheckpointError
-    from trainwright.engine.checkpoints.stored_run import StoredRun
-
-    found: list[tuple[int, str, Place]] = []
-    for place in places:
-        with place.in_words():
-            found += [(step, name, place) for step, name in place.steps().items()]
-    for _, name, place in sorted(found, key=lambda each: -each[0]):
-        try:
-            with place.in_words():
-                stored = StoredRun.of(place, name) if place.is_complete(name) else None
-        except CheckpointError as error:
-            say(f"warning: the copy of {name} in {place.where} cannot be used: {error}", file=sys.stderr)
-            continue
-        if stored is not None:
-            yield name, place, stored
-
-
 def _check_same(run: Path, place: Place, stored: StoredRun) -> None:
     from trainwright.engine.checkpoints.stored_run import identity_of
 
@@ -179,14 +225,10 @@ def _check_same(run: Path, place: Place, stored: StoredRun) -> None:
 
 
 def _write(run: Path, place: Place, stored: StoredRun, name: str | None) -> None:
-    from trainwright.engine.checkpoints.manifest import CheckpointError
     from trainwright.engine.checkpoints.stored_run import STORED_AS, default_name
 
-    try:
-        with place.in_words():
-            _replace_events(run, place, stored)
-    except CheckpointError as error:
-        raise MachineError(f"--resume: {place.where}: {error}") from error
+    with place.in_words(FaultError):
+        _replace_events(run, place, stored)
     plan = json.loads(stored.plan)
     plan.pop(STORED_AS, None)
     plan[_WITHOUT_CHECKPOINT] = True
@@ -200,6 +242,7 @@ def _replace_events(run: Path, place: Place, stored: StoredRun) -> None:
     scratch = run / f".{EVENTS}"
     try:
         stored.write_events(place, scratch)
-        scratch.replace(run / EVENTS)
+        with writes_to(run):
+            scratch.replace(run / EVENTS)
     finally:
         scratch.unlink(missing_ok=True)
