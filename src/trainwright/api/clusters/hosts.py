@@ -127,8 +127,10 @@ def _hosts_of(
 
 def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:
     """Return the command of every host, without what differs: it begins or resumes the run in its directory."""
+    from trainwright.launch.ending.scheduler_job import STARTS_AGAIN
+
     key = "logging.run_directory="
-    words = [sys.executable, "-m", "trainwright", "train"]
+    words = ["env", f"{STARTS_AGAIN}=1", sys.executable, "-m", "trainwright", "train"]
     words += [str(asked.recipe)] if asked.recipe is not None else []
     words += [each for each in asked.overrides if not each.startswith(key)]
     words += [f"--resume={run}"] if begun else ["--resume=auto", f"{key}{run}"]

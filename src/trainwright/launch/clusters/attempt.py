@@ -21,6 +21,7 @@ from types import FrameType
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, RequestError
 from trainwright.launch.clusters.attempts import MOST_FAILURES, failures_in_a_row, may_continue
 from trainwright.launch.ending.requests import was_asked_to_stop
+from trainwright.launch.ending.scheduler_job import STARTS_AGAIN
 from trainwright.launch.ending.stop import STOP_SIGNALS
 from trainwright.text import say
 
@@ -86,7 +87,7 @@ def _trained(words: Sequence[str]) -> int:
     for each in STOP_SIGNALS:
         signal.signal(each, pass_on)
     command = [sys.executable, "-m", "trainwright", "train", *words]
-    child = subprocess.Popen(command, env=variables_of_node(os.environ))
+    child = subprocess.Popen(command, env={**variables_of_node(os.environ), STARTS_AGAIN: "1"})
     for number in received:
         child.send_signal(number)
     code = child.wait()
