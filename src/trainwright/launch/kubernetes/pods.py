@@ -18,7 +18,7 @@ from trainwright.recipe.sections.parallel import ProcessRange
 WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)
 MOST_RESTARTS = 100
 _PORT = 29400
-# Each pod starts when there is room for it, which may take long; the job's time limit and a pod that fails end the wait.
+# Each pod starts when there is room for it, perhaps days later. The job's time limit and a pod that fails end the wait.
 _RENDEZVOUS_SECONDS = 7 * 24 * 3600
 _GRACE_SECONDS = 120  # between a preemption's signal and the kill; a checkpoint is written in it
 _NAME_LENGTH = 40  # names of pods add to it, and have at most 63 characters
