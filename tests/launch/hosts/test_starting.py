@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shlex
 import signal
@@ -99,3 +101,25 @@ def test_the_logs_of_hosts_are_appended_to(tmp_path: Path) -> None:
     for word in ("before", "after"):
         assert run_on(HOSTS[:1], [["echo", word]], tmp_path).code == 0
     assert (tmp_path / "host-one.log").read_text() == "before\nafter\n"
+
+
+def test_output_is_shown_where_it_cannot_be_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More of it than a pipe holds: the command would wait for ever."""
+    (tmp_path / "host-one.log").symlink_to("/dev/full")
+    many = ["sh", "-c", "i=0; while [ $i -lt 9000 ]; do echo a line of output; i=$((i + 1)); done; echo last"]
+    assert run_on(HOSTS[:1], [many], tmp_path).code == 0
+    shown = capsys.readouterr()
+    assert shown.out == "a line of output\n" * 9000 + "last\n"
+    assert shown.err == f"warning: one: {tmp_path}/host-one.log cannot be written: [Errno 28] No space left on device\n"
+
+
+class _Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_output_is_logged_where_it_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", _Closed())
+    assert run_on(HOSTS[:1], [["printf", "one\\ntwo\\n"]], tmp_path).code == 0
+    assert (tmp_path / "host-one.log").read_text() == "one\ntwo\n"

@@ -33,6 +33,7 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     from trainwright.launch.hosts.asking import ask
     from trainwright.launch.hosts.names import processes_of
     from trainwright.launch.hosts.starting import exports, run_on
+    from trainwright.launch.process import ignore_closed_output
     from trainwright.launch.request import request_of
     from trainwright.recipe.sections.parallel import ProcessRange
     from trainwright.text import say
@@ -55,6 +56,7 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     logs.mkdir(exist_ok=True)
     say(f"{run}: on {', '.join(host.name for host in found)}; logs: {logs}/host-*.log", file=sys.stderr)
     common = [*_words(asked, run, begun=request.run is not None), *([f"--num-processes={count}"] if count else [])]
+    ignore_closed_output()
     restarts, port = None, answers[0].port
     while True:
         ended = run_on(found, [[*common, *_place(found, i, port)] for i in range(len(found))], logs, may_lose=may_lose)
@@ -96,6 +98,7 @@ def launch_on_hosts(
     from trainwright.launch.hosts.asking import ask
     from trainwright.launch.hosts.names import processes_of
     from trainwright.launch.hosts.starting import exports, run_on
+    from trainwright.launch.process import ignore_closed_output
     from trainwright.launch.scripts.starting import check_script, make_logs
 
     script, module, arguments = own
@@ -107,6 +110,7 @@ def launch_on_hosts(
     count = num_processes or processes_of(found)
     words += [f"--num-processes={count}"] if count else []
     words += [f"--rendezvous-timeout={place.seconds}"] if place.seconds and len(found) > 1 else []
+    ignore_closed_output()
     rest = [*(["--module"] if module else []), "--", script, *arguments]
     return run_on(found, [[*words, *_place(found, i, port), *rest] for i in range(len(found))], directory).code
 

@@ -9,18 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, TextIO
 
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED
 from trainwright.launch.clusters.variables import captured
 from trainwright.launch.hosts.asking import SSH_FAILED, in_shell, ssh
 from trainwright.launch.hosts.names import Host
-from trainwright.text import say
+from trainwright.text import encodable, say
 
 # The nodes of a run notice by themselves that one has ended; what has not noticed after this time is ended from here.
 _ENDS_BY_ITSELF, _ENDS_AFTER_SIGNAL = 90.0, 60.0
@@ -130,11 +130,24 @@ class _Remote:
             thread.join(5)
         self._log.close()
 
-    def _gather(self, pipe: IO[bytes], shown: IO[str]) -> None:
-        for line in pipe:
-            self._log.write(line)
-            shown.write(self.prefix + line.decode(errors="replace"))
+    def _gather(self, pipe: IO[bytes], shown: TextIO) -> None:
+        """Show and log each line; without what cannot be written, the rest is read all the same, or the host waits."""
+
+        def show(line: bytes) -> None:
+            shown.write(encodable(self.prefix + line.decode(errors="replace"), shown))
             shown.flush()
+
+        targets: list[tuple[str, Callable[[bytes], object]]] = [("output", show), (self._log.name, self._log.write)]
+        for line in pipe:
+            for target in tuple(targets):
+                name, write = target
+                try:
+                    write(line)
+                except (OSError, ValueError) as error:
+                    targets.remove(target)
+                    if not self._log.closed:
+                        with suppress(OSError, ValueError):
+                            say(f"warning: {self.host.name}: {name} cannot be written: {error}", file=sys.stderr)
 
 
 class _Group:
