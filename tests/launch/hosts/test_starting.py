@@ -123,3 +123,33 @@ def test_output_is_logged_where_it_cannot_be_shown(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(f"sys.{name}", _Closed())
     assert run_on(HOSTS[:1], [["printf", "one\\ntwo\\n"]], tmp_path).code == 0
     assert (tmp_path / "host-one.log").read_text() == "one\ntwo\n"
+
+
+def test_a_terminal_that_closes_does_not_stop_what_nohup_has_started(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        thread = beside(
+            lambda: wait_for(lambda: started("one")),
+            lambda: os.kill(os.getpid(), signal.SIGHUP),
+            lambda: Path("done").touch(),
+        )
+        ended = run_on(HOSTS[:1], [command("one", "done")], tmp_path)
+        thread.join()
+        assert ended == Ended(0, {}) and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+STOPS = ["sh", "-c", "trap 'exit 75' TERM; echo $PPID $$ >>one; while :; do sleep 0.05; done"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
+def test_every_stop_signal_is_passed_on(number: signal.Signals, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
+    thread = beside(
+        lambda: wait_for(lambda: started("one") and signal.getsignal(number) != before),
+        lambda: os.kill(os.getpid(), number),
+    )
+    ended = run_on(HOSTS[:1], [STOPS], tmp_path)
+    thread.join()
+    assert ended.code == 75 and not ended.lost

@@ -18,6 +18,7 @@ from typing import IO, TextIO
 
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED
 from trainwright.launch.clusters.variables import captured
+from trainwright.launch.ending.stop import STOP_SIGNALS
 from trainwright.launch.hosts.asking import SSH_FAILED, in_shell, ssh
 from trainwright.launch.hosts.names import Host
 from trainwright.text import encodable, say
@@ -65,7 +66,10 @@ def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path,
         may_lose: while the first host runs, the others may be lost: their commands are started again when they answer.
     """
     group = _Group([_Remote(host, command, logs) for host, command in zip(hosts, commands, strict=True)], may_lose)
-    before = {number: signal.signal(number, group.pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
+            signal.signal(number, group.pass_on)
     try:
         return group.wait()
     finally:
