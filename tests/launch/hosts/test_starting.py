@@ -7,12 +7,17 @@ import io
 import os
 import shlex
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import wait_for
+from tests.support.runs import TINY
+from trainwright.api.clusters.hosts import train_on_hosts
+from trainwright.api.training import TrainingRequest
 from trainwright.launch.hosts import starting
 from trainwright.launch.hosts.names import Host
 from trainwright.launch.hosts.starting import Ended, run_on
@@ -153,3 +158,45 @@ def test_every_stop_signal_is_passed_on(number: signal.Signals, tmp_path: Path) 
     ended = run_on(HOSTS[:1], [STOPS], tmp_path)
     thread.join()
     assert ended.code == 75 and not ended.lost
+
+
+def test_a_host_that_is_lost_while_all_stop_is_no_fault(tmp_path: Path) -> None:
+    waits = ["sh", "-c", "trap 'touch asked' TERM; echo $PPID $$ >>two; while :; do sleep 0.05; done"]
+    thread = beside(*stop_and_kill_two())
+    ended = run_on(HOSTS, [STOPS, waits], tmp_path)
+    thread.join()
+    assert (ended.code, ended.stopped, [*ended.lost]) == (75, True, HOSTS[1:])
+
+
+def stop_and_kill_two() -> list[Callable[[], object]]:
+    before = signal.getsignal(signal.SIGTERM)
+    return [
+        lambda: wait_for(
+            lambda: started("one") and started("two") and signal.getsignal(signal.SIGTERM) not in (before, None)
+        ),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+        lambda: wait_for(lambda: Path("asked").exists()),
+        lambda: kill("two", 1),
+    ]
+
+
+# In the place of the hosts' Python: what trains on them.
+PYTHON = """#!/bin/sh
+case "$*" in -c*) exec {python} "$@" ;; esac
+case "$*" in *--node-rank=1*) trap 'touch asked' TERM; name=two ;; *) trap 'exit 75' TERM; name=one ;; esac
+echo $PPID $$ >>$name
+while :; do sleep 0.05; done
+"""
+
+
+def test_a_run_that_was_stopped_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text(PYTHON.format(python=sys.executable))
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # the command replaces them
+    asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}", "parallel.num_processes=2"))
+    thread = beside(*stop_and_kill_two())
+    assert train_on_hosts(asked, "127.0.0.1,127.0.0.2", None) == 75
+    thread.join()
+    assert len(started("one")) == len(started("two")) == 1

@@ -60,7 +60,7 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     restarts, port = None, answers[0].port
     while True:
         ended = run_on(found, [[*common, *_place(found, i, port)] for i in range(len(found))], logs, may_lose=may_lose)
-        if ended.code != EXIT_FAULT or not ended.lost or (may_lose and found[0] not in ended.lost):
+        if ended.code != EXIT_FAULT or ended.stopped or not ended.lost or (may_lose and found[0] not in ended.lost):
             break
         from trainwright.launch.hosts.again import Again
 

@@ -50,10 +50,15 @@ def exports() -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command has ended on all hosts: its exit code, and the hosts that were lost, with how."""
+    """How a command has ended on all hosts: its exit code, and the hosts that were lost, with how.
+
+    Attributes:
+        stopped: whether a stop signal was passed on. A host that was lost then is no cause: 75 if the others stopped.
+    """
 
     code: int
     lost: dict[Host, str]
+    stopped: bool = False
 
 
 def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path, *, may_lose: bool = False) -> Ended:
@@ -210,12 +215,15 @@ class _Group:
             how = "it did not end after the others" if each.process.poll() is None else each.lost
             if how is not None:
                 lost[each.host] = how
+        stopped = self._signalled != 0
         if self._may_lose and first.host not in lost:
-            return Ended(first.process.returncode, lost)
+            return Ended(first.process.returncode, lost, stopped)
         for host, how in lost.items():
             say(f"{host.name}: {how}", file=sys.stderr)
-        codes = [EXIT_FAULT if each.host in lost else each.process.returncode for each in self._remotes]
-        return Ended(exit_code(codes), lost)
+        codes = [each.process.returncode for each in self._remotes if each.host not in lost]
+        if stopped and lost and codes and {*codes} <= {0, EXIT_STOPPED}:
+            return Ended(EXIT_STOPPED, lost, stopped)
+        return Ended(exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
 
     def end(self) -> None:
         """End all connections."""
