@@ -160,6 +160,26 @@ def test_every_stop_signal_is_passed_on(number: signal.Signals, tmp_path: Path) 
     assert ended.code == 75 and not ended.lost
 
 
+@pytest.mark.parametrize("code", [7, 128, 200, 255])
+def test_a_command_ends_with_its_own_code(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """255 is what ssh ends with when its connection is lost, and what sys.exit(-1) is."""
+    ended = run_on(HOSTS, [["sh", "-c", f"printf said >&2; exit {code}"]] * 2, tmp_path)
+    assert ended == Ended(code, {})
+    assert sorted(capsys.readouterr().err) == sorted("saidtwo: said")
+    assert (tmp_path / "host-one.log").read_text() == "said"
+
+
+def test_a_connection_or_a_command_that_is_killed_is_lost(tmp_path: Path) -> None:
+    Path("ssh").write_text('#!/bin/sh\nfor last in "$@"; do :; done\nsh -c "$last"\nexit $?\n')
+    assert run_on(HOSTS[:1], [["sh", "-c", "kill -9 $$"]], tmp_path) == Ended(
+        5, {HOSTS[0]: "its command was killed (exit code 137)"}
+    )
+    dies = ["sh", "-c", "kill -9 $PPID"]  # what would tell its exit code
+    assert run_on(HOSTS[:1], [dies], tmp_path).lost == {HOSTS[0]: "its command was killed (exit code 137)"}
+    Path("ssh").write_text("#!/bin/sh\nexit 255\n")
+    assert run_on(HOSTS[:1], [["true"]], tmp_path) == Ended(5, {HOSTS[0]: "its connection was lost"})
+
+
 def test_a_host_that_is_lost_while_all_stop_is_no_fault(tmp_path: Path) -> None:
     waits = ["sh", "-c", "trap 'touch asked' TERM; echo $PPID $$ >>two; while :; do sleep 0.05; done"]
     thread = beside(*stop_and_kill_two())

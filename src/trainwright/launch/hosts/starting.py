@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -29,9 +30,11 @@ _ENDS_BY_ITSELF, _ENDS_AFTER_SIGNAL = 90.0, 60.0
 _ENDS_AFTER_FIRST = 20.0
 _SAME_REQUEST_SECONDS = 1.0
 _AGAIN_SECONDS = 15.0
-_KILLED = 128  # and the number of a signal, as shells have it
+_KILLED, _SIGNALS = 128, 64  # a shell's code of a command that a signal killed is 128 and its number
+_TELLS_SECONDS = 2.0
 
-# Runs on the host. The names of signals arrive on its input; the input ends with the connection, however that ends.
+# Runs on the host. The names of signals arrive on its input; the input ends with the connection, however that ends. The
+# last line tells the command's exit code: 255 is ssh's own, too.
 _SUPERVISED = """exec 3<&0
 {command} </dev/null 3<&- &
 child=$!
@@ -40,6 +43,7 @@ reader=$!
 wait $child
 code=$?
 kill $reader 2>/dev/null
+echo {told}$code >&2
 exit $code"""
 
 
@@ -89,7 +93,9 @@ class _Remote:
     def __init__(self, host: Host, command: Sequence[str], logs: Path) -> None:
         self.host, self._command, self._logs = host, command, logs
         script = f"cd {shlex.quote(os.getcwd())} || exit 3\n{exports()}\n"
-        script += _SUPERVISED.format(command=shlex.join(command))
+        told = f"trainwright-{secrets.token_hex(8)}-ended-with-"
+        self._told, self._ended = told.encode(), False
+        script += _SUPERVISED.format(command=shlex.join(command), told=told)
         self.process = subprocess.Popen(
             [*ssh(host), in_shell(script)],
             stdin=subprocess.PIPE,
@@ -111,11 +117,17 @@ class _Remote:
     def lost(self) -> str | None:
         """Say how the host or the command was lost; None if it runs or has ended by itself."""
         code = self.process.poll()
-        if code == SSH_FAILED:
-            return "its connection was lost"
-        if code is not None and (code < 0 or code >= _KILLED):
-            return f"its command was killed (exit code {code})"
-        return None
+        if code is None or 0 <= code < _KILLED:
+            return None
+        if code > 0 and self._has_told():
+            return f"its command was killed (exit code {code})" if _KILLED < code <= _KILLED + _SIGNALS else None
+        return "its connection was lost" if code == SSH_FAILED else f"its command was killed (exit code {code})"
+
+    def _has_told(self) -> bool:
+        """Return whether the host has told the exit code of its command, which then is that of the connection too."""
+        if not self._ended and self._threads[1].is_alive():
+            self._threads[1].join(_TELLS_SECONDS)
+        return self._ended
 
     def begin(self, prefix: str) -> None:
         """Begin to show the output, each line after ``prefix``."""
@@ -147,8 +159,10 @@ class _Remote:
             shown.flush()
 
         targets: list[tuple[str, Callable[[bytes], object]]] = [("output", show), (self._log.name, self._log.write)]
-        for line in pipe:
-            for target in tuple(targets):
+        for read in pipe:
+            line, told, _ = read.partition(self._told)
+            self._ended |= bool(told)
+            for target in tuple(targets) if line else ():
                 name, write = target
                 try:
                     write(line)
@@ -242,5 +256,5 @@ def exit_code(codes: Sequence[int]) -> int:
     """
     causes = [code for code in codes if code not in (0, EXIT_FAULT, EXIT_STOPPED)]
     if causes:
-        return causes[0] if 0 < causes[0] < _KILLED else EXIT_FAULT
+        return causes[0]
     return next((code for code in (EXIT_FAULT, EXIT_STOPPED) if code in codes), 0)
