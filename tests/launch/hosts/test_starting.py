@@ -18,6 +18,7 @@ from tests.support.commands import wait_for
 from tests.support.runs import TINY
 from trainwright.api.clusters.hosts import train_on_hosts
 from trainwright.api.training import TrainingRequest
+from trainwright.errors import RequestError
 from trainwright.launch.hosts import starting
 from trainwright.launch.hosts.names import Host
 from trainwright.launch.hosts.starting import Ended, run_on
@@ -220,3 +221,18 @@ def test_a_run_that_was_stopped_is_not_started_again(tmp_path: Path, monkeypatch
     assert train_on_hosts(asked, "127.0.0.1,127.0.0.2", None) == 75
     thread.join()
     assert len(started("one")) == len(started("two")) == 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("localhost,node2", "node2 cannot reach the first host as localhost"),
+        ("alias-only.invalid,two", r"two: does not know the name alias-only\.invalid of the first host"),
+    ],
+)
+def test_a_first_host_that_the_others_cannot_find_is_refused(hosts: str, said: str, tmp_path: Path) -> None:
+    """As a name is that only ssh knows."""
+    asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}",))
+    with pytest.raises(RequestError, match=said):
+        train_on_hosts(asked, hosts, None)
+    assert not (tmp_path / "run").exists()

@@ -119,6 +119,7 @@ def _hosts_of(
     hosts: str | None, hostfile: Path | None, nodes: int | None, node_rank: int | None, rendezvous: str | None
 ) -> list[Host]:
     """Return the hosts of ``--hosts`` or ``--hostfile``. Raises RequestError, also for options that these set."""
+    from trainwright.launch.group.addresses import is_loopback
     from trainwright.launch.hosts.names import parse_hosts, read_hostfile
 
     options = {"--nodes": nodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
@@ -126,7 +127,14 @@ def _hosts_of(
         raise RequestError(f"--hosts and --hostfile set {', '.join(options)} on each host; remove {', '.join(given)}")
     if hosts is not None and hostfile is not None:
         raise RequestError("--hosts and --hostfile: pass only one of them")
-    return parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
+    found = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
+    first, others = found[0], [each for each in found if not is_loopback(each.address)]
+    if is_loopback(first.address) and others:
+        raise RequestError(
+            f"hosts: {others[0].name} cannot reach the first host as {first.address}, which is each machine itself; "
+            "write its name or address in the network"
+        )
+    return found
 
 
 def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:
