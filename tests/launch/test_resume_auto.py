@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,22 @@ def test_of_two_starters_one_trains(runs: Runs) -> None:
     assert codes[0] == 0 and codes[1] in (0, 2, 75)  # 0: it came when the run was finished, and trained nothing
     assert events(run, "start")[0]["resumed_from"] is None
     assert column(run, "step") == list(range(1, 61))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_the_lock_of_a_machine_that_was_lost_is_released(runs: Runs) -> None:
+    """As by an NFS server, which keeps it for a while."""
+    run = runs.new_directory("run")
+    assert runs.command(*command(run, 2)).wait().code == 0
+    with (run / ".lock").open("w") as file:
+        file.write("node7 another-boot")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        started = runs.command(*command(run, 4))
+        threading.Timer(20, lambda: fcntl.flock(file, fcntl.LOCK_UN)).start()
+        ended = started.wait()
+    assert ended.code == 0, ended.stderr
+    assert len(column(run, "loss")) == 4
 
 
 def test_a_start_that_is_refused_leaves_what_was_submitted(runs: Runs) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from trainwright.errors import RequestError
+from trainwright.errors import FaultError, RequestError, Stopped
 from trainwright.launch import run_directory
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
@@ -139,4 +143,58 @@ def test_a_run_is_trained_by_one_launch_at_a_time() -> None:
     with run_directory.only_launch(run), refused, run_directory.only_launch(run):
         pass
     with run_directory.only_launch(run):
+        pass
+
+
+@contextmanager
+def locked_by(run: Path, machine: str) -> Iterator[Callable[[], None]]:
+    """Lock a run as a launch on a machine does; yield what releases the lock."""
+    with (run / ".lock").open("w") as file:
+        file.write(machine)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield lambda: fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def test_the_lock_of_a_machine_that_was_lost_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "_LEAVING_SECONDS", 0.1)
+    run = a_run("lost")
+    with locked_by(run, "node7 another-boot") as release:
+        threading.Timer(1.5, release).start()
+        with run_directory.only_launch(run):
+            assert (run / ".lock").read_text().strip() != "node7 another-boot"
+
+
+@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": "7"}, {"TRAINWRIGHT_STARTS_AGAIN": "1"}])
+def test_what_is_started_again_ends_with_a_fault_if_another_machine_keeps_the_lock(
+    job: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_LEAVING_SECONDS", "_LEASE_SECONDS"):
+        monkeypatch.setattr(run_directory, name, 0.1)
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    run = a_run("lost")
+    expected = pytest.raises(FaultError if job else RequestError, match="another process on node7")
+    with locked_by(run, "node7 another-boot"), expected, run_directory.only_launch(run):
+        pass
+
+
+@pytest.mark.parametrize("written", ["", "\0\n"])
+def test_what_is_left_of_an_attempt_on_an_unknown_machine_is_waited_for(
+    written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "_LEAVING_SECONDS", 0.1)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = a_run("left")
+    with locked_by(run, written) as release:
+        threading.Timer(1.0, release).start()
+        with run_directory.only_launch(run):
+            pass
+
+
+def test_a_stop_ends_the_wait_for_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_directory, "_LEAVING_SECONDS", 0.1)
+    run = a_run("lost")
+    stopped = pytest.raises(Stopped)
+    with locked_by(run, "node7 another-boot"), stopped, run_directory.only_launch(run, lambda: True):
         pass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,16 +60,20 @@ class RunRequest:
     fetched: bool = False
 
     @contextmanager
-    def opened(self, resolved: Resolved) -> Iterator[Path]:
+    def opened(self, resolved: Resolved, stopped: Callable[[], bool] = lambda: False) -> Iterator[Path]:
         """Lock the run's directory, created if the run is new; take what it has done on other machines since.
+
+        Args:
+            stopped: whether a stop is requested.
 
         Raises:
             RequestError: the directory cannot be used, or another process trains there.
-            Stopped: ``in_place``, and another process has begun the run meanwhile.
+            FaultError: a machine that may be lost has locked it.
+            Stopped: as requested; or ``in_place``, and another process has begun the run meanwhile.
         """
         wanted = resolved.recipe.logging.run_directory
         run = self.run or run_directory.create(wanted, self.stem, in_place=self.in_place)
-        with run_directory.only_launch(run):
+        with run_directory.only_launch(run, stopped):
             if self.in_place and (run / run_directory.RECIPE).is_file():
                 raise Stopped(f"{run} was begun by another process meanwhile; run the same command again to resume it")
             if self.run is not None:

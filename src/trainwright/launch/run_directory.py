@@ -6,15 +6,18 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainwright.activity import Activity
 from trainwright.engine.checkpoints.stored_run import EVENTS, STORED_AS
-from trainwright.errors import RequestError, unwritable
-from trainwright.machine.sharing.file_lock import lock_directory
+from trainwright.errors import FaultError, RequestError, Stopped, unwritable
+from trainwright.launch.ending.scheduler_job import is_started_again
+from trainwright.machine.sharing.file_lock import Locked, lock_directory
 from trainwright.paths import user_path, write_file
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
@@ -30,8 +33,10 @@ ARRAY_ELEMENT = "SLURM_ARRAY_TASK_ID"
 # What may be in a directory before its run begins.
 _BEFORE = ("logs", SUBMITTED)
 
-_LEAVING_SECONDS = 3.0
 _STAMP_FORMAT, _STAMP_LENGTH = "%Y%m%d-%H%M%S", 15
+_LEAVING_SECONDS = 3.0  # of the workers of a run that was just killed, which hold its lock until they are gone
+# Longer than an NFS server keeps the locks of a machine that is lost: with Linux, 90 seconds.
+_LEASE_SECONDS, _LOOK_SECONDS = 120.0, 0.5
 _STAMP = r"\d{8}-\d{6}(-\d+)?"
 
 
@@ -263,11 +268,50 @@ def undone_on_error(directory: Path, created: bool, *, keep: bool = False) -> It
 
 
 @contextmanager
-def only_launch(directory: Path) -> Iterator[None]:
-    """Lock the run; raise RequestError if another launch has it. The workers hold the lock until they end."""
-    # The workers of a run that was just killed hold the lock until they are gone.
-    with lock_directory(directory, f"--resume: {directory} is being trained by another process", _LEAVING_SECONDS):
+def only_launch(directory: Path, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Lock the run. The workers hold the lock until they end.
+
+    Args:
+        stopped: whether a stop is requested, while this waits for what an earlier launch has left.
+
+    Raises:
+        RequestError: another launch has the lock.
+        FaultError: a machine has it that may be lost, and what started this process starts it again.
+        Stopped: a stop was requested.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock_directory(directory, _refusal(directory), _LEAVING_SECONDS))
+        except Locked as error:
+            if not error.is_elsewhere and not is_started_again():
+                raise
+            _wait_for(directory, error.holder, stopped, held)
         yield
+
+
+def _wait_for(directory: Path, holder: str, stopped: Callable[[], bool], held: ExitStack) -> None:
+    """Lock the run in ``held`` once its holder is gone: a machine that was lost, or what is left of an attempt."""
+    end = time.monotonic() + _LEASE_SECONDS
+    with Activity(sys.stderr, f"waiting for the lock of {holder or 'another process'} on {directory}"):
+        while True:
+            try:
+                held.enter_context(lock_directory(directory, _refusal(directory, holder)))
+                return
+            except Locked as error:
+                if stopped():
+                    raise Stopped() from None
+                if time.monotonic() < end:
+                    time.sleep(_LOOK_SECONDS)
+                elif error.is_elsewhere and is_started_again():
+                    raise FaultError(
+                        f"{error}; if {error.holder} is lost, its file server still keeps its lock: start again later"
+                    ) from None
+                else:
+                    raise
+
+
+def _refusal(directory: Path, holder: str = "") -> str:
+    return f"--resume: {directory} is being trained by another process{f' on {holder}' if holder else ''}"
 
 
 def _read(path: Path) -> bytes | None:

@@ -162,7 +162,7 @@ class _Launch:
         with ExitStack() as until_prepared:
 
             def make() -> tuple[Path, str]:
-                run = held.enter_context(request.opened(self.resolved))
+                run = held.enter_context(request.opened(self.resolved, lambda: self.stopping.requested))
                 forget_stops(run, process_age())
                 until_prepared.enter_context(request.undone_on_error(run))
                 (run / "logs").mkdir(exist_ok=True)

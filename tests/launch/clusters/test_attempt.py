@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import environment, wait_for
+from tests.support.commands import all_gone, descendants, environment, started, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from trainwright.launch.clusters.attempt import MODULE, ending, variables_of_node
 
@@ -47,6 +47,15 @@ def test_attempts_on_machines_that_share_only_a_place_are_bounded(tmp_path: Path
 def test_the_variables_of_an_operators_workers_are_not_passed_on() -> None:
     given = dict.fromkeys(["RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "PET_NNODES", "PATH", "HF_HOME"], "1")
     assert set(variables_of_node(given)) == {"PATH", "HF_HOME"}
+
+
+def test_a_run_does_not_outlive_its_attempt(tmp_path: Path) -> None:
+    waits = ("--nodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:9")
+    with started("-m", MODULE, "run", "--", str(TINY), *waits, cwd=tmp_path) as attempt:
+        family = wait_for(lambda: descendants(attempt.pid))
+        attempt.kill()
+        attempt.wait()
+        assert all_gone(family)
 
 
 def start(run: Path, *words: str, **variables: str) -> subprocess.Popen[str]:

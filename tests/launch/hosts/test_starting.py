@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shlex
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import wait_for
+from tests.support.runs import TINY
+from trainwright.api.clusters.hosts import train_on_hosts
+from trainwright.api.training import TrainingRequest
+from trainwright.errors import RequestError
 from trainwright.launch.hosts import starting
 from trainwright.launch.hosts.names import Host
 from trainwright.launch.hosts.starting import Ended, run_on
@@ -99,3 +107,132 @@ def test_the_logs_of_hosts_are_appended_to(tmp_path: Path) -> None:
     for word in ("before", "after"):
         assert run_on(HOSTS[:1], [["echo", word]], tmp_path).code == 0
     assert (tmp_path / "host-one.log").read_text() == "before\nafter\n"
+
+
+def test_output_is_shown_where_it_cannot_be_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More of it than a pipe holds: the command would wait for ever."""
+    (tmp_path / "host-one.log").symlink_to("/dev/full")
+    many = ["sh", "-c", "i=0; while [ $i -lt 9000 ]; do echo a line of output; i=$((i + 1)); done; echo last"]
+    assert run_on(HOSTS[:1], [many], tmp_path).code == 0
+    shown = capsys.readouterr()
+    assert shown.out == "a line of output\n" * 9000 + "last\n"
+    assert shown.err == f"warning: one: {tmp_path}/host-one.log cannot be written: [Errno 28] No space left on device\n"
+
+
+class _Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_output_is_logged_where_it_cannot_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", _Closed())
+    assert run_on(HOSTS[:1], [["printf", "one\\ntwo\\n"]], tmp_path).code == 0
+    assert (tmp_path / "host-one.log").read_text() == "one\ntwo\n"
+
+
+def test_a_terminal_that_closes_does_not_stop_what_nohup_has_started(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        thread = beside(
+            lambda: wait_for(lambda: started("one")),
+            lambda: os.kill(os.getpid(), signal.SIGHUP),
+            lambda: Path("done").touch(),
+        )
+        ended = run_on(HOSTS[:1], [command("one", "done")], tmp_path)
+        thread.join()
+        assert ended == Ended(0, {}) and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+STOPS = ["sh", "-c", "trap 'exit 75' TERM; echo $PPID $$ >>one; while :; do sleep 0.05; done"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
+def test_every_stop_signal_is_passed_on(number: signal.Signals, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
+    thread = beside(
+        lambda: wait_for(lambda: started("one") and signal.getsignal(number) != before),
+        lambda: os.kill(os.getpid(), number),
+    )
+    ended = run_on(HOSTS[:1], [STOPS], tmp_path)
+    thread.join()
+    assert ended.code == 75 and not ended.lost
+
+
+@pytest.mark.parametrize("code", [7, 128, 200, 255])
+def test_a_command_ends_with_its_own_code(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """255 is what ssh ends with when its connection is lost, and what sys.exit(-1) is."""
+    ended = run_on(HOSTS, [["sh", "-c", f"printf said >&2; exit {code}"]] * 2, tmp_path)
+    assert ended == Ended(code, {})
+    assert sorted(capsys.readouterr().err) == sorted("saidtwo: said")
+    assert (tmp_path / "host-one.log").read_text() == "said"
+
+
+def test_a_connection_or_a_command_that_is_killed_is_lost(tmp_path: Path) -> None:
+    Path("ssh").write_text('#!/bin/sh\nfor last in "$@"; do :; done\nsh -c "$last"\nexit $?\n')
+    assert run_on(HOSTS[:1], [["sh", "-c", "kill -9 $$"]], tmp_path) == Ended(
+        5, {HOSTS[0]: "its command was killed (exit code 137)"}
+    )
+    dies = ["sh", "-c", "kill -9 $PPID"]  # what would tell its exit code
+    assert run_on(HOSTS[:1], [dies], tmp_path).lost == {HOSTS[0]: "its command was killed (exit code 137)"}
+    Path("ssh").write_text("#!/bin/sh\nexit 255\n")
+    assert run_on(HOSTS[:1], [["true"]], tmp_path) == Ended(5, {HOSTS[0]: "its connection was lost"})
+
+
+def test_a_host_that_is_lost_while_all_stop_is_no_fault(tmp_path: Path) -> None:
+    waits = ["sh", "-c", "trap 'touch asked' TERM; echo $PPID $$ >>two; while :; do sleep 0.05; done"]
+    thread = beside(*stop_and_kill_two())
+    ended = run_on(HOSTS, [STOPS, waits], tmp_path)
+    thread.join()
+    assert (ended.code, ended.stopped, [*ended.lost]) == (75, True, HOSTS[1:])
+
+
+def stop_and_kill_two() -> list[Callable[[], object]]:
+    before = signal.getsignal(signal.SIGTERM)
+    return [
+        lambda: wait_for(
+            lambda: started("one") and started("two") and signal.getsignal(signal.SIGTERM) not in (before, None)
+        ),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+        lambda: wait_for(lambda: Path("asked").exists()),
+        lambda: kill("two", 1),
+    ]
+
+
+# In the place of the hosts' Python: what trains on them.
+PYTHON = """#!/bin/sh
+case "$*" in -c*) exec {python} "$@" ;; esac
+case "$*" in *--node-rank=1*) trap 'touch asked' TERM; name=two ;; *) trap 'exit 75' TERM; name=one ;; esac
+echo $PPID $$ >>$name
+while :; do sleep 0.05; done
+"""
+
+
+def test_a_run_that_was_stopped_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text(PYTHON.format(python=sys.executable))
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # the command replaces them
+    asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}", "parallel.num_processes=2"))
+    thread = beside(*stop_and_kill_two())
+    assert train_on_hosts(asked, "127.0.0.1,127.0.0.2", None) == 75
+    thread.join()
+    assert len(started("one")) == len(started("two")) == 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("localhost,node2", "node2 cannot reach the first host as localhost"),
+        ("alias-only.invalid,two", r"two: does not know the name alias-only\.invalid of the first host"),
+    ],
+)
+def test_a_first_host_that_the_others_cannot_find_is_refused(hosts: str, said: str, tmp_path: Path) -> None:
+    """As a name is that only ssh knows."""
+    asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}",))
+    with pytest.raises(RequestError, match=said):
+        train_on_hosts(asked, hosts, None)
+    assert not (tmp_path / "run").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,33 @@ def test_each_node_is_a_pod_that_meets_the_others_at_the_first(here: Path) -> No
     assert (job["parallelism"], job["completions"], job["activeDeadlineSeconds"]) == (2, 2, 3600)
     (container,) = job["template"]["spec"]["containers"]
     assert container["args"][:4] == [f"{here}/runs/Big_run", "--node-rank", "$(JOB_COMPLETION_INDEX)", "--"]
-    assert container["args"][-8:] == [
+    assert container["args"][-9:-1] == [
         *("--resume", "auto", "--nodes", "2", "--node-rank", "$(JOB_COMPLETION_INDEX)"),
         *("--rendezvous", "big-run-node-0-0.big-run:29400"),
     ]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob", "pytorchjob"])
+def test_a_pod_waits_long_for_those_that_have_no_node_yet(kind: str) -> None:
+    """Unless the run may begin without them."""
+
+    option = "--rendezvous-timeout="
+
+    def seconds(*overrides: str, nodes: int) -> list[list[int]]:
+        pods = [each["args"] for each in _containers(manifests(*overrides, manifest=kind, nodes=nodes))]
+        return [[int(arg.removeprefix(option)) for arg in args if arg.startswith(option)] for args in pods]
+
+    found = seconds(nodes=2)
+    assert found and all(each and each[0] >= 24 * 3600 for each in found)
+    assert not any(seconds("parallel.num_processes={min: 1, max: 2}", nodes=2)) and not any(seconds(nodes=1))
+
+
+def _containers(found: Any) -> Iterator[dict[str, Any]]:
+    for each in found.values() if isinstance(found, dict) else found if isinstance(found, list) else ():
+        yield from _containers(each)
+    if isinstance(found, dict) and "containers" in found:
+        yield from found["containers"]
 
 
 def test_pods_have_the_gpus_of_the_machine_that_is_planned_for(here: Path) -> None:
@@ -135,7 +158,7 @@ def test_a_pytorchjob_retries_by_codes_from_128_on() -> None:
         (container,) = each["template"]["spec"]["containers"]
         assert (each["restartPolicy"], container["name"]) == ("ExitCode", "pytorch")
         assert container["args"][1:5] == ["--node-rank", "$(RANK)", "--add", "128"]
-        assert container["args"][-3:] == ["$(RANK)", "--rendezvous", "p-master-0:29400"]
+        assert container["args"][-4:-1] == ["$(RANK)", "--rendezvous", "p-master-0:29400"]
 
 
 def test_the_run_knows_the_grace_of_its_pod_and_spot_nodes_are_chosen(here: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests.support.commands import ROOT, environment, wait_for
+from tests.support.commands import ROOT, all_gone, descendants, environment, started, wait_for
 from tests.support.packages import environment_with
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from trainwright.errors import RequestError
@@ -75,6 +75,15 @@ def test_each_node_gets_its_place() -> None:
     assert command(Path("/r"), ["r.yaml"], 1, 0, None)[2:] == ["/r", "--", "r.yaml"]
 
 
+def test_what_a_task_runs_does_not_outlive_the_process_of_ray(here: Path) -> None:
+    code = "from trainwright.launch.ray.entry import _train; _train('.', ['-c', 'import time; time.sleep(600)'], 0)"
+    with started("-c", code, cwd=here) as task:
+        family = wait_for(lambda: descendants(task.pid))
+        task.kill()
+        task.wait()
+        assert all_gone(family)
+
+
 def test_what_a_job_of_ray_cannot_have_is_refused() -> None:
     with pytest.raises(RequestError, match="--time: is for slurm and kubernetes, and ray has no such setting"):
         script(time="1 h")
@@ -94,8 +103,8 @@ def test_a_run_on_a_real_cluster_survives_a_killed_worker(runs: Runs, here: Path
     variables = environment(PYTHONPATH=paths, PATH=f"{python.parent}:{os.environ['PATH']}", RAY_TMPDIR="/tmp/tw-ray")
     ray = str(python.parent / "ray")
     (here / "job.py").write_text(script(SLOW, "train.max_steps=40", "parallel.num_processes=1", name="one"))
-    started = [ray, "start", "--head", "--num-cpus=2", "--disable-usage-stats", "--port=0", "--dashboard-port=8299"]
-    subprocess.run(started, env=variables, check=True, cwd=here)
+    start = [ray, "start", "--head", "--num-cpus=2", "--disable-usage-stats", "--port=0", "--dashboard-port=8299"]
+    subprocess.run(start, env=variables, check=True, cwd=here)
     run = here / "runs" / "one"
     try:
         variables["RAY_ADDRESS"] = "http://127.0.0.1:8299"

@@ -33,6 +33,7 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     from trainwright.launch.hosts.asking import ask
     from trainwright.launch.hosts.names import processes_of
     from trainwright.launch.hosts.starting import exports, run_on
+    from trainwright.launch.process import ignore_closed_output
     from trainwright.launch.request import request_of
     from trainwright.recipe.sections.parallel import ProcessRange
     from trainwright.text import say
@@ -55,10 +56,11 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     logs.mkdir(exist_ok=True)
     say(f"{run}: on {', '.join(host.name for host in found)}; logs: {logs}/host-*.log", file=sys.stderr)
     common = [*_words(asked, run, begun=request.run is not None), *([f"--num-processes={count}"] if count else [])]
+    ignore_closed_output()
     restarts, port = None, answers[0].port
     while True:
         ended = run_on(found, [[*common, *_place(found, i, port)] for i in range(len(found))], logs, may_lose=may_lose)
-        if ended.code != EXIT_FAULT or not ended.lost or (may_lose and found[0] not in ended.lost):
+        if ended.code != EXIT_FAULT or ended.stopped or not ended.lost or (may_lose and found[0] not in ended.lost):
             break
         from trainwright.launch.hosts.again import Again
 
@@ -96,6 +98,7 @@ def launch_on_hosts(
     from trainwright.launch.hosts.asking import ask
     from trainwright.launch.hosts.names import processes_of
     from trainwright.launch.hosts.starting import exports, run_on
+    from trainwright.launch.process import ignore_closed_output
     from trainwright.launch.scripts.starting import check_script, make_logs
 
     script, module, arguments = own
@@ -107,6 +110,7 @@ def launch_on_hosts(
     count = num_processes or processes_of(found)
     words += [f"--num-processes={count}"] if count else []
     words += [f"--rendezvous-timeout={place.seconds}"] if place.seconds and len(found) > 1 else []
+    ignore_closed_output()
     rest = [*(["--module"] if module else []), "--", script, *arguments]
     return run_on(found, [[*words, *_place(found, i, port), *rest] for i in range(len(found))], directory).code
 
@@ -115,6 +119,7 @@ def _hosts_of(
     hosts: str | None, hostfile: Path | None, nodes: int | None, node_rank: int | None, rendezvous: str | None
 ) -> list[Host]:
     """Return the hosts of ``--hosts`` or ``--hostfile``. Raises RequestError, also for options that these set."""
+    from trainwright.launch.group.addresses import is_loopback
     from trainwright.launch.hosts.names import parse_hosts, read_hostfile
 
     options = {"--nodes": nodes, "--node-rank": node_rank, "--rendezvous": rendezvous}
@@ -122,13 +127,22 @@ def _hosts_of(
         raise RequestError(f"--hosts and --hostfile set {', '.join(options)} on each host; remove {', '.join(given)}")
     if hosts is not None and hostfile is not None:
         raise RequestError("--hosts and --hostfile: pass only one of them")
-    return parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
+    found = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
+    first, others = found[0], [each for each in found if not is_loopback(each.address)]
+    if is_loopback(first.address) and others:
+        raise RequestError(
+            f"hosts: {others[0].name} cannot reach the first host as {first.address}, which is each machine itself; "
+            "write its name or address in the network"
+        )
+    return found
 
 
 def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:
     """Return the command of every host, without what differs: it begins or resumes the run in its directory."""
+    from trainwright.launch.ending.scheduler_job import STARTS_AGAIN
+
     key = "logging.run_directory="
-    words = [sys.executable, "-m", "trainwright", "train"]
+    words = ["env", f"{STARTS_AGAIN}=1", sys.executable, "-m", "trainwright", "train"]
     words += [str(asked.recipe)] if asked.recipe is not None else []
     words += [each for each in asked.overrides if not each.startswith(key)]
     words += [f"--resume={run}"] if begun else ["--resume=auto", f"{key}{run}"]

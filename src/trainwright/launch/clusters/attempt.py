@@ -21,7 +21,9 @@ from types import FrameType
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, RequestError
 from trainwright.launch.clusters.attempts import MOST_FAILURES, failures_in_a_row, may_continue
 from trainwright.launch.ending.requests import was_asked_to_stop
+from trainwright.launch.ending.scheduler_job import STARTS_AGAIN
 from trainwright.launch.ending.stop import STOP_SIGNALS
+from trainwright.launch.program import started
 from trainwright.text import say
 
 MODULE = "trainwright.launch.clusters.attempt"
@@ -73,7 +75,10 @@ def variables_of_node(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _trained(words: Sequence[str]) -> int:
-    """Run ``trainwright train`` to its end, and pass stop signals on; return its exit code."""
+    """Run ``trainwright train`` to its end, and pass stop signals on; return its exit code.
+
+    If this process is killed, the run stops after a checkpoint.
+    """
     received: list[int] = []  # before there is a process
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -86,7 +91,7 @@ def _trained(words: Sequence[str]) -> int:
     for each in STOP_SIGNALS:
         signal.signal(each, pass_on)
     command = [sys.executable, "-m", "trainwright", "train", *words]
-    child = subprocess.Popen(command, env=variables_of_node(os.environ))
+    child = started(command, env={**variables_of_node(os.environ), STARTS_AGAIN: "1"})
     for number in received:
         child.send_signal(number)
     code = child.wait()

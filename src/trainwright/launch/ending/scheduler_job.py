@@ -1,4 +1,4 @@
-"""The job of a scheduler that this process belongs to."""
+"""The job of a scheduler that this process belongs to, and whether something starts it again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 
 # Set in every job of Slurm, PBS (and Torque), LSF, Grid Engine, Flux and Cobalt.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID", "COBALT_JOBID")
+# Set by what starts a run again after a fault of a machine, and is no scheduler that sets one of these.
+STARTS_AGAIN = "TRAINWRIGHT_STARTS_AGAIN"
 
 
 def scheduler_job() -> str | None:
@@ -18,3 +20,8 @@ def scheduler_job() -> str | None:
     if array and element:
         return f"{array}_{element}"
     return next((os.environ[name] for name in _JOBS if os.environ.get(name)), None)
+
+
+def is_started_again() -> bool:
+    """Return whether what has started this process may start it again when a machine has failed (exit code 5)."""
+    return scheduler_job() is not None or bool(os.environ.get(STARTS_AGAIN))

@@ -19,10 +19,16 @@ SSH_FAILED = 255
 _SECONDS = 30
 _CLOCK_SECONDS = 30.0  # deadlines and the ages of files on a shared disk are compared with clocks
 _NO_DIRECTORY, _NO_PYTHON = 71, 72
-_ANSWER = (
-    "import json, socket, sys, time, trainwright; s = socket.socket(); s.bind(('', 0)); "
-    "print(json.dumps([time.time(), s.getsockname()[1]]))"
-)
+_ANSWER = """
+import json, socket, sys, time, trainwright
+free, unknown = socket.socket(), ""
+free.bind(("", 0))
+try:
+    socket.getaddrinfo(sys.argv[1] or None, 1)
+except OSError as error:
+    unknown = error.strerror
+print(json.dumps([time.time(), free.getsockname()[1], unknown]))
+"""
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,10 @@ def ask(hosts: Sequence[Host], prepared: str) -> list[Answer]:
         prepared: shell commands that set variables.
 
     Raises:
-        RequestError: a host is not known.
+        RequestError: a host is not known, here or, if it is the first, on another one.
         MachineError: one cannot be reached, lacks the directory or Trainwright, or has another time.
     """
-    answers = answers_of(hosts, prepared)
+    answers = answers_of(hosts, prepared, hosts[0].address if len(hosts) > 1 else "")
     problems = [each for each in answers if isinstance(each, TrainwrightError)]
     if problems:
         raise type(problems[0])("\n".join(str(each) for each in problems[:8]))
@@ -64,10 +70,14 @@ def ask(hosts: Sequence[Host], prepared: str) -> list[Answer]:
     return found
 
 
-def answers_of(hosts: Sequence[Host], prepared: str) -> list[Answer | TrainwrightError]:
-    """Return the answer of each host, or why there is none."""
+def answers_of(hosts: Sequence[Host], prepared: str, meeting: str = "") -> list[Answer | TrainwrightError]:
+    """Return the answer of each host, or why there is none.
+
+    Args:
+        meeting: the name or address of the host where all of them meet, which each has to know.
+    """
     with ThreadPoolExecutor(min(64, len(hosts))) as pool:
-        return list(pool.map(lambda host: _ask(host, prepared), hosts))
+        return list(pool.map(lambda host: _ask(host, prepared, meeting), hosts))
 
 
 def check_clocks(hosts: Sequence[Host], ahead: Sequence[float]) -> None:
@@ -81,11 +91,11 @@ def check_clocks(hosts: Sequence[Host], ahead: Sequence[float]) -> None:
         )
 
 
-def _ask(host: Host, prepared: str) -> Answer | TrainwrightError:
+def _ask(host: Host, prepared: str, meeting: str) -> Answer | TrainwrightError:
     python = shlex.quote(sys.executable)
     script = (
         f"cd {shlex.quote(os.getcwd())} || exit {_NO_DIRECTORY}\n{prepared}\n"
-        f"test -x {python} || exit {_NO_PYTHON}\nexec {python} -c {shlex.quote(_ANSWER)}"
+        f"test -x {python} || exit {_NO_PYTHON}\nexec {python} -c {shlex.quote(_ANSWER)} {shlex.quote(meeting)}"
     )
     began = time.time()
     try:
@@ -98,7 +108,12 @@ def _ask(host: Host, prepared: str) -> Answer | TrainwrightError:
         return MachineError(f"{host.name}: no answer over ssh within {_SECONDS} s")
     if done.returncode:
         return _problem(host, done)
-    told, port = json.loads(done.stdout.splitlines()[-1])
+    told, port, unknown = json.loads(done.stdout.splitlines()[-1])
+    if unknown:
+        return RequestError(
+            f"{host.name}: does not know the name {meeting} of the first host ({unknown}); use a name or an address "
+            "that all hosts know: what the configuration of ssh calls a host is known to ssh alone"
+        )
     return Answer(told - (began + time.time()) / 2, port)
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, TextIO
 
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED
 from trainwright.launch.clusters.variables import captured
+from trainwright.launch.ending.stop import STOP_SIGNALS
 from trainwright.launch.hosts.asking import SSH_FAILED, in_shell, ssh
 from trainwright.launch.hosts.names import Host
-from trainwright.text import say
+from trainwright.text import encodable, say
 
 # The nodes of a run notice by themselves that one has ended; what has not noticed after this time is ended from here.
 _ENDS_BY_ITSELF, _ENDS_AFTER_SIGNAL = 90.0, 60.0
@@ -28,9 +30,11 @@ _ENDS_BY_ITSELF, _ENDS_AFTER_SIGNAL = 90.0, 60.0
 _ENDS_AFTER_FIRST = 20.0
 _SAME_REQUEST_SECONDS = 1.0
 _AGAIN_SECONDS = 15.0
-_KILLED = 128  # and the number of a signal, as shells have it
+_KILLED, _SIGNALS = 128, 64  # a shell's code of a command that a signal killed is 128 and its number
+_TELLS_SECONDS = 2.0
 
-# Runs on the host. The names of signals arrive on its input; the input ends with the connection, however that ends.
+# Runs on the host. The names of signals arrive on its input; the input ends with the connection, however that ends. The
+# last line tells the command's exit code: 255 is ssh's own, too.
 _SUPERVISED = """exec 3<&0
 {command} </dev/null 3<&- &
 child=$!
@@ -39,6 +43,7 @@ reader=$!
 wait $child
 code=$?
 kill $reader 2>/dev/null
+echo {told}$code >&2
 exit $code"""
 
 
@@ -49,10 +54,15 @@ def exports() -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command has ended on all hosts: its exit code, and the hosts that were lost, with how."""
+    """How a command has ended on all hosts: its exit code, and the hosts that were lost, with how.
+
+    Attributes:
+        stopped: whether a stop signal was passed on. A host that was lost then is no cause: 75 if the others stopped.
+    """
 
     code: int
     lost: dict[Host, str]
+    stopped: bool = False
 
 
 def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path, *, may_lose: bool = False) -> Ended:
@@ -65,7 +75,10 @@ def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path,
         may_lose: while the first host runs, the others may be lost: their commands are started again when they answer.
     """
     group = _Group([_Remote(host, command, logs) for host, command in zip(hosts, commands, strict=True)], may_lose)
-    before = {number: signal.signal(number, group.pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
+            signal.signal(number, group.pass_on)
     try:
         return group.wait()
     finally:
@@ -80,7 +93,9 @@ class _Remote:
     def __init__(self, host: Host, command: Sequence[str], logs: Path) -> None:
         self.host, self._command, self._logs = host, command, logs
         script = f"cd {shlex.quote(os.getcwd())} || exit 3\n{exports()}\n"
-        script += _SUPERVISED.format(command=shlex.join(command))
+        told = f"trainwright-{secrets.token_hex(8)}-ended-with-"
+        self._told, self._ended = told.encode(), False
+        script += _SUPERVISED.format(command=shlex.join(command), told=told)
         self.process = subprocess.Popen(
             [*ssh(host), in_shell(script)],
             stdin=subprocess.PIPE,
@@ -102,11 +117,17 @@ class _Remote:
     def lost(self) -> str | None:
         """Say how the host or the command was lost; None if it runs or has ended by itself."""
         code = self.process.poll()
-        if code == SSH_FAILED:
-            return "its connection was lost"
-        if code is not None and (code < 0 or code >= _KILLED):
-            return f"its command was killed (exit code {code})"
-        return None
+        if code is None or 0 <= code < _KILLED:
+            return None
+        if code > 0 and self._has_told():
+            return f"its command was killed (exit code {code})" if _KILLED < code <= _KILLED + _SIGNALS else None
+        return "its connection was lost" if code == SSH_FAILED else f"its command was killed (exit code {code})"
+
+    def _has_told(self) -> bool:
+        """Return whether the host has told the exit code of its command, which then is that of the connection too."""
+        if not self._ended and self._threads[1].is_alive():
+            self._threads[1].join(_TELLS_SECONDS)
+        return self._ended
 
     def begin(self, prefix: str) -> None:
         """Begin to show the output, each line after ``prefix``."""
@@ -130,11 +151,26 @@ class _Remote:
             thread.join(5)
         self._log.close()
 
-    def _gather(self, pipe: IO[bytes], shown: IO[str]) -> None:
-        for line in pipe:
-            self._log.write(line)
-            shown.write(self.prefix + line.decode(errors="replace"))
+    def _gather(self, pipe: IO[bytes], shown: TextIO) -> None:
+        """Show and log each line; without what cannot be written, the rest is read all the same, or the host waits."""
+
+        def show(line: bytes) -> None:
+            shown.write(encodable(self.prefix + line.decode(errors="replace"), shown))
             shown.flush()
+
+        targets: list[tuple[str, Callable[[bytes], object]]] = [("output", show), (self._log.name, self._log.write)]
+        for read in pipe:
+            line, told, _ = read.partition(self._told)
+            self._ended |= bool(told)
+            for target in tuple(targets) if line else ():
+                name, write = target
+                try:
+                    write(line)
+                except (OSError, ValueError) as error:
+                    targets.remove(target)
+                    if not self._log.closed:
+                        with suppress(OSError, ValueError):
+                            say(f"warning: {self.host.name}: {name} cannot be written: {error}", file=sys.stderr)
 
 
 class _Group:
@@ -193,12 +229,15 @@ class _Group:
             how = "it did not end after the others" if each.process.poll() is None else each.lost
             if how is not None:
                 lost[each.host] = how
+        stopped = self._signalled != 0
         if self._may_lose and first.host not in lost:
-            return Ended(first.process.returncode, lost)
+            return Ended(first.process.returncode, lost, stopped)
         for host, how in lost.items():
             say(f"{host.name}: {how}", file=sys.stderr)
-        codes = [EXIT_FAULT if each.host in lost else each.process.returncode for each in self._remotes]
-        return Ended(exit_code(codes), lost)
+        codes = [each.process.returncode for each in self._remotes if each.host not in lost]
+        if stopped and lost and codes and {*codes} <= {0, EXIT_STOPPED}:
+            return Ended(EXIT_STOPPED, lost, stopped)
+        return Ended(exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
 
     def end(self) -> None:
         """End all connections."""
@@ -217,5 +256,5 @@ def exit_code(codes: Sequence[int]) -> int:
     """
     causes = [code for code in codes if code not in (0, EXIT_FAULT, EXIT_STOPPED)]
     if causes:
-        return causes[0] if 0 < causes[0] < _KILLED else EXIT_FAULT
+        return causes[0]
     return next((code for code in (EXIT_FAULT, EXIT_STOPPED) if code in codes), 0)

@@ -12,11 +12,15 @@ from trainwright.launch.clusters.attempt import MODULE
 from trainwright.launch.clusters.grace import GRACE
 from trainwright.launch.clusters.job import Job
 from trainwright.launch.run_directory import override_of
+from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds
+from trainwright.recipe.sections.parallel import ProcessRange
 
 WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)
 MOST_RESTARTS = 100
 _PORT = 29400
+# Each pod starts when there is room for it, perhaps days later. The job's time limit and a pod that fails end the wait.
+_RENDEZVOUS_SECONDS = 7 * 24 * 3600
 _GRACE_SECONDS = 120  # between a preemption's signal and the kill; a checkpoint is written in it
 _NAME_LENGTH = 40  # names of pods add to it, and have at most 63 characters
 _SHARED, _MEMORY = "shared", "memory"
@@ -104,6 +108,9 @@ def _arguments(job: Job, first: str, rank: str, add: int) -> list[str]:
     words = [_literal(word) for word in words]
     if nodes > 1:
         words += ["--nodes", str(nodes), *place, "--rendezvous", f"{first}:{_PORT}"]
+        # With a range of processes the run begins without the pods that have not come by then.
+        if not isinstance(load_recipe(job.recipe, job.overrides).parallel.num_processes, ProcessRange):
+            words.append(f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}")
     return [_literal(str(job.run)), *place, *(["--add", str(add)] if add else []), "--", *words]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
 from trainwright.launch.clusters.attempt import MODULE, RESTARTS
+from trainwright.launch.program import started
 from trainwright.text import say
 
 _MOST_ATTEMPTS = 100
@@ -112,8 +112,9 @@ def _train(directory: str, command: Sequence[str], attempt: int) -> int:
     import os
 
     variables = {**os.environ, RESTARTS: str(attempt)}
-    done = subprocess.run([sys.executable, *command], cwd=directory, env=variables, check=False)
-    return done.returncode if done.returncode >= 0 else EXIT_FAULT
+    # Ray kills this process, which is Ray's own, and only what it started itself. A task runs on the main thread.
+    code = started([sys.executable, *command], cwd=directory, env=variables).wait()
+    return code if code >= 0 else EXIT_FAULT
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,22 +20,36 @@ _LOOKS, _LONGEST_LOOKS = 0.05, 0.5  # seconds between attempts
 _ATTEMPTS = 1000  # on a file system that identifies the same file differently each time, this ends
 # File systems of several machines may have no locks, or no server for them now; NFS needs a file that may be written.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # pods on different machines may have the same host name
+
+
+class Locked(RequestError):
+    """Another process holds a lock.
+
+    Attributes:
+        holder: the host name of its machine, "" if it is not known.
+        is_elsewhere: whether that is known to be another machine, or this one before it was started again.
+    """
+
+    def __init__(self, message: str, holder: str = "", *, is_elsewhere: bool = False) -> None:
+        super().__init__(message)
+        self.holder, self.is_elsewhere = holder, is_elsewhere
 
 
 @contextmanager
 def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
     """Lock ``directory``, which must exist, by its file `LOCK`; a killed process releases the lock.
 
-    Processes that are forked meanwhile hold the lock too until they end. The file is removed when the last one leaves,
-    unless it is killed. A directory in which no file can be created is locked itself. On a file system without locks
-    nothing is locked.
+    Processes that are forked meanwhile hold the lock too until they end. The file names their machine, and is
+    removed when the last one leaves, unless it is killed. A directory in which no file can be created is locked itself.
+    On a file system without locks nothing is locked.
 
     Args:
         refusal: the message if another process holds the lock.
         patience: seconds to wait for it.
 
     Raises:
-        RequestError: ``refusal``.
+        Locked: ``refusal``.
     """
     descriptor = _locked(directory, refusal, time.monotonic() + patience)
     try:
@@ -53,6 +68,7 @@ def _locked(directory: Path, refusal: str, deadline: float) -> int:
             break
         _wait(descriptor, refusal, deadline)
         if _is_open(directory / LOCK, descriptor):
+            _sign(descriptor)
             return descriptor
         os.close(descriptor)  # another process has removed the file meanwhile
     descriptor = os.open(directory, os.O_RDONLY)
@@ -64,11 +80,35 @@ def _wait(descriptor: int, refusal: str, deadline: float) -> None:
     try:
         while _taken(descriptor) is False:  # where there are no locks, a run must be possible
             if time.monotonic() >= deadline:
-                raise RequestError(refusal)
+                raise _locked_by(descriptor, refusal)
             time.sleep(_LOOKS)
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _sign(descriptor: int) -> None:
+    """Write into the file of a lock which machine holds it."""
+    with suppress(OSError):  # another user's file, or a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, _this_machine().encode(), 0)
+        os.fsync(descriptor)  # a machine that is lost has told the others
+
+
+def _locked_by(descriptor: int, refusal: str) -> Locked:
+    try:
+        found = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+    except OSError:  # a directory that is locked itself
+        found = ""
+    return Locked(refusal, found.partition(" ")[0], is_elsewhere=found not in ("", _this_machine()))
+
+
+def _this_machine() -> str:
+    try:
+        boot = _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}".strip()
 
 
 def _is_open(file: Path, descriptor: int) -> bool:
