@@ -140,12 +140,13 @@ def _hosts_of(
 def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:
     """Return the command of every host, without what differs: it begins or resumes the run in its directory."""
     from trainwright.launch.ending.scheduler_job import STARTS_AGAIN
+    from trainwright.launch.run_directory import override_of
 
     key = "logging.run_directory="
     words = ["env", f"{STARTS_AGAIN}=1", sys.executable, "-m", "trainwright", "train"]
     words += [str(asked.recipe)] if asked.recipe is not None else []
     words += [each for each in asked.overrides if not each.startswith(key)]
-    words += [f"--resume={run}"] if begun else ["--resume=auto", f"{key}{run}"]
+    words += [f"--resume={run}"] if begun else ["--resume=auto", override_of(run)]
     options = {
         "--rendezvous-timeout": asked.rendezvous_timeout,
         "--accelerate-config": asked.accelerate_config,
