@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from tests.support.runs import ON_ROWS, ROOT, TINY
-from trainwright.api.drilling import Drill, DrillRequest, _drill
+from trainwright.api.drilling import Drill, DrillRequest, _drill, _trials
 from trainwright.cli.main import app
 from trainwright.drilling import phases
 from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
 from trainwright.drilling.faults import catalog  # noqa: F401
-from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, schedule
+from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, schedule
 from trainwright.drilling.report import cells, notes, rows_of, shown, table
 from trainwright.drilling.scene import Scene, measures_of
 from trainwright.drilling.setting import Setting
@@ -46,6 +46,16 @@ def test_a_schedule_is_the_seeds() -> None:
     for name, cases in CASES.items():
         drawn = [trial.case for trial in schedule(3, len(cases), {name: cases})]
         assert sorted(map(str, drawn)) == sorted(map(str, cases))
+
+
+def test_a_drill_tries_one_of_each_kind_unless_told_otherwise(tmp_path: Path) -> None:
+    recipe = shortened(TINY, [])
+    for spreads in (SPREADS, (("single", 1),)):
+        trials = _trials(request(tmp_path), recipe, spreads)
+        kinds = [name for name, kind in KINDS.items() if kind.cases(spreads, phases_of(recipe))]
+        assert sorted(trial.kind for trial in trials) == sorted(kinds)
+    for asked, count in (({"tries": 3}, 3), ({"kinds": ("SIGKILL*",)}, len(matching(["SIGKILL*"])))):
+        assert len(_trials(request(tmp_path, **asked), recipe, SPREADS)) == count
 
 
 def test_kinds_are_tried_where_they_can_be() -> None:

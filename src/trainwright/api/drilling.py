@@ -230,7 +230,8 @@ def _trials(asked: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, .
             raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {known}")
     phases = phases_of(recipe)
     cases = {name: kind.cases(spreads, phases) for name, kind in matching(asked.kinds).items()}
-    trials = schedule(asked.seed, asked.tries or (_MOST_TRIALS if asked.minutes else 1), cases)
+    one_of_each = sum(map(bool, cases.values()))
+    trials = schedule(asked.seed, asked.tries or (_MOST_TRIALS if asked.minutes else one_of_each), cases)
     if not trials:
         raise RequestError("--processes: these kinds of faults need several processes; add a number above 1")
     return trials
