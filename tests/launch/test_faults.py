@@ -37,6 +37,8 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
     promises.complete_and_same(good, runs.copied(good), exact=True)
     promises.none_lost(good)
     loss = next(e["loss"] for e in promises.lines(good) if e["event"] == "step" and e["step"] == 3)
+    metrics = next(e["metrics"] for e in promises.lines(good) if e["event"] == "evaluate" and e["step"] == 4)
+    less_accurate = {**metrics, "token_accuracy": metrics["token_accuracy"] / 2}
 
     changes: list[tuple[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]] = [
         ("steps are 1-2, 4, not 1-4", lambda events: [e for e in events if (e["event"], e.get("step")) != ("step", 3)]),
@@ -44,6 +46,7 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
         ("step 3: loss is", changed("step", 3, loss=loss * (1 + 1e-14))),
         ("step 2: tokens is", changed("step", 2, tokens=1)),
         ("evaluate 4: loss is", changed("evaluate", 4, metrics={"loss": 0.5})),
+        ("evaluate 4: token_accuracy is", changed("evaluate", 4, metrics=less_accurate)),
         ("not finished", changed("finish", 4, status="stopped")),
         ("evaluations are of steps", lambda events: [e for e in events if e["event"] != "evaluate"]),
         ("resumed from step 7", lambda events: [*events, {"event": "start", "resumed_from": 7}]),
@@ -55,6 +58,7 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
             promises.complete_and_same(run, good, exact=True)
     rounded = runs.copied(good)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-6)))
+    rewrite(rounded, changed("evaluate", 4, metrics=less_accurate))  # of a token between two that are equally likely
     promises.complete_and_same(rounded, good, exact=False)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-4)))
     with pytest.raises(Broken, match="step 3: loss is"):

@@ -99,16 +99,22 @@ def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], exact: bool, rounding: float) -> None:
-    names = (_EXACT if exact else _ROUNDED) if kind == "step" else ()
-    values = [(name, one.get(name), other[name]) for name in names if name in other]
-    if kind == "evaluate":
-        values = [("loss", one["metrics"].get("loss"), other["metrics"]["loss"])] if "loss" in other["metrics"] else []
-    for name, ours, theirs in values:
+    found = _compared(kind, one, exact)
+    for name, theirs in _compared(kind, other, exact).items():
+        ours = found.get(name)
         if exact:
             require(ours == theirs, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}")
         else:
             close = ours is not None and math.isclose(ours, theirs, rel_tol=rounding)
             require(close, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r} (to {rounding:g})")
+
+
+def _compared(kind: str, event: dict[str, Any], exact: bool) -> dict[str, Any]:
+    """Return the values of an event that are compared; to rounding, no metrics that count answers or tokens."""
+    if kind == "evaluate":
+        metrics: dict[str, Any] = event["metrics"]
+        return metrics if exact else {name: value for name, value in metrics.items() if name == "loss"}
+    return {name: event[name] for name in (_EXACT if exact else _ROUNDED) if name in event}
 
 
 def check_final(run: Path, reference: Path, *, exact: bool) -> None:
