@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import trainwright as tw
+from tests.support.commands import PATIENCE, started, wait_for
 from tests.support.runs import ON_ROWS, ROOT, TINY
 from trainwright.api.drilling import Drill, DrillRequest, _drill, _trials
 from trainwright.cli.main import app
@@ -19,9 +23,10 @@ from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results
 from trainwright.drilling.faults import catalog  # noqa: F401
 from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, schedule
 from trainwright.drilling.report import cells, notes, rows_of, shown, table
-from trainwright.drilling.scene import Scene, measures_of
+from trainwright.drilling.scene import Scene, measures_of, undisturbed_seconds
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, setting_of, shortened, spreads_of
+from trainwright.drilling.verdicts import Undisturbed
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.faults import FaultsSection
@@ -221,6 +226,43 @@ def test_a_kind_that_cannot_be_tried_here_is_skipped_and_never_held(
     assert (row["tries"], row[HELD], row[SKIPPED]) == (0, 0, 2)
     assert "not tried here: no mounts: mounts are refused" in table(found)
     assert all(line is None for line in results.of(schedule(1, 2, {lacking.name: [Case(SPREADS[0])]})).values())
+
+
+def test_a_drill_begins_with_a_strategy_that_can_be_trained(tmp_path: Path) -> None:
+    setting = setting_of(shortened(TINY, [ON_ROWS]), tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
+    kind = next(iter(KINDS))
+    refused, good = (Trial(kind, n, 0, Case(("single", processes))) for n, processes in enumerate((2, 1)))
+
+    def finished(run: Path, overrides: object) -> None:
+        run.mkdir()
+        run.with_name("seconds.json").write_text('{"start": 1.0, "all": 3.0}')
+
+    Scene(good, tmp_path / "made", setting)._once("undisturbed", (), finished)
+    assert undisturbed_seconds(setting, [refused, good]) == 3.0
+    with pytest.raises(Undisturbed, match="exit code 2") as found:
+        undisturbed_seconds(setting, [refused])
+    assert found.value.code == 2
+
+
+@pytest.mark.slow
+def test_a_drill_that_is_interrupted_leaves_no_process_behind(tmp_path: Path) -> None:
+    output = tmp_path / "drill"
+    command = ("-m", "trainwright", "drill", str(TINY), ON_ROWS, "--processes", "2", "--output", str(output))
+    with started(*command, cwd=tmp_path) as drill:
+        wait_for(lambda: list(output.glob("undisturbed/runs/*/scratch/events.jsonl")))
+        own = str(tmp_path).encode()
+        assert any(own in variables for variables in _of_trials())
+        drill.send_signal(signal.SIGINT)
+        assert drill.wait(PATIENCE) == 75
+    assert not [variables for variables in _of_trials() if own in variables]
+
+
+def _of_trials() -> Iterator[bytes]:
+    """The environment variables of every process of a trial."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if b"TRAINWRIGHT_FAULT_TRIAL=" in (variables := file.read_bytes()):
+                yield variables
 
 
 def test_the_table_has_medians_and_what_is_left() -> None:

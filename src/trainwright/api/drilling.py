@@ -256,7 +256,7 @@ def _perform(
         return
     try:
         with Activity(stream, "training once without a fault"):
-            seconds = undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left[0])
+            seconds = undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left)
     except Undisturbed as error:
         raise _ERRORS.get(error.code, TrainingError)(str(error)) from None
     setting = replace(setting, patience=max(setting.patience, 10 * seconds))
