@@ -21,12 +21,14 @@ from trainwright.cli.main import app
 from trainwright.drilling import phases
 from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
 from trainwright.drilling.faults import catalog  # noqa: F401
+from trainwright.drilling.faults.disks import disk_size
 from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, schedule
+from trainwright.drilling.promises import checkpoints_complete
 from trainwright.drilling.report import cells, notes, rows_of, shown, table
 from trainwright.drilling.scene import Scene, measures_of, undisturbed_seconds
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, setting_of, shortened, spreads_of
-from trainwright.drilling.verdicts import Undisturbed
+from trainwright.drilling.verdicts import Skipped, Undisturbed
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.faults import FaultsSection
@@ -228,16 +230,45 @@ def test_a_kind_that_cannot_be_tried_here_is_skipped_and_never_held(
     assert all(line is None for line in results.of(schedule(1, 2, {lacking.name: [Case(SPREADS[0])]})).values())
 
 
+def undisturbed(scene: Scene, size: int = 0) -> None:
+    """Make the undisturbed run of a trial: a file of so many bytes, without any on the disk."""
+
+    def finished(run: Path, overrides: object) -> None:
+        run.mkdir()
+        with (run / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+        run.with_name("seconds.json").write_text('{"start": 1.0, "all": 3.0}')
+
+    scene._once("undisturbed", (), finished)
+
+
+@pytest.mark.parametrize(("size", "disk"), [(2**20, 96 * 2**20), (100 * 2**20, 200 * 2**20), (2**43, None)])
+def test_a_disk_that_fills_up_has_room_for_the_run_without_a_fault(tmp_path: Path, size: int, disk: int | None) -> None:
+    setting = setting_of(shortened(TINY, []), tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
+    scene = Scene(Trial("a disk that fills up", 0, 0, Case(("single", 1))), tmp_path / "trial", setting)
+    undisturbed(scene, size)
+    if disk is not None:
+        assert disk_size(scene) == disk
+        return
+    with pytest.raises(Skipped, match="in memory, of which .* free"):
+        disk_size(scene)
+
+
+@pytest.mark.slow
+def test_a_run_to_be_resumed_has_whole_checkpoints_whatever_its_recipe_writes_in_the_background(tmp_path: Path) -> None:
+    recipe = shortened(TINY, [ON_ROWS, "checkpoint.background=true"])
+    setting = setting_of(recipe, tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
+    scene = Scene(Trial(next(iter(KINDS)), 0, 0, Case(("single", 1))), tmp_path / "trial", setting)
+    scene.stopped_run()
+    assert checkpoints_complete(scene.run) == [6, 12, 18]
+    assert load_recipe(scene.run / "recipe.yaml").checkpoint.background is False
+
+
 def test_a_drill_begins_with_a_strategy_that_can_be_trained(tmp_path: Path) -> None:
     setting = setting_of(shortened(TINY, [ON_ROWS]), tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
     kind = next(iter(KINDS))
     refused, good = (Trial(kind, n, 0, Case(("single", processes))) for n, processes in enumerate((2, 1)))
-
-    def finished(run: Path, overrides: object) -> None:
-        run.mkdir()
-        run.with_name("seconds.json").write_text('{"start": 1.0, "all": 3.0}')
-
-    Scene(good, tmp_path / "made", setting)._once("undisturbed", (), finished)
+    undisturbed(Scene(good, tmp_path / "made", setting))
     assert undisturbed_seconds(setting, [refused, good]) == 3.0
     with pytest.raises(Undisturbed, match="exit code 2") as found:
         undisturbed_seconds(setting, [refused])

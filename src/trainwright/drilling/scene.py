@@ -291,6 +291,8 @@ class Scene:
         run.with_name("seconds.json").write_text(json.dumps({"start": first - begun, "all": ended.seconds}))
 
     def _make_stopped(self, run: Path, overrides: Sequence[str]) -> None:
+        # In the background, the third checkpoint of a large model is still being written two steps later.
+        overrides = (*overrides, "checkpoint.background=false")
         for _ in range(10):
             shutil.rmtree(run, ignore_errors=True)
             command = self._start_at(run, overrides)
