@@ -369,3 +369,11 @@ def test_wrong_numbers_hold_in_any_recipe(tmp_path: Path, overrides: tuple[str, 
     found = tw.drill(TINY, ON_ROWS, *overrides, *own, output=tmp_path / "drill", kinds=kinds, tries=2, processes=(2,))
     assert found.held, found
     assert not (tmp_path / "copies").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_another_number_of_processes_holds_in_bf16(tmp_path: Path) -> None:
+    settings = (ON_ROWS, "train.mixed_precision=bf16")
+    found = tw.drill(TINY, *settings, output=tmp_path / "drill", kinds=("another*",), tries=2, processes=(1, 2))
+    assert found.held, found

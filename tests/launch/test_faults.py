@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import environment
-from tests.support.runs import Runs
+from tests.support.runs import TINY, Runs
 from trainwright.drilling import promises
 from trainwright.drilling.verdicts import Broken
 
@@ -63,6 +63,27 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-4)))
     with pytest.raises(Broken, match="step 3: loss is"):
         promises.complete_and_same(rounded, good, exact=False)
+    lower = runs.copied(good)
+    recipe = lower / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("mixed_precision: 'no'", "mixed_precision: bf16"))
+    promises.complete_and_same(rounded, lower, exact=False)
+    rewrite(rounded, changed("step", 2, learning_rate=1e-9))
+    with pytest.raises(Broken, match="step 2: learning_rate is"):
+        promises.complete_and_same(rounded, lower, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rounding"),
+    [
+        ("{mixed_precision: 'no'}", 1e-5),
+        ("{mixed_precision: 'no', tf32: true}", 2e-2),
+        ("{mixed_precision: bf16}", 2e-2),
+        ("{mixed_precision: fp16}", 2e-2),
+    ],
+)
+def test_lower_precisions_are_compared_to_their_own_rounding(tmp_path: Path, precision: str, rounding: float) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"include: {TINY}\ntrain: {precision}\n")
+    assert promises.rounding_of(tmp_path) == rounding
 
 
 def test_a_trial_sees_checkpoints_and_models_that_are_not_whole(runs: Runs) -> None:
