@@ -250,7 +250,7 @@ def test_a_disk_that_fills_up_has_room_for_the_run_without_a_fault(tmp_path: Pat
     if disk is not None:
         assert disk_size(scene) == disk
         return
-    with pytest.raises(Skipped, match="in memory, of which .* free"):
+    with pytest.raises(Skipped, match=r"in memory, of which .* free"):
         disk_size(scene)
 
 

@@ -39,7 +39,11 @@ def test_a_stop_is_taken_with_nobody_to_read_that(name: str) -> None:
 @pytest.mark.slow
 def test_closing_the_terminal_stops_the_run_after_a_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    slow = ("train.max_steps=400", "train.step_policies=['tests.support.slow_steps:SlowSteps']", "checkpoint.every=null")
+    slow = (
+        "train.max_steps=400",
+        "train.step_policies=['tests.support.slow_steps:SlowSteps']",
+        "checkpoint.every=null",
+    )
     settings = (ON_ROWS, f"logging.run_directory={run}", "evaluate.every=null", "parallel.num_processes=2", *slow)
     command = [sys.executable, "-m", "trainwright", "train", str(TINY), *settings]
     pid, terminal = pty.fork()

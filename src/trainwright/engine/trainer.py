@@ -135,9 +135,9 @@ class Trainer:
         if self.progress.step == 0:
             self.progress.pending = EVALUATION
         self._evaluate()
+        self.strategy.module.train()
         if self.is_over:  # a restart after the last checkpoint
             raise StopRequested
-        self.strategy.module.train()
         self.events.announce(self._with_compiling("taking the first step"))
         while self.progress.step < self.max_steps:
             try:
