@@ -329,6 +329,15 @@ def test_memory_that_runs_out_in_a_recorded_pass_is_no_corruption(make: Make) ->
     assert trainer._replay._outputs == []
 
 
+def test_a_run_that_goes_on_after_the_step_that_ends_it_takes_no_other(make: Make, tmp_path: Path) -> None:
+    trainer, seen = make()
+    trainer.stop_after = 2
+    for _ in range(2):  # at last as after a restart
+        assert not trainer.run(tmp_path / "final")
+        assert [event["step"] for event in seen if event["event"] == "step"] == [1, 2]
+        assert last(seen, "finish")["status"] == "stopped"
+
+
 def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:
     measured, plain = make(NO_DROPOUT, "train.gradient_noise_scale=1")[0], make(NO_DROPOUT)[0]
     for _ in range(2):

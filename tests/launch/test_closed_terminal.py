@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import signal
@@ -63,8 +64,6 @@ def test_closing_the_terminal_stops_the_run_after_a_checkpoint(tmp_path: Path) -
 
 def _read(terminal: int) -> bool:
     """Read what was written, so that writing never waits."""
-    try:
+    with contextlib.suppress(BlockingIOError):
         os.read(terminal, 1 << 20)
-    except BlockingIOError:
-        pass
     return True
