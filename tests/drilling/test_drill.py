@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +14,21 @@ import pytest
 from typer.testing import CliRunner
 
 import trainwright as tw
+from tests.support.commands import PATIENCE, started, wait_for
 from tests.support.runs import ON_ROWS, ROOT, TINY
-from trainwright.api.drilling import Drill, DrillRequest, _drill
+from trainwright.api.drilling import Drill, DrillRequest, _drill, _trials
 from trainwright.cli.main import app
 from trainwright.drilling import phases
 from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
 from trainwright.drilling.faults import catalog  # noqa: F401
-from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, schedule
+from trainwright.drilling.faults.disks import disk_size
+from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, schedule
+from trainwright.drilling.promises import checkpoints_complete
 from trainwright.drilling.report import cells, notes, rows_of, shown, table
-from trainwright.drilling.scene import Scene, measures_of
+from trainwright.drilling.scene import Scene, measures_of, undisturbed_seconds
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, setting_of, shortened, spreads_of
+from trainwright.drilling.verdicts import Skipped, Undisturbed
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.faults import FaultsSection
@@ -46,6 +53,16 @@ def test_a_schedule_is_the_seeds() -> None:
     for name, cases in CASES.items():
         drawn = [trial.case for trial in schedule(3, len(cases), {name: cases})]
         assert sorted(map(str, drawn)) == sorted(map(str, cases))
+
+
+def test_a_drill_tries_one_of_each_kind_unless_told_otherwise(tmp_path: Path) -> None:
+    recipe = shortened(TINY, [])
+    for spreads in (SPREADS, (("single", 1),)):
+        trials = _trials(request(tmp_path), recipe, spreads)
+        kinds = [name for name, kind in KINDS.items() if kind.cases(spreads, phases_of(recipe))]
+        assert sorted(trial.kind for trial in trials) == sorted(kinds)
+    for asked, count in (({"tries": 3}, 3), ({"kinds": ("SIGKILL*",)}, len(matching(["SIGKILL*"])))):
+        assert len(_trials(request(tmp_path, **asked), recipe, SPREADS)) == count
 
 
 def test_kinds_are_tried_where_they_can_be() -> None:
@@ -213,6 +230,72 @@ def test_a_kind_that_cannot_be_tried_here_is_skipped_and_never_held(
     assert all(line is None for line in results.of(schedule(1, 2, {lacking.name: [Case(SPREADS[0])]})).values())
 
 
+def undisturbed(scene: Scene, size: int = 0) -> None:
+    """Make the undisturbed run of a trial: a file of so many bytes, without any on the disk."""
+
+    def finished(run: Path, overrides: object) -> None:
+        run.mkdir()
+        with (run / "model.safetensors").open("wb") as file:
+            file.truncate(size)
+        run.with_name("seconds.json").write_text('{"start": 1.0, "all": 3.0}')
+
+    scene._once("undisturbed", (), finished)
+
+
+@pytest.mark.parametrize(("size", "disk"), [(2**20, 96 * 2**20), (100 * 2**20, 200 * 2**20), (2**43, None)])
+def test_a_disk_that_fills_up_has_room_for_the_run_without_a_fault(tmp_path: Path, size: int, disk: int | None) -> None:
+    setting = setting_of(shortened(TINY, []), tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
+    scene = Scene(Trial("a disk that fills up", 0, 0, Case(("single", 1))), tmp_path / "trial", setting)
+    undisturbed(scene, size)
+    if disk is not None:
+        assert disk_size(scene) == disk
+        return
+    with pytest.raises(Skipped, match=r"in memory, of which .* free"):
+        disk_size(scene)
+
+
+@pytest.mark.slow
+def test_a_run_to_be_resumed_has_whole_checkpoints_whatever_its_recipe_writes_in_the_background(tmp_path: Path) -> None:
+    recipe = shortened(TINY, [ON_ROWS, "checkpoint.background=true"])
+    setting = setting_of(recipe, tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
+    scene = Scene(Trial(next(iter(KINDS)), 0, 0, Case(("single", 1))), tmp_path / "trial", setting)
+    scene.stopped_run()
+    assert checkpoints_complete(scene.run) == [6, 12, 18]
+    assert load_recipe(scene.run / "recipe.yaml").checkpoint.background is False
+
+
+def test_a_drill_begins_with_a_strategy_that_can_be_trained(tmp_path: Path) -> None:
+    setting = setting_of(shortened(TINY, [ON_ROWS]), tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
+    kind = next(iter(KINDS))
+    refused, good = (Trial(kind, n, 0, Case(("single", processes))) for n, processes in enumerate((2, 1)))
+    undisturbed(Scene(good, tmp_path / "made", setting))
+    assert undisturbed_seconds(setting, [refused, good]) == 3.0
+    with pytest.raises(Undisturbed, match="exit code 2") as found:
+        undisturbed_seconds(setting, [refused])
+    assert found.value.code == 2
+
+
+@pytest.mark.slow
+def test_a_drill_that_is_interrupted_leaves_no_process_behind(tmp_path: Path) -> None:
+    output = tmp_path / "drill"
+    command = ("-m", "trainwright", "drill", str(TINY), ON_ROWS, "--processes", "2", "--output", str(output))
+    with started(*command, cwd=tmp_path) as drill:
+        wait_for(lambda: list(output.glob("undisturbed/runs/*/scratch/events.jsonl")))
+        own = str(tmp_path).encode()
+        assert any(own in variables for variables in _of_trials())
+        drill.send_signal(signal.SIGINT)
+        assert drill.wait(PATIENCE) == 75
+    assert not [variables for variables in _of_trials() if own in variables]
+
+
+def _of_trials() -> Iterator[bytes]:
+    """The environment variables of every process of a trial."""
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if b"TRAINWRIGHT_FAULT_TRIAL=" in (variables := file.read_bytes()):
+                yield variables
+
+
 def test_the_table_has_medians_and_what_is_left() -> None:
     kind = next(iter(KINDS))
     trials = [Trial(kind, n, 0, Case(("single", 1))) for n in range(4)]
@@ -286,3 +369,11 @@ def test_wrong_numbers_hold_in_any_recipe(tmp_path: Path, overrides: tuple[str, 
     found = tw.drill(TINY, ON_ROWS, *overrides, *own, output=tmp_path / "drill", kinds=kinds, tries=2, processes=(2,))
     assert found.held, found
     assert not (tmp_path / "copies").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_another_number_of_processes_holds_in_bf16(tmp_path: Path) -> None:
+    settings = (ON_ROWS, "train.mixed_precision=bf16")
+    found = tw.drill(TINY, *settings, output=tmp_path / "drill", kinds=("another*",), tries=2, processes=(1, 2))
+    assert found.held, found

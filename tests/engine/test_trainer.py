@@ -310,6 +310,34 @@ def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(ma
     assert_close(gradients(trainer), expected)
 
 
+def test_memory_that_runs_out_in_a_recorded_pass_is_no_corruption(make: Make) -> None:
+    overrides = (NO_DROPOUT, "data.pack_length=null", "faults.replay_every=2")
+    undisturbed, expected = make(*overrides)
+    trainer, seen = make(*overrides)
+    pending = ["no memory"]
+
+    def fail_once(block: torch.nn.Module, arguments: object) -> None:
+        if pending and trainer.progress.step == 1:
+            raise torch.OutOfMemoryError(pending.pop())
+
+    trainer.task.blocks()[1].register_forward_pre_hook(fail_once)
+    for _ in range(2):
+        undisturbed._step()
+        trainer._step()
+        assert last(seen, "step")["loss"] == pytest.approx(last(expected, "step")["loss"], rel=1e-6)
+    assert [event["kind"] for event in seen if event["event"] == "fault"] == ["out_of_memory"] and not pending
+    assert trainer._replay._outputs == []
+
+
+def test_a_run_that_goes_on_after_the_step_that_ends_it_takes_no_other(make: Make, tmp_path: Path) -> None:
+    trainer, seen = make()
+    trainer.stop_after = 2
+    for _ in range(2):  # at last as after a restart
+        assert not trainer.run(tmp_path / "final")
+        assert [event["step"] for event in seen if event["event"] == "step"] == [1, 2]
+        assert last(seen, "finish")["status"] == "stopped"
+
+
 def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:
     measured, plain = make(NO_DROPOUT, "train.gradient_noise_scale=1")[0], make(NO_DROPOUT)[0]
     for _ in range(2):

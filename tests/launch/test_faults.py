@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import environment
-from tests.support.runs import Runs
+from tests.support.runs import TINY, Runs
 from trainwright.drilling import promises
 from trainwright.drilling.verdicts import Broken
 
@@ -37,6 +37,8 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
     promises.complete_and_same(good, runs.copied(good), exact=True)
     promises.none_lost(good)
     loss = next(e["loss"] for e in promises.lines(good) if e["event"] == "step" and e["step"] == 3)
+    metrics = next(e["metrics"] for e in promises.lines(good) if e["event"] == "evaluate" and e["step"] == 4)
+    less_accurate = {**metrics, "token_accuracy": metrics["token_accuracy"] / 2}
 
     changes: list[tuple[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]] = [
         ("steps are 1-2, 4, not 1-4", lambda events: [e for e in events if (e["event"], e.get("step")) != ("step", 3)]),
@@ -44,6 +46,7 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
         ("step 3: loss is", changed("step", 3, loss=loss * (1 + 1e-14))),
         ("step 2: tokens is", changed("step", 2, tokens=1)),
         ("evaluate 4: loss is", changed("evaluate", 4, metrics={"loss": 0.5})),
+        ("evaluate 4: token_accuracy is", changed("evaluate", 4, metrics=less_accurate)),
         ("not finished", changed("finish", 4, status="stopped")),
         ("evaluations are of steps", lambda events: [e for e in events if e["event"] != "evaluate"]),
         ("resumed from step 7", lambda events: [*events, {"event": "start", "resumed_from": 7}]),
@@ -55,10 +58,32 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
             promises.complete_and_same(run, good, exact=True)
     rounded = runs.copied(good)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-6)))
+    rewrite(rounded, changed("evaluate", 4, metrics=less_accurate))  # of a token between two that are equally likely
     promises.complete_and_same(rounded, good, exact=False)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-4)))
     with pytest.raises(Broken, match="step 3: loss is"):
         promises.complete_and_same(rounded, good, exact=False)
+    lower = runs.copied(good)
+    recipe = lower / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("mixed_precision: 'no'", "mixed_precision: bf16"))
+    promises.complete_and_same(rounded, lower, exact=False)
+    rewrite(rounded, changed("step", 2, learning_rate=1e-9))
+    with pytest.raises(Broken, match="step 2: learning_rate is"):
+        promises.complete_and_same(rounded, lower, exact=False)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rounding"),
+    [
+        ("{mixed_precision: 'no'}", 1e-5),
+        ("{mixed_precision: 'no', tf32: true}", 2e-2),
+        ("{mixed_precision: bf16}", 2e-2),
+        ("{mixed_precision: fp16}", 2e-2),
+    ],
+)
+def test_lower_precisions_are_compared_to_their_own_rounding(tmp_path: Path, precision: str, rounding: float) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"include: {TINY}\ntrain: {precision}\n")
+    assert promises.rounding_of(tmp_path) == rounding
 
 
 def test_a_trial_sees_checkpoints_and_models_that_are_not_whole(runs: Runs) -> None:

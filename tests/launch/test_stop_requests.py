@@ -131,8 +131,22 @@ def test_a_last_step_stops_the_run_after_it(runs: Runs) -> None:
     own = (f"logging.run_directory={run}", "logging.tensorboard=false")
     assert runs.command("train", str(TINY), *settings, *own, "--until", "step 5").wait().code == 75
     assert column(run, "step") == [1, 2, 3, 4, 5]
+    for step in (5, 4):
+        again = runs.resume(run, "--until", f"step {step}").wait()
+        assert again.code == 2 and f"--until step {step}: {run} is at step 5 already" in again.stderr
+    assert column(run, "step") == [1, 2, 3, 4, 5]
     runs.resumed(run)
     assert column(run, "loss") == column(runs.trained(*settings), "loss")
+
+
+def test_a_last_step_ends_a_run_whose_number_of_processes_may_change(runs: Runs) -> None:
+    settings = (ON_ROWS, "train.max_steps=8", "evaluate.every=null", "parallel.num_processes={min: 1, max: 2}")
+    started = runs.train(*settings, "--until", "step 2")
+    assert started.wait().code == 75 and started.run is not None
+    assert column(started.run, "step") == [1, 2]
+    again = runs.resume(started.run, "--until", "step 2").wait()
+    assert again.code == 2 and f"{started.run} is at step 2 already" in again.stderr
+    assert column(started.run, "step") == [1, 2] and len(events(started.run, "start")) == 1
 
 
 NOW = datetime(2026, 2, 28, 22, 30).astimezone()

@@ -230,7 +230,8 @@ def _trials(asked: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, .
             raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {known}")
     phases = phases_of(recipe)
     cases = {name: kind.cases(spreads, phases) for name, kind in matching(asked.kinds).items()}
-    trials = schedule(asked.seed, asked.tries or (_MOST_TRIALS if asked.minutes else 1), cases)
+    one_of_each = sum(map(bool, cases.values()))
+    trials = schedule(asked.seed, asked.tries or (_MOST_TRIALS if asked.minutes else one_of_each), cases)
     if not trials:
         raise RequestError("--processes: these kinds of faults need several processes; add a number above 1")
     return trials
@@ -255,7 +256,7 @@ def _perform(
         return
     try:
         with Activity(stream, "training once without a fault"):
-            seconds = undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left[0])
+            seconds = undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left)
     except Undisturbed as error:
         raise _ERRORS.get(error.code, TrainingError)(str(error)) from None
     setting = replace(setting, patience=max(setting.patience, 10 * seconds))

@@ -9,12 +9,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trainwright.doctor.comparison import TOLERANCES
 from trainwright.drilling.verdicts import Broken, require
+from trainwright.recipe.loading import load_recipe
 
-# Relative difference that another number of processes, or another strategy, may make.
-ROUNDING = 1e-5
 _EXACT = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
 _ROUNDED = ("loss", "learning_rate", "tokens", "target_tokens")
+# Of these, what summation in another order changes.
+_SUMS = ("loss",)
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -67,19 +69,20 @@ def step_since(run: Path, starts: int) -> int:
     return last
 
 
-def complete_and_same(run: Path, reference: Path, *, exact: bool, rounding: float = ROUNDING) -> None:
+def complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
     """Require that the run is finished and has every step of the reference once, with its values.
 
     Args:
         exact: bit for bit, the trained model included; else to rounding.
     """
+    rounding = 0.0 if exact else rounding_of(reference)
     ours, theirs = history(run), history(reference)
     steps = [event["step"] for event in ours if event["event"] == "step"]
     wanted = [event["step"] for event in theirs if event["event"] == "step"]
     require(steps == wanted, f"steps are {_spans(steps)}, not {_spans(wanted)}")
     for kind in ("step", "evaluate"):
         for one, other in zip(_of(ours, kind), _of(theirs, kind), strict=False):
-            _compare(kind, one, other, exact, rounding)
+            _compare(kind, one, other, rounding)
     evaluated = [event["step"] for event in _of(ours, "evaluate")]
     require(evaluated == [event["step"] for event in _of(theirs, "evaluate")], f"evaluations are of steps {evaluated}")
     if exact:
@@ -98,17 +101,30 @@ def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return list({(event["step"], event.get("prompt")): event for event in found}.values())
 
 
-def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], exact: bool, rounding: float) -> None:
-    names = (_EXACT if exact else _ROUNDED) if kind == "step" else ()
-    values = [(name, one.get(name), other[name]) for name in names if name in other]
+def rounding_of(run: Path) -> float:
+    """Return the relative difference that another number of processes, or another strategy, may make to a run's losses.
+
+    Its resolved recipe has the precision.
+    """
+    train = load_recipe(run / "recipe.yaml").train
+    return TOLERANCES["bf16" if train.tf32 else train.mixed_precision]
+
+
+def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], rounding: float) -> None:
+    found = _compared(kind, one, not rounding)
+    for name, theirs in _compared(kind, other, not rounding).items():
+        ours, allowed = found.get(name), rounding if name in _SUMS else 0.0
+        same = ours == theirs or (ours is not None and math.isclose(ours, theirs, rel_tol=allowed))
+        to = f" (to {allowed:g})" if allowed else ""
+        require(same, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}{to}")
+
+
+def _compared(kind: str, event: dict[str, Any], exact: bool) -> dict[str, Any]:
+    """Return the values of an event that are compared; to rounding, no metrics that count answers or tokens."""
     if kind == "evaluate":
-        values = [("loss", one["metrics"].get("loss"), other["metrics"]["loss"])] if "loss" in other["metrics"] else []
-    for name, ours, theirs in values:
-        if exact:
-            require(ours == theirs, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}")
-        else:
-            close = ours is not None and math.isclose(ours, theirs, rel_tol=rounding)
-            require(close, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r} (to {rounding:g})")
+        metrics: dict[str, Any] = event["metrics"]
+        return metrics if exact else {name: value for name, value in metrics.items() if name == "loss"}
+    return {name: event[name] for name in (_EXACT if exact else _ROUNDED) if name in event}
 
 
 def check_final(run: Path, reference: Path, *, exact: bool) -> None:

@@ -92,6 +92,11 @@ class Trainer:
         """Return the number of steps of the run."""
         return len(self.task.stream)
 
+    @property
+    def is_over(self) -> bool:
+        """Return whether the step after which the run ends has been taken, and later ones are left."""
+        return self.stop_after is not None and self.stop_after <= self.progress.step < self.max_steps
+
     def newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that verifies, the same on every rank, or None. Raises RequestError."""
         return self._checkpointing.newest()
@@ -131,6 +136,8 @@ class Trainer:
             self.progress.pending = EVALUATION
         self._evaluate()
         self.strategy.module.train()
+        if self.is_over:  # a restart after the last checkpoint
+            raise StopRequested
         self.events.announce(self._with_compiling("taking the first step"))
         while self.progress.step < self.max_steps:
             try:
@@ -151,7 +158,7 @@ class Trainer:
                 self._checkpointing.save(required=False, wait=last)
                 if not last and self._should_change_plan():
                     raise StopRequested
-            if self.progress.step == self.stop_after and not last:
+            if self.is_over:
                 raise StopRequested
 
     def _should_change_plan(self) -> bool:

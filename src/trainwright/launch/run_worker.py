@@ -25,7 +25,7 @@ from trainwright.engine.policies.base import Training
 from trainwright.engine.policies.profiling import Profiling
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.clusters.grace import stop_warning
 from trainwright.launch.ending.deadline import Deadline
@@ -203,10 +203,13 @@ def run_worker(
         launcher: what started this process.
         watch: called with the task and its strategy before they are used.
         requests: called on rank 0 with the bytes of a checkpoint; looks for stop requests other than signals.
-        stop_after: the step after which the run stops; None: its last one.
+        stop_after: the step after which the run stops; None: its last one. Rank 0's counts.
 
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
+
+    Raises:
+        RequestError: the run that is resumed is at the step ``stop_after`` already.
     """
     set_fresh(True)
     recipe_text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
@@ -265,7 +268,7 @@ def run_worker(
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
         policies=[*profiling, *(STEP_POLICIES.get(name) for name in recipe.train.step_policies)],
         save_requested=(lambda: False) if asked is None else asked.take_save,
-        stop_after=stop_after,
+        stop_after=world.broadcast(stop_after),
     )
     events.announce("preparing the training")
     task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
@@ -274,6 +277,11 @@ def run_worker(
         events.announce(f"loading {checkpoint.path}")
         heartbeat.phase("resuming")
         trainer.resume(checkpoint)
+    if trainer.is_over and not trainer.progress.pending and world.broadcast(reported is None):
+        raise RequestError(
+            f"--until step {trainer.stop_after}: {run} is at step {trainer.progress.step} already; give a later step, "
+            "or leave out --until to train it to its end"
+        )
     events.announce("comparing the processes")
     events.emit(start_event(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout, launcher))
     if reported is not None:
@@ -282,6 +290,8 @@ def run_worker(
         finished = (
             trainer.run(run / "final") if trial_steps is None else trainer.run_steps(trial_steps, largest=largest)
         )
+    if trainer.is_over:
+        request_stop()  # so that the launcher does not go on with other processes
     with Activity(console(), "ending the processes"):
         events.close()
         heartbeat.finish()

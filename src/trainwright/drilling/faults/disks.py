@@ -8,14 +8,16 @@ import resource
 import signal
 import time
 
+from trainwright import text
 from trainwright.drilling import phases, promises
 from trainwright.drilling.faults.kills import started
 from trainwright.drilling.kinds import ANY, fault
 from trainwright.drilling.mounts import fill, make_read_only, mount_disk, mounts_refused, own_mounts
 from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
-from trainwright.drilling.verdicts import require
+from trainwright.drilling.verdicts import Skipped, require
+from trainwright.machine.detect import detect
 
-_DISK = 96 * 2**20
+_SMALLEST_DISK = 96 * 2**20
 _FULL = os.strerror(errno.ENOSPC)
 _LATE = (phases.JOINING, *phases.TRAINING, phases.EXPORT)
 
@@ -113,7 +115,19 @@ def read_only_from_the_start(scene: Scene) -> None:
 def _on_own_disk(scene: Scene) -> None:
     own_mounts()
     scene.run = scene.work / "disk" / "run"
-    mount_disk(scene.run.parent, _DISK)
+    mount_disk(scene.run.parent, disk_size(scene))
+
+
+def disk_size(scene: Scene) -> int:
+    """Return the bytes of a disk, in memory, on which the run has room for one more checkpoint than it keeps.
+
+    Raises Skipped if there is not so much memory.
+    """
+    run = sum(file.stat().st_size for file in scene.reference().rglob("*") if file.is_file())
+    size, free = max(_SMALLEST_DISK, 2 * run), detect().usable_bytes
+    if size > free:
+        raise Skipped(f"a disk of {text.size(size)} for the run, in memory, of which {text.size(free)} are free")
+    return size
 
 
 def _limit_files(pids: list[int], size: int) -> None:

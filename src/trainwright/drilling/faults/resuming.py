@@ -35,15 +35,19 @@ def leave_and_come_back(scene: Scene) -> None:
 
 @fault("a run that is being trained is resumed too", spreads=ANY, phases=(phases.STEP,), share=1)
 def resumed_twice(scene: Scene) -> None:
-    """The second command is refused with a clear message, and the first is not disturbed."""
-    first = scene.train("train.max_steps=4000", "checkpoint.every=50", "evaluate.every=null")
+    """The second command is refused with a clear message, and the first, suspended meanwhile, is not disturbed."""
+    first = scene.train()
     scene.wait_until(first, lambda: phases.has_event(scene.run, "step", 1))
-    second = scene.wait(scene.trainwright("train", "--resume", str(scene.run)))
-    if first.ended:
+    suspended = first.processes()
+    for process in suspended:
+        first.send(signal.SIGSTOP, process)
+    if first.ended or phases.has_event(scene.run, "finish"):
         raise Missed("the first had finished")
+    second = scene.wait(scene.trainwright("train", "--resume", str(scene.run)))
+    for process in suspended:
+        first.send(signal.SIGCONT, process)
     scene.expect(second, (REQUEST,), "being trained")
-    first.kill()
-    promises.none_lost(scene.run)
+    scene.stays_undisturbed(scene.wait(first))
 
 
 def _other(scene: Scene, others: list[Spread]) -> Spread:

@@ -87,11 +87,12 @@ class Replay(StepPolicy):
         loss: list[torch.Tensor] = []
         try:
             yield loss
+            self._recorded[own] = torch.stack([checksum(each) for each in (*self._outputs, *loss)])
         finally:
             for hook in hooks:
                 hook.remove()
-        self._recorded[own] = torch.stack([checksum(each) for each in (*self._outputs, *loss)])
-        self._outputs = []
+            # Also where the pass has failed: it must keep no memory and is not part of the next one.
+            self._outputs = []
 
     def check(self, step: int, again: Callable[[], None]) -> None:
         """Compare the weights of all ranks and the passes that they have recorded in this step.

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
@@ -144,7 +144,7 @@ class Stopping:
             self._looked = now
             if (reason := self._look()) is not None:
                 self.flag.value = 1
-                os.write(2, f"\nstopping: {reason}\n".encode())
+                _notify(f"stopping: {reason}")
         return bool(self.flag.value)
 
     @contextmanager
@@ -166,10 +166,18 @@ class Stopping:
         if not self.flag.value:
             self.flag.value = 1
             self._first = now
-            # Written past the buffered sys.stderr, which may be in use.
-            os.write(2, f"\n{self._notice}\n".encode())
+            _notify(self._notice)
         elif number == signal.SIGINT and now - self._first > _SAME_REQUEST_SECONDS:
             self.end(NEWEST)
+
+
+def _notify(line: str) -> None:
+    """Write a line to standard error, past the buffered sys.stderr, which a signal may have interrupted.
+
+    A terminal or a pipe that is closed, which may be why the run is to stop, must not keep it from its checkpoint.
+    """
+    with suppress(OSError):
+        os.write(2, f"\n{line}\n".encode())
 
 
 @contextmanager

@@ -1,0 +1,69 @@
+"""A run whose terminal or pipe is closed stops after a checkpoint like any other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import environment, wait_for
+from tests.support.runs import ON_ROWS, TINY, column, events
+
+_STOPPED_BY_A_SIGNAL = """
+import os, signal, sys
+from trainwright.launch.ending.stop import Stopping
+with Stopping() as stopping:
+    os.kill(os.getpid(), signal.{name})
+    assert stopping.requested
+with Stopping() as stopping, stopping.looking(lambda: "asked to"):
+    assert stopping.requested
+print("still there")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_a_stop_is_taken_with_nobody_to_read_that(name: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", _STOPPED_BY_A_SIGNAL.format(name=name)]
+    ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=write, text=True, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stdout) == (0, "still there\n")
+
+
+@pytest.mark.slow
+def test_closing_the_terminal_stops_the_run_after_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    slow = (
+        "train.max_steps=400",
+        "train.step_policies=['tests.support.slow_steps:SlowSteps']",
+        "checkpoint.every=null",
+    )
+    settings = (ON_ROWS, f"logging.run_directory={run}", "evaluate.every=null", "parallel.num_processes=2", *slow)
+    command = [sys.executable, "-m", "trainwright", "train", str(TINY), *settings]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, command, environment(TRAINWRIGHT_CACHE=str(tmp_path / "cache")))
+    try:
+        os.set_blocking(terminal, False)
+        wait_for(lambda: _read(terminal) and (run / "events.jsonl").exists() and column(run, "step")[1:])
+        os.close(terminal)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except BaseException:
+        os.killpg(pid, signal.SIGKILL)
+        raise
+    assert code == 75
+    assert events(run, "checkpoint")[-1]["step"] == column(run, "step")[-1]
+
+
+def _read(terminal: int) -> bool:
+    """Read what was written, so that writing never waits."""
+    with contextlib.suppress(BlockingIOError):
+        os.read(terminal, 1 << 20)
+    return True
