@@ -157,7 +157,7 @@ def test_hosts_that_cannot_take_part_are_named(ssh: str, tmp_path: Path) -> None
         done = trainwright(*command(run), "--hosts", hosts, cwd=tmp_path, TRAINWRIGHT_SSH=with_ssh)
         return done.returncode, " ".join(done.stderr.split())
 
-    code, text = failed("127.0.0.1,no-such-host.invalid", ssh)
+    code, text = failed("no-such-host.invalid,127.0.0.1", ssh)
     assert code == 2
     assert "no-such-host.invalid: unknown host" in text
     code, text = failed(HOSTS, ssh.replace("/user ", "/host "))
