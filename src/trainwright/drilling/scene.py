@@ -20,6 +20,7 @@ from trainwright.drilling.commands import TRAINWRIGHT, Command, Ended
 from trainwright.drilling.kinds import KINDS, Case, Trial
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.verdicts import Broken, Missed, Undisturbed, require
+from trainwright.launch.run_directory import override_of
 
 FINISHED, REQUEST, MACHINE, FAILED, FAULT, STOPPED = 0, 2, 3, 4, 5, 75
 # Attempts to inject a fault at its moment.
@@ -104,7 +105,7 @@ class Scene:
         """Return the recipe and its overrides."""
         strategy, processes = self.case.spread
         spread = (f"parallel.strategy={strategy}", f"parallel.num_processes={processes}")
-        return (str(self.recipe), f"logging.run_directory={self.run}", *spread, *overrides)
+        return (str(self.recipe), override_of(self.run), *spread, *overrides)
 
     def go_on(self, *overrides: str, first: Sequence[str] = ()) -> Ended:
         """Continue as a user would after a stop: resume the run, or start it again if nothing was saved."""
@@ -268,7 +269,7 @@ class Scene:
         return {"HOME": str(self.home), **self.setting.variables, **own}
 
     def _start_at(self, run: Path, overrides: Sequence[str]) -> Command:
-        asked = [f"logging.run_directory={run}" if a.startswith("logging.run_d") else a for a in self.asked()]
+        asked = [override_of(run) if a.startswith("logging.run_d") else a for a in self.asked()]
         cache = self.setting.shared / "cache"
         cache.mkdir(parents=True, exist_ok=True)
         return Command(
