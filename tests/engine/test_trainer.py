@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from tests.support.training import ALONE, trainer_of
+from trainwright import heartbeat
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
-from trainwright.engine.evaluate import _batch_statistics
+from trainwright.engine.evaluate import _batch_statistics, evaluate
 from trainwright.engine.events import Record
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.policies.base import RankReport, RewindRequested, StepGradients, StepPolicy, WrongNumbers
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
 from trainwright.engine.trainer import Trainer
+from trainwright.heartbeat import Heartbeat
 from trainwright.parallel.world import World
 
 FEW = ("data.validation=4", "data.limit=40", "train.max_steps=4", "checkpoint.every=null")
@@ -54,6 +57,23 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=1e-6, msg=name)
+
+
+def test_long_work_reports_its_progress_where_no_collective_does(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = make("train.micro_batch_size=1", "data.validation=4", "train.global_batch_size=2")
+    task, strategy = trainer.task, trainer.strategy
+    assert task.validation is not None and len(task.validation) > 1
+    monkeypatch.setattr(heartbeat, "_own", own := Heartbeat(tmp_path / "beat"))
+    phases: list[str] = []
+    own.changed = lambda use, step, micro_batch: phases.append(use.phase)
+    batch = task.stream.global_batch(0)
+    ForwardOnly(strategy)([batch, batch], lambda module, micro: None)
+    assert phases == ["start"] * 2 * len(batch.micro_batches)
+    phases.clear()
+    evaluate(task, strategy, lambda shortage: False, lambda reason: None, trainer.events, 0)
+    assert phases == ["start"] * len(task.validation)
 
 
 def test_shares_of_ranks_add_up_to_the_batch_with_zero_weight_passes(make: Make) -> None:

@@ -272,7 +272,6 @@ def run_worker(
     checkpoint = trainer.newest_checkpoint() if resume else None
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
-        heartbeat.phase("resuming")
         trainer.resume(checkpoint)
     events.announce("comparing the processes")
     events.emit(start_event(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout, launcher))

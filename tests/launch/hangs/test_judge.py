@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from trainwright.heartbeat import FINISHED, WAITING, Beat, Collective, Times
+from trainwright.heartbeat import FINISHED, WAITING, Beat, Collective, Heartbeat, Times, read
 from trainwright.launch.hangs.judge import Conflict, Seen, conflict_of, judge, limit
 
 
@@ -50,6 +52,37 @@ def test_nobody_is_late_while_the_rank_that_others_wait_for_is_within_its_time()
 )
 def test_the_limit_follows_from_what_the_phase_has_taken(times: tuple[int, float], seconds: float) -> None:
     assert limit(beat("forward", times=times)) == pytest.approx(seconds)
+
+
+def test_the_first_time_of_a_phase_lasts_until_it_ends(tmp_path: Path) -> None:
+    """What it does after its first collectives may still compile, or compute another metric."""
+    own = Heartbeat(tmp_path / "rank-0")
+
+    def now() -> float:
+        found = read(tmp_path / "rank-0")
+        assert found is not None
+        return limit(found)
+
+    own.phase("evaluation")
+    for _ in range(5):
+        own.enter("all_gather", "float32[3]", "a.py:1", counted=True, same_shape=True)
+        own.leave()
+        own.progress()
+    own.begin_within("compilation")
+    own.end_within()
+    assert now() == 1800.0
+    time.sleep(0.05)
+    own.progress()
+    own.phase("data")
+    assert now() == 900.0
+    own.phase("evaluation")
+    own.progress()
+    assert 10.1 <= now() < 11.0  # of the longest part of the time before
+    time.sleep(0.2)
+    own.progress()
+    assert now() >= 10.4
+    own.phase("data")
+    assert 10.0 <= now() < 10.4
 
 
 def test_a_compiled_model_may_compile_again() -> None:

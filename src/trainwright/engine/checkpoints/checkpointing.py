@@ -234,6 +234,7 @@ class Checkpointing:
         """
         self._flush()
         world, events = self._training.world, self._training.events
+        heartbeat.phase("resuming")  # reading a large checkpoint, or restoring a copy, takes long
         chosen: str | None = None
         refused: list[str] = []
         if world.is_main:

@@ -14,7 +14,7 @@ _PART, _PART_OF_FEW, _FEW = 0.25, 1.0, 3
 _MARGIN = 10.0
 # Reading, writing and gathering a model vary more.
 STORAGE = {"checkpoint": 12.0, "export": 12.0, "loading": 12.0, "resuming": 12.0}
-# A phase that has not been seen yet may include compilation, downloads or the first access to slow storage.
+# A phase that has not ended once may include compilation, downloads or the first access to slow storage.
 _FIRST = {
     "start": 3600.0,
     "loading": 7200.0,
