@@ -21,7 +21,8 @@ from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.policies.base import RankReport, RewindRequested, StepGradients, StepPolicy, WrongNumbers
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
 from trainwright.engine.trainer import Trainer
-from trainwright.heartbeat import Heartbeat
+from trainwright.heartbeat import Heartbeat, read
+from trainwright.launch.hangs.judge import limit
 from trainwright.parallel.world import World
 
 FEW = ("data.validation=4", "data.limit=40", "train.max_steps=4", "checkpoint.every=null")
@@ -313,6 +314,22 @@ def test_the_batch_of_a_spike_can_be_left_out(make: Make) -> None:
     stopping.progress.losses = LossStatistics(seen=100, mean=1.0, variance=1e-4)
     with pytest.raises(WrongNumbers, match="training stopped: loss"):
         stopping._step()
+
+
+def test_a_rewind_has_a_phase_of_its_own_in_which_it_verifies_and_loads(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = make()
+    trainer._step()
+    trainer._checkpointing.save(required=True)
+    monkeypatch.setattr(heartbeat, "_own", own := Heartbeat(tmp_path / "beat"))
+    heartbeat.phase("optimizer", 2)
+    phases: list[str] = []
+    own.changed = lambda use, step, micro_batch: phases.append(use.phase)
+    trainer._rewind(RewindRequested("non_finite", 0, "step 2 is not finite"))
+    assert trainer.progress.step == 1 and set(phases) == {"rewinding"}
+    beat = read(tmp_path / "beat")
+    assert beat is not None and limit(beat) == 7200.0
 
 
 def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(make: Make) -> None:

@@ -100,6 +100,19 @@ def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_resumes(runs: Run
 
 
 @pytest.mark.slow
+def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_rewinds(runs: Runs) -> None:
+    file, run = runs.directory / "checked-rewind", runs.new_directory("run")
+    settings = (f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS, "data.validation=null", CHECKING)
+    settings += ("train.max_steps=6", "checkpoint.every=2", "faults.on_hang=stop")
+    variables = {"CHECKING_SECONDS": "14", "CHECKING_FILE": str(file), "CHECKING_REWINDS": "1"}
+    ended = runs.command("train", str(TINY), *settings, **variables).wait()
+    assert ended.code == 0 and "hangs" not in ended.stderr, ended.stderr
+    assert set(file.read_text().split()) == {"rewinding"}
+    (rewind,) = events(run, "rewind")
+    assert (rewind["resumed_from"], rewind["left_out"]) == (4, [5])
+
+
+@pytest.mark.slow
 def test_nothing_is_left_in_shared_memory_by_workers_of_another_launcher(runs: Runs) -> None:
     workers = start_workers(runs, srun(2, "417"), ON_ROWS, "parallel.num_processes=2", "train.max_steps=2")
     for worker in workers:
