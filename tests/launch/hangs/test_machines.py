@@ -75,6 +75,47 @@ def test_the_watcher_of_rank_0_decides_from_what_all_machines_report(
     assert not (tmp_path / "logs" / "hangs").exists()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_stacks_of_other_machines_are_there_until_the_watcher_of_rank_0_has_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(machines, "_STACKS_SECONDS", 0.3)
+    one, two = both(tmp_path)
+    waits, late = seen(11, 8, 20.0, "forward", waiting=True), seen(22, 7, 20.0)
+    two.everyone({1: late})
+    found = one.everyone({0: waits})
+    assert found is not None
+    one.decide(judge(found), found)
+    assert two.decided({1: 22}) is not None
+    two.give({1: "File x"})
+    if ends:
+        two.close()
+    else:
+        two.everyone({1: late})
+    assert one.stacks(frozenset({1})) == {1: "File x"}
+    if not ends:
+        one.decide(None, {})
+        assert two.decided({1: 22}) is None
+        two.everyone({1: late})
+        assert Machines(tmp_path, 2, decides=False).stacks(frozenset({1})) == {}, "of another hang"
+        two.close()
+    one.close()
+    assert not (tmp_path / "logs" / "hangs").exists()
+
+
+def test_a_machine_that_closes_after_the_decision_is_gone_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
+    one, two = both(tmp_path)
+    two.everyone({1: seen(22, 7, 20.0)})
+    one.close()
+    two.give({1: "File x"})
+    two.close()
+    assert not (tmp_path / "logs" / "hangs").exists()
+
+
 def test_a_machine_that_makes_progress_or_reports_no_more_is_not_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
