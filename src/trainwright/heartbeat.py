@@ -30,7 +30,9 @@ _TIMES = struct.Struct("<Qd")
 _PHASES = 24
 _COLLECTIVE = struct.Struct("<Q?24s48s160s")
 _COLLECTIVES = 32
+_BEGUN = struct.Struct("<d")
 _PHASES_AT = 512
+_BEGUN_AT = _PHASES_AT - _BEGUN.size
 _COLLECTIVES_AT = _PHASES_AT + 2048
 _SIZE = 16384
 _SHARED_MEMORY = Path("/dev/shm")
@@ -71,6 +73,7 @@ class Beat:
     """What a rank did when its file was read.
 
     Attributes:
+        begun: when the heartbeat began, on the clock of ``time.monotonic``, which all processes of a machine share.
         marks: counts everything the rank has reported; it does not change while the rank is stuck.
         entered: the number of collectives of all ranks that it has entered.
         waiting: whether it is inside a collective.
@@ -80,6 +83,7 @@ class Beat:
     """
 
     pid: int
+    begun: float
     marks: int
     entered: int
     waiting: bool
@@ -136,6 +140,7 @@ class Heartbeat:
         self._phase = self._outer = self._phase_named("start")
         self.spent = Spent()
         self._since = self.spent.begun
+        _BEGUN.pack_into(self._memory, _BEGUN_AT, self.spent.begun)
         self.newest_step = -1
         self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
         self.stalled = 0.0  # seconds inside collectives in which this process did not run, see `Stalls`
@@ -373,8 +378,9 @@ def _beat(data: bytes) -> Beat:
         number, same, name, tensor, line = _COLLECTIVE.unpack_from(data, _COLLECTIVES_AT + place * _COLLECTIVE.size)
         if number:
             collectives[number] = Collective(number, _text(name), _text(tensor), _text(line), same)
-    fields = pid, marks, entered, waiting, step, micro_batch, _text(phase), current if current.name else None
-    return Beat(*fields, times, collectives)
+    (begun,) = _BEGUN.unpack_from(data, _BEGUN_AT)
+    now = entered, waiting, step, micro_batch, _text(phase), current if current.name else None
+    return Beat(pid, begun, marks, *now, times, collectives)
 
 
 def _text(data: bytes) -> str:

@@ -21,7 +21,7 @@ def beat(
 ) -> Beat:
     collectives = {number: call(number) for number in range(1, entered + 1)}
     known = {} if not times[0] else {phase: Times(*times)}
-    return Beat(1, 100, entered, waiting, 7, 2, phase, call(entered), known, collectives)
+    return Beat(1, 0.0, 100, entered, waiting, 7, 2, phase, call(entered), known, collectives)
 
 
 def test_the_rank_that_has_not_entered_the_collective_is_late_not_those_that_wait_in_it() -> None:
