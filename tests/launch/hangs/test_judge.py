@@ -99,6 +99,14 @@ def test_ranks_that_all_wait_in_one_collective_have_longer() -> None:
     assert judge({0: Seen(slow, 199.0), 1: Seen(slow, 199.0)}) is None
 
 
+def test_a_rank_that_loads_is_waited_for_while_others_join() -> None:
+    joins = replace(beat("joining", entered=0, waiting=True, times=(0, 0.0)), collective=None)
+    loads = replace(beat("loading", entered=0, times=(0, 0.0)), collective=None)
+    assert judge({0: Seen(loads, 7000.0), 1: Seen(joins, 7000.0)}) is None
+    found = judge({0: Seen(loads, 7300.0), 1: Seen(joins, 7300.0)})
+    assert found is not None and found.ranks == (0,) and "rank 1 waits in joining the process group" in found.detail
+
+
 def test_a_suspended_rank_is_named_in_any_phase() -> None:
     found = judge({0: Seen(beat(entered=6, waiting=True), 11.0), 1: Seen(beat(times=(0, 0.0)), 11.0, suspended=10.5)})
     assert found is not None and found.ranks == (1,)

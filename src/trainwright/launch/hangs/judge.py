@@ -197,7 +197,8 @@ def _place(beat: Beat) -> str:
 
 
 def _last(beat: Beat) -> str:
-    assert beat.collective is not None, "it has entered one"
+    if beat.collective is None:
+        return "joining the process group"
     return f"{_call(beat.collective)} (number {beat.entered})"
 
 
