@@ -32,9 +32,10 @@ from support.runs import print_table, write_results
 
 from trainwright import heartbeat
 from trainwright.engine.policies.base import StepPolicy, Training
-from trainwright.heartbeat import Use, heartbeat_directory, heartbeat_file, read
+from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
 from trainwright.machine.usage.sample import process_age
 from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, by_category, read_ledger
+from trainwright.spent import Use
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "bench" / "results" / "ledger.json"

@@ -13,12 +13,12 @@ import os
 import struct
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+
+from trainwright.spent import Spent, Use
 
 FINISHED = "finished"
 # The part of a phase that is spent waiting for other ranks has a history of its own.
@@ -30,7 +30,9 @@ _TIMES = struct.Struct("<Qd")
 _PHASES = 24
 _COLLECTIVE = struct.Struct("<Q?24s48s160s")
 _COLLECTIVES = 32
+_BEGUN = struct.Struct("<d")
 _PHASES_AT = 512
+_BEGUN_AT = _PHASES_AT - _BEGUN.size
 _COLLECTIVES_AT = _PHASES_AT + 2048
 _SIZE = 16384
 _SHARED_MEMORY = Path("/dev/shm")
@@ -60,7 +62,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Times:
-    """How often this phase has been seen, and the most seconds it has taken, with older times counting less."""
+    """How often a phase has ended, and the most seconds between two marks in it, with older phases counting less."""
 
     count: int
     longest: float
@@ -71,6 +73,7 @@ class Beat:
     """What a rank did when its file was read.
 
     Attributes:
+        begun: when the heartbeat began, on the clock of ``time.monotonic``, which all processes of a machine share.
         marks: counts everything the rank has reported; it does not change while the rank is stuck.
         entered: the number of collectives of all ranks that it has entered.
         waiting: whether it is inside a collective.
@@ -80,6 +83,7 @@ class Beat:
     """
 
     pid: int
+    begun: float
     marks: int
     entered: int
     waiting: bool
@@ -91,68 +95,16 @@ class Beat:
     collectives: dict[int, Collective]
 
 
-class Use(NamedTuple):
-    """What seconds were used for: a phase, and whether this rank was inside a collective then."""
+class _Times:
+    """How long a phase has taken, and where the file has it; None: it has no space left.
 
-    phase: str
-    waiting: bool
-
-
-class DeviceEvent(Protocol):
-    """A point in the work of a device, such as ``torch.cuda.Event``."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached it."""
-
-    def elapsed_time(self, end: DeviceEvent) -> float:
-        """Return the milliseconds from this point to a later one."""
-
-
-class Spent:
-    """The seconds of this process by use, on the clock of the host or of the device that it drives.
-
-    A host runs ahead of its GPU, so that its own clock would count most of a step where it waits for the results.
+    ``now``: the most seconds between two marks since the phase began.
     """
 
-    def __init__(self) -> None:
-        self.begun = time.monotonic()
-        self.in_collectives = 0.0
-        self._seconds: dict[Use, float] = {}
-        self._record: Callable[[], DeviceEvent] | None = None
-        self._marks: deque[tuple[Use, DeviceEvent]] = deque()
-
-    def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
-        """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""
-        self._record = record
-        self._marks.append((Use("", waiting=False), record()))
-
-    def end(self, use: Use, seconds: float) -> None:
-        """Add ``seconds`` of the host, which end now, to ``use``, or what a device does for it in place of them."""
-        if self._record is None:
-            self._add(use, seconds)
-            return
-        self._marks.append((use, self._record()))
-        while len(self._marks) > 1 and self._marks[1][1].query():
-            (_, before), (of, event) = self._marks.popleft(), self._marks[0]
-            self._add(of, before.elapsed_time(event) / 1000)
-
-    def _add(self, use: Use, seconds: float) -> None:
-        self._seconds[use] = self._seconds.get(use, 0.0) + seconds
-        if use.waiting:
-            self.in_collectives += seconds
-
-    def read(self) -> dict[Use, float]:
-        """Return the seconds that are known by now; what a device has not done yet is left out."""
-        return self._seconds.copy()
-
-
-class _Times:
-    """How long a phase has taken, and where the file has it; None: it has no space left."""
-
-    __slots__ = "count", "longest", "place"
+    __slots__ = "count", "longest", "now", "place"
 
     def __init__(self, place: int | None) -> None:
-        self.count, self.longest, self.place = 0, 0.0, place
+        self.count, self.longest, self.now, self.place = 0, 0.0, 0.0, place
 
 
 class _Phase:
@@ -188,6 +140,7 @@ class Heartbeat:
         self._phase = self._outer = self._phase_named("start")
         self.spent = Spent()
         self._since = self.spent.begun
+        _BEGUN.pack_into(self._memory, _BEGUN_AT, self.spent.begun)
         self.newest_step = -1
         self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
         self.stalled = 0.0  # seconds inside collectives in which this process did not run, see `Stalls`
@@ -234,17 +187,23 @@ class Heartbeat:
 
     def phase(self, name: str, step: int = -1, micro_batch: int = -1) -> None:
         """Begin a phase; the one before ends."""
-        self._took()
+        self._took(True)
         self._phase = self._phase_named(name)
         self._step, self._micro_batch = step, micro_batch
         if step >= 0:
             self.newest_step = step
         self._write()
 
+    def progress(self) -> None:
+        """Report that the phase goes on, from work in it that may take long without a collective."""
+        self._took()
+        self._write()
+
     def begin_within(self, name: str) -> None:
         """Begin a phase within the present one, which goes on with `end_within`."""
-        self._outer = self._phase
-        self.phase(name, self._step, self._micro_batch)
+        self._took()
+        self._outer, self._phase = self._phase, self._phase_named(name)
+        self._write()
 
     def end_within(self) -> None:
         """End the inner phase."""
@@ -283,16 +242,32 @@ class Heartbeat:
         finally:
             self.leave()
 
-    def _took(self) -> None:
-        """Add the time since the last mark to the history of the phase, or of waiting."""
+    def _took(self, ended: bool = False) -> None:
+        """Add the time since the last mark to the history of the phase, or of waiting; ``ended``: the phase ends.
+
+        Until a phase has ended, it may have parts that are not like those before: what it does after its first
+        collective may compile, or evaluate with another metric.
+        """
         now = time.monotonic()
         seconds = now - self._since
-        self.spent.end(self.use, seconds)
+        phase = self._phase
+        use, times = (phase.inside, self._waits) if self._waiting else (phase.outside, phase.times)
+        self.spent.end(use, seconds)
         self._since = now  # after the sum, so that `waited` in another thread never goes back
-        times = self._waits if self._waiting else self._phase.times
-        least = times.longest * (_FIRST_DECAY if times.count < _FIRST_TIMES else _DECAY)
-        times.longest = seconds if seconds > least else least
-        times.count += 1
+        if ended or self._waiting:
+            if seconds < times.now:
+                seconds = times.now
+            least = times.longest * (_FIRST_DECAY if times.count < _FIRST_TIMES else _DECAY)
+            times.longest = seconds if seconds > least else least
+            times.count += 1
+            times.now = 0.0
+        elif seconds > times.now:
+            times.now = seconds
+            if seconds <= times.longest:
+                return
+            times.longest = seconds
+        else:
+            return
         if times.place is not None:
             _TIMES.pack_into(self._memory, times.place, times.count, times.longest)
 
@@ -341,6 +316,12 @@ def phase(name: str, step: int = -1, micro_batch: int = -1) -> None:
     """Report that a phase begins."""
     if _own is not None:
         _own.phase(name, step, micro_batch)
+
+
+def progress() -> None:
+    """Report that the phase goes on, from work in it that may take long without a collective."""
+    if _own is not None:
+        _own.progress()
 
 
 def inside() -> AbstractContextManager[None]:
@@ -397,8 +378,9 @@ def _beat(data: bytes) -> Beat:
         number, same, name, tensor, line = _COLLECTIVE.unpack_from(data, _COLLECTIVES_AT + place * _COLLECTIVE.size)
         if number:
             collectives[number] = Collective(number, _text(name), _text(tensor), _text(line), same)
-    fields = pid, marks, entered, waiting, step, micro_batch, _text(phase), current if current.name else None
-    return Beat(*fields, times, collectives)
+    (begun,) = _BEGUN.unpack_from(data, _BEGUN_AT)
+    now = entered, waiting, step, micro_batch, _text(phase), current if current.name else None
+    return Beat(pid, begun, marks, *now, times, collectives)
 
 
 def _text(data: bytes) -> str:

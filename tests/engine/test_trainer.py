@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from tests.support.training import ALONE, trainer_of
+from trainwright import heartbeat
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
-from trainwright.engine.evaluate import _batch_statistics
+from trainwright.engine.evaluate import _batch_statistics, evaluate
 from trainwright.engine.events import Record
+from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.policies.base import RankReport, RewindRequested, StepGradients, StepPolicy, WrongNumbers
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
 from trainwright.engine.trainer import Trainer
+from trainwright.heartbeat import Heartbeat, read
+from trainwright.launch.hangs.judge import limit
 from trainwright.parallel.world import World
 
 FEW = ("data.validation=4", "data.limit=40", "train.max_steps=4", "checkpoint.every=null")
@@ -54,6 +58,23 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=1e-6, msg=name)
+
+
+def test_long_work_reports_its_progress_where_no_collective_does(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = make("train.micro_batch_size=1", "data.validation=4", "train.global_batch_size=2")
+    task, strategy = trainer.task, trainer.strategy
+    assert task.validation is not None and len(task.validation) > 1
+    monkeypatch.setattr(heartbeat, "_own", own := Heartbeat(tmp_path / "beat"))
+    phases: list[str] = []
+    own.changed = lambda use, step, micro_batch: phases.append(use.phase)
+    batch = task.stream.global_batch(0)
+    ForwardOnly(strategy)([batch, batch], lambda module, micro: None)
+    assert phases == ["start"] * 2 * len(batch.micro_batches)
+    phases.clear()
+    evaluate(task, strategy, lambda shortage: False, lambda reason: None, trainer.events, 0)
+    assert phases == ["start"] * len(task.validation)
 
 
 def test_shares_of_ranks_add_up_to_the_batch_with_zero_weight_passes(make: Make) -> None:
@@ -293,6 +314,22 @@ def test_the_batch_of_a_spike_can_be_left_out(make: Make) -> None:
     stopping.progress.losses = LossStatistics(seen=100, mean=1.0, variance=1e-4)
     with pytest.raises(WrongNumbers, match="training stopped: loss"):
         stopping._step()
+
+
+def test_a_rewind_has_a_phase_of_its_own_in_which_it_verifies_and_loads(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = make()
+    trainer._step()
+    trainer._checkpointing.save(required=True)
+    monkeypatch.setattr(heartbeat, "_own", own := Heartbeat(tmp_path / "beat"))
+    heartbeat.phase("optimizer", 2)
+    phases: list[str] = []
+    own.changed = lambda use, step, micro_batch: phases.append(use.phase)
+    trainer._rewind(RewindRequested("non_finite", 0, "step 2 is not finite"))
+    assert trainer.progress.step == 1 and set(phases) == {"rewinding"}
+    beat = read(tmp_path / "beat")
+    assert beat is not None and limit(beat) == 7200.0
 
 
 def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(make: Make) -> None:

@@ -23,6 +23,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs
 from tests.support.workers import open_mpi, srun, start_workers
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_MACHINE, EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING
 from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
+from trainwright.launch.ending.exit_code import CODES_FILE, record_begun, record_exit_code, recorded_code
 
 _jobs = (f"{os.getpid()}{number:04}" for number in itertools.count())
 FIXED = (ON_ROWS, "data.validation=null", "logging.tensorboard=false", "faults.restarts=off")
@@ -162,3 +163,28 @@ def test_a_single_worker_that_is_killed_under_torchrun_is_a_fault(runs: Runs, tm
     running = under(runs, runs.new_directory("run"), launcher, (LONG,), tmp_path)
     running.kill(0)
     assert running.codes() == [EXIT_FAULT]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "code"),
+    [
+        ([[EXIT_TRAINING, EXIT_STOPPED]], EXIT_TRAINING),
+        ([[EXIT_TRAINING], [EXIT_STOPPED]], EXIT_STOPPED),
+        ([[EXIT_STOPPED], [EXIT_TRAINING]], EXIT_TRAINING),
+        ([[EXIT_TRAINING], []], EXIT_FAULT),
+        ([[]], EXIT_FAULT),
+        ([], 1),
+    ],
+)
+def test_the_last_attempt_of_torchrun_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: list[list[int]], code: int
+) -> None:
+    file = tmp_path / "codes"
+    monkeypatch.setenv(CODES_FILE, str(file))
+    for number, recorded in enumerate(attempts):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        record_begun()
+        for each in recorded:
+            record_exit_code(each)
+    assert recorded_code(file, 1) == code
+    assert recorded_code(file, EXIT_FINISHED) == EXIT_FINISHED

@@ -128,9 +128,14 @@ def test_the_same_error_at_the_same_step_ends_the_run_and_at_another_step_does_n
 
 def test_a_crash_that_repeats_is_not_the_machines(log: Path) -> None:
     restarts = Restarts(log.parent, "9 per hour")
-    crash = Failure("rank 1 crashed in native code (SIGSEGV); see the end of its log", EXIT_FAULT, cause=Cause.CRASH)
-    assert isinstance(restarts.decide(crash), Restart)
-    again = restarts.decide(crash)
+
+    def crash(rank: int, name: str = "SIGSEGV") -> Failure:
+        message = f"rank {rank} crashed in native code ({name}); see the end of its log"
+        return Failure(message, EXIT_FAULT, cause=Cause.CRASH)
+
+    assert isinstance(restarts.decide(crash(1)), Restart)
+    assert isinstance(restarts.decide(crash(1, "SIGBUS")), Restart)
+    again = restarts.decide(crash(0))
     assert isinstance(again, Failure) and again.exit_code == EXIT_TRAINING
 
 

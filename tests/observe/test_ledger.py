@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.runs import ON_ROWS, Runs
-from trainwright.heartbeat import Heartbeat, Use
+from trainwright.heartbeat import Heartbeat
 from trainwright.observe.ledger import LedgerWriter, by_category, count_ends, rank_file, read_ledger
+from trainwright.spent import Use
 
 
 def line(launch: int, time: float, started: float, step: int = 1, **seconds: float) -> dict[str, Any]:

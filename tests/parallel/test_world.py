@@ -69,6 +69,18 @@ def test_tensors_on_gpus_are_exchanged_by_nccl() -> None:
     assert config.get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
 
 
+def join_late() -> None:
+    if os.environ["RANK"] == "0":
+        time.sleep(5)  # it loads a model
+    world = join("cpu", timeout=timedelta(seconds=2))
+    assert world.gather(world.rank) == [0, 1]
+    leave()
+
+
+def test_the_timeout_of_collectives_does_not_limit_how_long_a_rank_may_load(runs: Runs) -> None:
+    runs.function(HERE + join_late.__name__, processes=2)
+
+
 def wait_for_slow_hosts() -> None:
     world = join("cpu")
     _set_pg_timeout(timedelta(milliseconds=200), dist.group.WORLD)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainwright import heartbeat
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
@@ -69,6 +70,7 @@ def _statistics(task: Task, strategy: Strategy, events: EventLog) -> list[float]
             for part in parts:
                 sums = part if sums is None else sums + part
             events.progress(step + 1, len(task.validation))
+            heartbeat.progress()
             if any(short for _, short in ranks):
                 break  # another rank has to start over, so all do
     finally:
@@ -118,6 +120,7 @@ def generate(
                 texts[index] = task.generate(module, prompts[index])
             world.check_stop()
             events.progress(min(first + every, len(prompts)), len(prompts))
+            heartbeat.progress()
     for part in world.gather(texts):
         texts.update(part)
     return [(prompt, texts[index]) for index, prompt in enumerate(prompts)]

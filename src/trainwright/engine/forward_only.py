@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from trainwright import heartbeat
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.parallel.strategy import Independent, Strategy
@@ -57,5 +58,6 @@ class ForwardOnly:
                 for batch in batches:
                     for micro in batch.for_rank(world.rank, world.size):
                         visit(module, micro)
+                        heartbeat.progress()
         finally:
             module.train(training)

@@ -240,7 +240,7 @@ class Trainer:
             left_out = sorted({*left_out, step})
         if all(step - before in left_out for before in range(MOST_IN_A_ROW + 1)):
             raise WrongNumbers(f"training stopped after leaving out {MOST_IN_A_ROW} batches in a row: {fault.detail}")
-        checkpoint = self._checkpointing.newest(fault.before)
+        checkpoint = self._checkpointing.newest(fault.before, phase="rewinding")
         back = "there is no checkpoint yet" if checkpoint is None else f"back to {checkpoint.path}"
         action = f"{back}; the global batch of step {step} is left out" if fault.leave_out else back
         # No field `step`: events of a step are discarded when that step is repeated.

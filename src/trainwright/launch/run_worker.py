@@ -275,7 +275,6 @@ def run_worker(
     checkpoint = trainer.newest_checkpoint() if resume else None
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
-        heartbeat.phase("resuming")
         trainer.resume(checkpoint)
     if trainer.is_over and not trainer.progress.pending and world.broadcast(reported is None):
         raise RequestError(

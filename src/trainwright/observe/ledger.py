@@ -21,9 +21,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trainwright.heartbeat import FINISHED, Heartbeat, Use
+from trainwright.heartbeat import FINISHED, Heartbeat
 from trainwright.machine.usage.sample import process_age
 from trainwright.observe.reader import EventRecord, superseded
+from trainwright.spent import Use
 
 DIRECTORY = "ledger"
 FORMAT = 1

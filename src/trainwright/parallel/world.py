@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainwright import heartbeat
 from trainwright.transfer import on_device
 
 # torch's default for gloo; NCCL's is 10 minutes.
@@ -160,18 +161,28 @@ def join(device_type: str, rank_info: RankInfo | None = None, timeout: timedelta
         torch.cuda.set_device(device)
     hosts = None
     if rank_info.size > 1:
-        backend = backends(device)
-        if rank_info.store is None:
-            dist.init_process_group(backend, timeout=timeout)
+        if rank_info.alone:
+            dist.init_process_group(backends(device), timeout=timeout)
         else:
-            rank_info.store.set_timeout(timeout)
-            store = dist.PrefixStore("process group", rank_info.store)
-            dist.init_process_group(
-                backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=timeout
-            )
+            rank, size = rank_info.rank, rank_info.size
+            store = _store_with_all(rank_info)
+            store.set_timeout(timeout)
+            dist.init_process_group(backends(device), store=store, rank=rank, world_size=size, timeout=timeout)
         hosts = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
     ranks = rank_info.rank, rank_info.size, rank_info.local_rank, rank_info.local_size
     return World(*ranks, device, timeout=timeout, hosts=hosts, alone=rank_info.alone)
+
+
+def _store_with_all(rank_info: RankInfo) -> dist.Store:
+    """Return the store of the process group once all ranks are there, of which one may load a model for long."""
+    rank, size, store = rank_info.rank, rank_info.size, rank_info.store
+    with heartbeat.inside():
+        if store is None:  # rank 0 may host it
+            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=HOST_TIMEOUT))
+        store = dist.PrefixStore("process group", store)
+        store.set(f"joins/{rank}", "")
+        store.wait([f"joins/{each}" for each in range(size)], HOST_TIMEOUT)
+    return store
 
 
 def backends(device: torch.device) -> str:

@@ -19,6 +19,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs, events
 from tests.support.workers import srun, start_workers
 from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
 
+CHECKING = "train.step_policies=['tests.support.checking:SlowChecking']"
 POLICY = "train.step_policies=['tests.support.hanging:Hanging']"
 
 
@@ -84,6 +85,31 @@ def test_a_slow_first_step_is_no_hang(runs: Runs) -> None:
     ended = started.wait()
     assert ended.code == 0 and "hangs" not in ended.stderr, ended.stderr
     assert started.run is not None and not events(started.run, "fault")
+
+
+@pytest.mark.parametrize(("count", "seconds"), [(1, 0), pytest.param(2, 14, marks=pytest.mark.slow)])
+def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_resumes(runs: Runs, count: int, seconds: int) -> None:
+    file, run = runs.directory / f"checked-{seconds}", runs.new_directory("run")
+    settings = (f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS, "data.validation=null", CHECKING)
+    settings += ("train.max_steps=2", f"parallel.num_processes={count}", "faults.on_hang=stop")
+    variables = {"CHECKING_SECONDS": str(seconds), "CHECKING_FILE": str(file)}
+    assert runs.command("train", str(TINY), *settings, **variables).wait().code == 0
+    ended = runs.command("train", "--resume", str(run), "train.max_steps=4", **variables).wait()
+    assert ended.code == 0 and "hangs" not in ended.stderr, ended.stderr
+    assert set(file.read_text().split()) == {"resuming"}
+
+
+@pytest.mark.slow
+def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_rewinds(runs: Runs) -> None:
+    file, run = runs.directory / "checked-rewind", runs.new_directory("run")
+    settings = (f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS, "data.validation=null", CHECKING)
+    settings += ("train.max_steps=6", "checkpoint.every=2", "faults.on_hang=stop")
+    variables = {"CHECKING_SECONDS": "14", "CHECKING_FILE": str(file), "CHECKING_REWINDS": "1"}
+    ended = runs.command("train", str(TINY), *settings, **variables).wait()
+    assert ended.code == 0 and "hangs" not in ended.stderr, ended.stderr
+    assert set(file.read_text().split()) == {"rewinding"}
+    (rewind,) = events(run, "rewind")
+    assert (rewind["resumed_from"], rewind["left_out"]) == (4, [5])
 
 
 @pytest.mark.slow

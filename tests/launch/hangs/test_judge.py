@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from trainwright.heartbeat import FINISHED, WAITING, Beat, Collective, Times
+from trainwright.heartbeat import FINISHED, WAITING, Beat, Collective, Heartbeat, Times, read
 from trainwright.launch.hangs.judge import Conflict, Seen, conflict_of, judge, limit
 
 
@@ -19,7 +21,7 @@ def beat(
 ) -> Beat:
     collectives = {number: call(number) for number in range(1, entered + 1)}
     known = {} if not times[0] else {phase: Times(*times)}
-    return Beat(1, 100, entered, waiting, 7, 2, phase, call(entered), known, collectives)
+    return Beat(1, 0.0, 100, entered, waiting, 7, 2, phase, call(entered), known, collectives)
 
 
 def test_the_rank_that_has_not_entered_the_collective_is_late_not_those_that_wait_in_it() -> None:
@@ -52,6 +54,37 @@ def test_the_limit_follows_from_what_the_phase_has_taken(times: tuple[int, float
     assert limit(beat("forward", times=times)) == pytest.approx(seconds)
 
 
+def test_the_first_time_of_a_phase_lasts_until_it_ends(tmp_path: Path) -> None:
+    """What it does after its first collectives may still compile, or compute another metric."""
+    own = Heartbeat(tmp_path / "rank-0")
+
+    def now() -> float:
+        found = read(tmp_path / "rank-0")
+        assert found is not None
+        return limit(found)
+
+    own.phase("evaluation")
+    for _ in range(5):
+        own.enter("all_gather", "float32[3]", "a.py:1", counted=True, same_shape=True)
+        own.leave()
+        own.progress()
+    own.begin_within("compilation")
+    own.end_within()
+    assert now() == 1800.0
+    time.sleep(0.05)
+    own.progress()
+    own.phase("data")
+    assert now() == 900.0
+    own.phase("evaluation")
+    own.progress()
+    assert 10.1 <= now() < 11.0  # of the longest part of the time before
+    time.sleep(0.2)
+    own.progress()
+    assert now() >= 10.4
+    own.phase("data")
+    assert 10.0 <= now() < 10.4
+
+
 def test_a_compiled_model_may_compile_again() -> None:
     assert limit(beat("forward"), compiled=True) == 302.5
     assert limit(beat("optimizer"), compiled=True) == 12.5
@@ -64,6 +97,14 @@ def test_ranks_that_all_wait_in_one_collective_have_longer() -> None:
     assert found is not None and found.ranks == (0, 1)
     slow = replace(inside, times={WAITING: Times(20, 100.0)})
     assert judge({0: Seen(slow, 199.0), 1: Seen(slow, 199.0)}) is None
+
+
+def test_a_rank_that_loads_is_waited_for_while_others_join() -> None:
+    joins = replace(beat("joining", entered=0, waiting=True, times=(0, 0.0)), collective=None)
+    loads = replace(beat("loading", entered=0, times=(0, 0.0)), collective=None)
+    assert judge({0: Seen(loads, 7000.0), 1: Seen(joins, 7000.0)}) is None
+    found = judge({0: Seen(loads, 7300.0), 1: Seen(joins, 7300.0)})
+    assert found is not None and found.ranks == (0,) and "rank 1 waits in joining the process group" in found.detail
 
 
 def test_a_suspended_rank_is_named_in_any_phase() -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -17,8 +18,18 @@ import pytest
 
 from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, Started, events
-from trainwright.heartbeat import FINISHED, Beat, Collective, Times, heartbeat_directory, heartbeat_file, read
+from trainwright.heartbeat import (
+    FINISHED,
+    Beat,
+    Collective,
+    Heartbeat,
+    Times,
+    heartbeat_directory,
+    heartbeat_file,
+    read,
+)
 from trainwright.launch.hangs import machines
+from trainwright.launch.hangs.beside import _workers
 from trainwright.launch.hangs.flight_recorder import (
     keep_collectives,
     remove_pipes,
@@ -42,7 +53,7 @@ PATIENCE = 200
 def seen(pid: int, entered: int, quiet: float, phase: str = "data", waiting: bool = False) -> Seen:
     call = Collective(entered, "all_reduce", "float32[8]", "engine/trainer.py:1", same_shape=True)
     times = {"data": Times(9, 0.5)}
-    return Seen(Beat(pid, 100, entered, waiting, 4, 0, phase, call, times, {entered: call}), quiet)
+    return Seen(Beat(pid, 0.0, 100, entered, waiting, 4, 0, phase, call, times, {entered: call}), quiet)
 
 
 def both(run: Path) -> tuple[Machines, Machines]:
@@ -75,6 +86,47 @@ def test_the_watcher_of_rank_0_decides_from_what_all_machines_report(
     assert not (tmp_path / "logs" / "hangs").exists()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_stacks_of_other_machines_are_there_until_the_watcher_of_rank_0_has_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(machines, "_STACKS_SECONDS", 0.3)
+    one, two = both(tmp_path)
+    waits, late = seen(11, 8, 20.0, "forward", waiting=True), seen(22, 7, 20.0)
+    two.everyone({1: late})
+    found = one.everyone({0: waits})
+    assert found is not None
+    one.decide(judge(found), found)
+    assert two.decided({1: 22}) is not None
+    two.give({1: "File x"})
+    if ends:
+        two.close()
+    else:
+        two.everyone({1: late})
+    assert one.stacks(frozenset({1})) == {1: "File x"}
+    if not ends:
+        one.decide(None, {})
+        assert two.decided({1: 22}) is None
+        two.everyone({1: late})
+        assert Machines(tmp_path, 2, decides=False).stacks(frozenset({1})) == {}, "of another hang"
+        two.close()
+    one.close()
+    assert not (tmp_path / "logs" / "hangs").exists()
+
+
+def test_a_machine_that_closes_after_the_decision_is_gone_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
+    one, two = both(tmp_path)
+    two.everyone({1: seen(22, 7, 20.0)})
+    one.close()
+    two.give({1: "File x"})
+    two.close()
+    assert not (tmp_path / "logs" / "hangs").exists()
+
+
 def test_a_machine_that_makes_progress_or_reports_no_more_is_not_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +139,25 @@ def test_a_machine_that_makes_progress_or_reports_no_more_is_not_judged(
     assert one.everyone({0: seen(11, 8, 20.0)}) is not None
     monkeypatch.setattr(machines, "_FRESH", 0.0)
     assert one.everyone({0: seen(11, 8, 20.0)}) is None
+
+
+def test_heartbeats_that_a_killed_job_has_left_are_not_those_of_processes_with_the_same_pids(tmp_path: Path) -> None:
+    directory = heartbeat_directory(tmp_path)
+    assert directory is not None
+    try:
+        for rank in (0, 1, 7):
+            Heartbeat(heartbeat_file(directory, rank))
+        assert _workers(tmp_path, 8) == dict.fromkeys((0, 1, 7), os.getpid())
+        assert _workers(tmp_path, 4) == dict.fromkeys((0, 1), os.getpid())
+        time.sleep(2.1)
+        with subprocess.Popen(["sleep", "60"]) as other:
+            file = heartbeat_file(directory, 1)
+            file.write_bytes(struct.pack("<Q", other.pid) + file.read_bytes()[8:])
+            assert _workers(tmp_path, 8) == dict.fromkeys((0, 7), os.getpid())
+            other.kill()
+        assert _workers(tmp_path, 8) == dict.fromkeys((0, 7), os.getpid())
+    finally:
+        shutil.rmtree(directory)
 
 
 def test_what_an_earlier_launch_has_left_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,17 +229,21 @@ class Checkpointing:
             self._worth = max(world.gather(own)) >= _BACKGROUND_BYTES and fits_host(world, own)
         return self._worth
 
-    def newest(self, before: int | None = None) -> Checkpoint | None:
+    def newest(self, before: int | None = None, *, phase: str = "resuming") -> Checkpoint | None:
         """Return the newest checkpoint that verifies, once the one that is being written is complete; None without any.
 
         Rank 0 reads all of it, the others rely on rank 0. Checkpoints of step ``before`` and later ones are passed
         over. They are removed if there is an earlier one, or if there cannot be one, as the run then begins again.
+
+        Args:
+            phase: that the heartbeat reports, as reading a large checkpoint or restoring a copy takes long.
 
         Raises:
             RequestError: there are checkpoints, and none can be used.
         """
         self._flush()
         world, events = self._training.world, self._training.events
+        heartbeat.phase(phase)
         chosen: str | None = None
         refused: list[str] = []
         if world.is_main:

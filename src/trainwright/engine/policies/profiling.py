@@ -23,7 +23,7 @@ from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Notice, Profile
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.errors import RequestError
-from trainwright.heartbeat import Use
+from trainwright.spent import Use
 
 DIRECTORY = "profile"
 _OPERATORS = 20

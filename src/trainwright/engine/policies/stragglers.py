@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from trainwright import heartbeat
 from trainwright.engine.events import Notice
 from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
-from trainwright.heartbeat import Use
 from trainwright.machine.usage.causes import Cause, in_words
 from trainwright.machine.usage.own_process import OwnProcess
+from trainwright.spent import Use
 
 # The phases in which ranks are compared, with those of the heartbeat that belong to them; fields of RankReport.
 _PHASES = {

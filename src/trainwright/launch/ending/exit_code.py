@@ -10,8 +10,8 @@ from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
 
 CODES_FILE = "TRAINWRIGHT_EXIT_CODES"
 
-
 _BEGUN = "begun"
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's and accelerate's number of the attempt, from 0
 
 
 def record_begun() -> None:
@@ -29,21 +29,25 @@ def record_exit_code(code: int) -> int:
 def recorded_code(file: Path, launcher: int) -> int:
     """Return the exit code of the run whose launcher has ended with the code ``launcher``, or else that code.
 
+    Only the last of the attempts of a launcher that starts the processes again decides.
+
     Args:
         file: what the processes have recorded.
     """
     if launcher == EXIT_FINISHED or not file.exists():
         return launcher
-    lines = file.read_text(encoding="ascii").split()
-    recorded = [int(line) for line in lines if line != _BEGUN]
-    if lines and not recorded:  # nothing that a process does itself ends it without a word
+    lines = [line.split() for line in file.read_text(encoding="ascii").splitlines()]
+    last = max((int(attempt) for attempt, _ in lines), default=0)
+    said = [word for attempt, word in lines if int(attempt) == last]
+    recorded = [int(word) for word in said if word != _BEGUN]
+    if said and not recorded:  # nothing that a process does itself ends it without a word
         return EXIT_FAULT
     # Of a failure, processes that are stopped because of it may report the stop.
     failures = [each for each in recorded if each != EXIT_STOPPED]
     return [launcher, *recorded, *failures][-1]
 
 
-def _record(line: str) -> None:
+def _record(word: str) -> None:
     if (file := os.environ.get(CODES_FILE)) is not None:
         with suppress(OSError), open(file, "a", encoding="ascii") as out:
-            out.write(f"{line}\n")
+            out.write(f"{os.environ.get(_ATTEMPT, '0')} {word}\n")

@@ -24,6 +24,7 @@ _MOST_STUCK = 3  # restarts in a row that got no step further
 _DIFFERENT_CALLS = re.compile(
     r"the ranks have entered different collectives: .* at (\S+), and rank \d+ .* at ([^\s;]+)"
 )
+_RANK = re.compile(r"^rank \d+ ")  # that failed
 
 
 class Restarts:
@@ -114,7 +115,7 @@ def _essence(message: str) -> str:
     if different is not None:
         return "different collectives at " + " and ".join(sorted(different.groups()))
     lines = [line for line in message.splitlines() if line and not line[0].isspace() and "log: " not in line]
-    return lines[-1].partition(" at 0x")[0] if lines else ""
+    return _RANK.sub("", lines[-1]).partition(" at 0x")[0] if lines else ""
 
 
 def _at(step: int | None) -> str:

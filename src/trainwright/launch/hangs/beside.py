@@ -12,13 +12,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import psutil
+
 from trainwright.errors import EXIT_FAULT
-from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
+from trainwright.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.hangs.machines import Machines
 from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, Watched
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 _CHECK_SECONDS = 0.25
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _END_SECONDS = 5.0
+_CLOCK_SECONDS = 1.0  # the system counts the time at which it was started in whole seconds
 
 
 @contextmanager
@@ -76,7 +80,7 @@ def main(request: str) -> None:
             say(f"error: {message}", file=sys.stderr)
 
     watcher = HangWatcher(
-        watched, lambda: _workers(watched.run), None if alone else Machines(watched.run, size, decides), ending
+        watched, lambda: _workers(watched.run, size), None if alone else Machines(watched.run, size, decides), ending
     )
     try:
         while os.getppid() == parent and not select.select([sys.stdin], [], [], _CHECK_SECONDS)[0]:
@@ -89,15 +93,26 @@ def main(request: str) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _workers(run: Path) -> dict[int, int]:
-    """Return the pids of the workers on this machine by rank."""
+def _workers(run: Path, size: int) -> dict[int, int]:
+    """Return the pids of the workers on this machine by rank.
+
+    A job that was killed with all its processes has left its heartbeats; other processes may have their pids now.
+    """
     directory = heartbeat_directory(run)
     if directory is None:
         return {}
     found = {}
     for file in directory.glob("rank-*"):
         rank = int(file.name.removeprefix("rank-"))
-        beat = read(heartbeat_file(directory, rank))
-        if beat is not None and os.path.exists(f"/proc/{beat.pid}"):
+        if rank < size and (beat := read(heartbeat_file(directory, rank))) is not None and _is_of(beat):
             found[rank] = beat.pid
     return found
+
+
+def _is_of(beat: Beat) -> bool:
+    """Return whether the process that has the pid of a heartbeat is the one that writes it: not younger."""
+    try:
+        age = time.time() - psutil.Process(beat.pid).create_time()  # right also if the clock has been set since
+    except psutil.Error:
+        return False
+    return time.monotonic() - age < beat.begun + _CLOCK_SECONDS

@@ -13,12 +13,13 @@ from trainwright.text import span
 _PART, _PART_OF_FEW, _FEW = 0.25, 1.0, 3
 _MARGIN = 10.0
 # Reading, writing and gathering a model vary more.
-STORAGE = {"checkpoint": 12.0, "export": 12.0, "loading": 12.0, "resuming": 12.0}
-# A phase that has not been seen yet may include compilation, downloads or the first access to slow storage.
+STORAGE = dict.fromkeys(("checkpoint", "export", "loading", "resuming", "rewinding"), 12.0)
+# A phase that has not ended once may include compilation, downloads or the first access to slow storage.
 _FIRST = {
     "start": 3600.0,
     "loading": 7200.0,
     "resuming": 7200.0,
+    "rewinding": 7200.0,
     "joining": 3600.0,
     "setup": 3600.0,
     "compilation": 3600.0,
@@ -196,7 +197,8 @@ def _place(beat: Beat) -> str:
 
 
 def _last(beat: Beat) -> str:
-    assert beat.collective is not None, "it has entered one"
+    if beat.collective is None:
+        return "joining the process group"
     return f"{_call(beat.collective)} (number {beat.entered})"
 
 

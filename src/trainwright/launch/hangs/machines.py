@@ -67,6 +67,7 @@ class Machines:
         self._size = size
         self._own: Path | None = None
         self._report = _Report()
+        self._stacks: dict[int, str] = {}  # of the hang that goes on
         self._published = 0.0
         self._others: dict[Path, tuple[_Report, float]] = {}  # with the time at which it was new
         if decides:  # what an earlier launch has left
@@ -78,7 +79,7 @@ class Machines:
         now = time.monotonic()
         if now - self._published >= _PUBLISH_SECONDS and (quiet or self._report.ranks):
             self._published = now
-            self._publish(dict(here) if quiet else {}, {})
+            self._publish(dict(here) if quiet else {}, self._stacks if quiet else {})
         if not quiet or not self.decides:
             return None
         found = dict(here)
@@ -93,16 +94,19 @@ class Machines:
 
     def decided(self, pids: Mapping[int, int]) -> Verdict | None:
         """Return what the watcher of rank 0 has found about the processes of the ranks here."""
-        try:
+        found = None
+        with suppress(OSError, ValidationError):
             decision = _DECISION.validate_json((self._directory / _DECISION_FILE).read_bytes())
-        except (OSError, ValidationError):
-            return None
-        about = bool(pids) and all(decision.pids.get(rank) == pid for rank, pid in pids.items())
-        return decision.verdict if about else None
+            if pids and all(decision.pids.get(rank) == pid for rank, pid in pids.items()):
+                found = decision.verdict
+        if found is None:
+            self._stacks = {}
+        return found
 
     def give(self, stacks: Mapping[int, str]) -> None:
         """Report the stacks of the ranks here to the watcher of rank 0."""
-        self._publish(self._report.ranks, dict(stacks))
+        self._stacks = dict(stacks)
+        self._publish(self._report.ranks, self._stacks)
 
     def stacks(self, ranks: frozenset[int]) -> dict[int, str]:
         """Return the stacks of ranks of other machines, as far as their watchers answer."""
@@ -115,10 +119,11 @@ class Machines:
         return {rank: text for rank, text in found.items() if rank in ranks}
 
     def close(self) -> None:
-        """Remove this machine's file."""
-        self._remove([] if self._own is None else [self._own])
+        """Remove this machine's file; one with stacks is left to the watcher of rank 0, which may not have read it."""
         if self.decides:
-            self._remove([self._directory / _DECISION_FILE])
+            self._remove(self._directory.glob("*.json"))
+        elif self._own is not None and not (self._stacks and (self._directory / _DECISION_FILE).exists()):
+            self._remove([self._own])
         with suppress(OSError):  # until the last one has removed its file
             self._directory.rmdir()
 

@@ -202,9 +202,8 @@ class HangWatcher:
         pids, stacks = dict(self._processes()), self._stacks()
         everyone = self._everyone.keys() | pids.keys()
         shown = [f"rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)]
-        missing = [
-            f"rank {rank}: no stack, as its process does not respond" for rank in sorted(everyone - stacks.keys())
-        ]
+        why = {True: "no stack, as its process does not respond", False: "no stack has arrived from its machine"}
+        missing = [f"rank {rank}: {why[rank in pids]}" for rank in sorted(everyone - stacks.keys())]
         files = f"all threads: {stacks_file(self._watched.run / 'logs', verdict.ranks[0]).with_name('rank-*.stacks')}"
         message = f"the run hangs: {verdict.detail}"
         if ends:

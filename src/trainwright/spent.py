@@ -1,0 +1,63 @@
+"""The seconds of a process by what they were used for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+
+class Use(NamedTuple):
+    """What seconds were used for: a phase, and whether this rank was inside a collective then."""
+
+    phase: str
+    waiting: bool
+
+
+class DeviceEvent(Protocol):
+    """A point in the work of a device, such as ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Return whether the device has reached it."""
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        """Return the milliseconds from this point to a later one."""
+
+
+class Spent:
+    """The seconds of this process by use, on the clock of the host or of the device that it drives.
+
+    A host runs ahead of its GPU, so that its own clock would count most of a step where it waits for the results.
+    """
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+        self.in_collectives = 0.0
+        self._seconds: dict[Use, float] = {}
+        self._record: Callable[[], DeviceEvent] | None = None
+        self._marks: deque[tuple[Use, DeviceEvent]] = deque()
+
+    def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
+        """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""
+        self._record = record
+        self._marks.append((Use("", waiting=False), record()))
+
+    def end(self, use: Use, seconds: float) -> None:
+        """Add ``seconds`` of the host, which end now, to ``use``, or what a device does for it in place of them."""
+        if self._record is None:
+            self._add(use, seconds)
+            return
+        self._marks.append((use, self._record()))
+        while len(self._marks) > 1 and self._marks[1][1].query():
+            (_, before), (of, event) = self._marks.popleft(), self._marks[0]
+            self._add(of, before.elapsed_time(event) / 1000)
+
+    def _add(self, use: Use, seconds: float) -> None:
+        self._seconds[use] = self._seconds.get(use, 0.0) + seconds
+        if use.waiting:
+            self.in_collectives += seconds
+
+    def read(self) -> dict[Use, float]:
+        """Return the seconds that are known by now; what a device has not done yet is left out."""
+        return self._seconds.copy()
