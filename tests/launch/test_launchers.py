@@ -421,13 +421,13 @@ def test_a_launcher_without_a_run_ends_with_its_own_code(tmp_path: Path) -> None
     from trainwright.launch.program import run_launcher
 
     assert [run_launcher([sys.executable, "-c", f"raise SystemExit({code})"]) for code in (0, 9)] == [0, 9]
-    assert run_launcher(["bash", "-c", 'echo 75 >>"$TRAINWRIGHT_EXIT_CODES"; exit 1']) == EXIT_STOPPED
+    assert run_launcher(["bash", "-c", 'echo 0 75 >>"$TRAINWRIGHT_EXIT_CODES"; exit 1']) == EXIT_STOPPED
     shared = ["bash", "-c", "exit ${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-7}", "--nnodes"]
     assert [run_launcher([*shared, nodes]) for nodes in ("1:2", "2")] == [1, 7]
-    begun = 'echo begun >>"$TRAINWRIGHT_EXIT_CODES"; '
+    begun = 'echo 0 begun >>"$TRAINWRIGHT_EXIT_CODES"; '
     assert run_launcher(["bash", "-c", f"{begun} exit 1"]) == EXIT_FAULT  # killed before it could say more
-    assert run_launcher(["bash", "-c", begun + 'echo 4 >>"$TRAINWRIGHT_EXIT_CODES"; exit 1']) == EXIT_TRAINING
-    assert run_launcher(["bash", "-c", 'printf "4\\n75\\n" >>"$TRAINWRIGHT_EXIT_CODES"; exit 1']) == EXIT_TRAINING
+    assert run_launcher(["bash", "-c", begun + 'echo 0 4 >>"$TRAINWRIGHT_EXIT_CODES"; exit 1']) == EXIT_TRAINING
+    assert run_launcher(["bash", "-c", 'printf "0 4\\n0 75\\n" >>"$TRAINWRIGHT_EXIT_CODES"; exit 1']) == EXIT_TRAINING
     with pytest.raises(RequestError, match="COMMAND: nowhere: program not found"):
         run_launcher(["nowhere"])
     assert record_exit_code(EXIT_FAULT) == EXIT_FAULT

@@ -36,7 +36,7 @@ def recorded_code(file: Path, launcher: int) -> int:
     """
     if launcher == EXIT_FINISHED or not file.exists():
         return launcher
-    lines = [line.split() for line in file.read_text(encoding="ascii").splitlines()]
+    lines = [words for line in file.read_text(encoding="ascii").splitlines() if len(words := line.split()) == 2]
     last = max((int(attempt) for attempt, _ in lines), default=0)
     said = [word for attempt, word in lines if int(attempt) == last]
     recorded = [int(word) for word in said if word != _BEGUN]
