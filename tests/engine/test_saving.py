@@ -93,6 +93,16 @@ def test_training_does_not_wait_for_a_checkpoint_that_takes_longer_than_the_inte
     assert between == "1 min" or blocked <= 0.02 * total
 
 
+def test_a_checkpoint_that_is_never_complete_does_not_keep_the_next_from_being_due() -> None:
+    clock = Clock()
+    saving = Saving("auto", clock=clock)
+    saving.begun()
+    clock.now += 1000
+    assert not saving.is_due(1, writing=True) and saving.is_due(1)
+    clock.now += 86_400
+    assert saving.is_due(2, writing=True)
+
+
 def test_by_itself_a_run_does_not_save_while_a_checkpoint_is_being_written(tmp_path: Path) -> None:
     settings = ["checkpoint.every=auto", "checkpoint.background=true", "faults.mean_time_between=1 s"]
     training = trainer_of(ALONE, settings, tmp_path)[0].training

@@ -179,6 +179,20 @@ def test_what_is_started_again_ends_with_a_fault_if_another_machine_keeps_the_lo
         pass
 
 
+def test_what_is_started_again_ends_with_a_fault_if_an_earlier_attempt_takes_long_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_LEAVING_SECONDS", "_LEASE_SECONDS"):
+        monkeypatch.setattr(run_directory, name, 0.1)
+    run = a_run("ending")
+    with run_directory.only_launch(run):
+        with pytest.raises(RequestError, match="another process"), run_directory.only_launch(run):
+            pass
+        monkeypatch.setenv("TRAINWRIGHT_STARTS_AGAIN", "1")
+        with pytest.raises(FaultError, match="another process"), run_directory.only_launch(run):
+            pass
+
+
 @pytest.mark.parametrize("written", ["", "\0\n"])
 def test_what_is_left_of_an_attempt_on_an_unknown_machine_is_waited_for(
     written: str, monkeypatch: pytest.MonkeyPatch

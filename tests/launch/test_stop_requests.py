@@ -44,6 +44,14 @@ def test_a_file_is_a_request_once(tmp_path: Path) -> None:
     assert not was_asked_to_stop(tmp_path) and not list(tmp_path.iterdir())
 
 
+def test_a_launch_that_has_waited_for_another_one_knows_that_it_was_asked_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "stop.taken").touch()
+    assert forget_stops(tmp_path, begun=60.0) and was_asked_to_stop(tmp_path, within=60.0)
+    os.utime(tmp_path / "stop.taken", (0, 0))
+    assert was_asked_to_stop(tmp_path) and not was_asked_to_stop(tmp_path, within=60.0)
+    assert not forget_stops(tmp_path, begun=60.0) and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["stop", "checkpoint"])
 def test_what_is_asked_while_a_launch_begins_is_kept(name: str, tmp_path: Path) -> None:
     file = tmp_path / name

@@ -386,6 +386,20 @@ def test_a_copy_that_cannot_be_read_now_is_read_by_running_the_command_again(
     bring_up_to_date(run, places)  # it goes on from its own checkpoints
 
 
+def test_a_place_that_may_have_newer_copies_and_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainwright.launch.storage.stored_runs import bring_up_to_date
+
+    UnreliableStore.install(monkeypatch)
+    places = stored_in(tmp_path, "one", "two")
+    UnreliableStore.reset_connections("list", "/two/")
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()  # as new as the copy that can be read
+    bring_up_to_date(tmp_path / "run", places)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "/two cannot be used now" in said and "the run goes on from its own checkpoints" in said
+
+
 def test_a_run_is_fetched_from_the_second_place_where_the_first_is_down_or_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def test_time_in_collectives_is_exchange_as_far_as_no_other_rank_was_waited_for(
         }
     )
     assert by_category(spent, behind=9.0)["waiting for ranks"] == 2.0
+    assert by_category({Use("rewinding", waiting=False): 5.0}, behind=0.0) == {"checkpoint": 5.0}
 
 
 def test_the_launcher_counts_what_came_after_the_last_line_as_the_end(tmp_path: Path) -> None:

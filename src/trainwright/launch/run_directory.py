@@ -302,9 +302,9 @@ def _wait_for(directory: Path, holder: str, stopped: Callable[[], bool], held: E
                     raise Stopped() from None
                 if time.monotonic() < end:
                     time.sleep(_LOOK_SECONDS)
-                elif error.is_elsewhere and is_started_again():
+                elif is_started_again():
                     raise FaultError(
-                        f"{error}; if {error.holder} is lost, its file server still keeps its lock: start again later"
+                        f"{error}; if that was lost, a file server may keep its lock for longer: start again later"
                     ) from None
                 else:
                     raise

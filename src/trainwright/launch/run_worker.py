@@ -29,6 +29,7 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, Reques
 from trainwright.launch import run_directory
 from trainwright.launch.clusters.grace import stop_warning
 from trainwright.launch.ending.deadline import Deadline
+from trainwright.launch.ending.exit_code import ATTEMPT
 from trainwright.launch.ending.requests import STATE_BYTES, StopRequests
 from trainwright.launch.ending.stop import resize_requested
 from trainwright.launch.group.contract import agree, check_layout, usable_device
@@ -276,7 +277,11 @@ def run_worker(
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
         trainer.resume(checkpoint)
-    if trainer.is_over and not trainer.progress.pending and world.broadcast(reported is None):
+    if (
+        trainer.is_over
+        and not trainer.progress.pending
+        and world.broadcast(reported is None and os.environ.get(ATTEMPT, "0") == "0")
+    ):
         raise RequestError(
             f"--until step {trainer.stop_after}: {run} is at step {trainer.progress.step} already; give a later step, "
             "or leave out --until to train it to its end"

@@ -163,7 +163,8 @@ class _Launch:
 
             def make() -> tuple[Path, str]:
                 run = held.enter_context(request.opened(self.resolved, lambda: self.stopping.requested))
-                forget_stops(run, process_age())
+                if forget_stops(run, process_age()):
+                    raise Stopped("stopped before the first step: the run was asked to stop while this waited for it")
                 until_prepared.enter_context(request.undone_on_error(run))
                 (run / "logs").mkdir(exist_ok=True)
                 return run, request.record(run, self.resolved)

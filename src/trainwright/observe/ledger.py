@@ -52,7 +52,7 @@ _STEP = {
 # Compilation runs inside the first passes, whose own seconds do not include it.
 _OUTSIDE_STEPS = {
     name: name for name in ("evaluation", "generation", "checkpoint", "export", "replay", "profile", "compilation")
-} | {FINISHED: _END}
+} | {FINISHED: _END, "rewinding": "checkpoint"}
 # In the order in which they are shown.
 CATEGORIES = (
     *TRAINING,

@@ -31,6 +31,14 @@ def test_a_run_that_was_asked_to_stop_is_done(name: str, tmp_path: Path) -> None
     assert [ending(tmp_path, 0, code) for code in (75, 5, 4)] == [0, 5, 4]
 
 
+@pytest.mark.parametrize("name", ["stop.taken", "stop"])
+def test_a_stop_of_an_earlier_job_is_not_one_of_this_attempt(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.touch()
+    os.utime(file, (0, 0))
+    assert ending(tmp_path, 0, 75) == 75
+
+
 def test_attempts_without_a_new_checkpoint_are_bounded_on_each_node(tmp_path: Path) -> None:
     assert [ending(tmp_path, 0, 5) for _ in range(4)] == [5, 5, 5, 4]
     assert ending(tmp_path, 1, 75) == 75

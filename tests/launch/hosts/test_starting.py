@@ -236,3 +236,26 @@ def test_a_first_host_that_the_others_cannot_find_is_refused(hosts: str, said: s
     with pytest.raises(RequestError, match=said):
         train_on_hosts(asked, hosts, None)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_its_file_asks_to_stop_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = PYTHON.replace("echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch {run}/stop.taken\nkill -9 $PPID")
+    (tmp_path / "python").write_text(python.format(python=sys.executable, run=tmp_path / "run"))
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}", "parallel.num_processes=2"))
+    assert train_on_hosts(asked, "127.0.0.1,127.0.0.2", None) == 5
+    assert len(started("one")) == len(started("two")) == 1
+
+
+def test_an_output_that_was_closed_before_the_command_hangs_no_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    ended = run_on(
+        HOSTS[:1], [["sh", "-c", "i=0; while [ $i -lt 4000 ]; do echo $i $(pwd); i=$((i+1)); done"]], tmp_path
+    )
+    assert ended == Ended(0, {})
+    assert len((tmp_path / "host-one.log").read_text().splitlines()) == 4000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,39 @@ def test_a_stop_of_an_earlier_job_does_not_end_the_next_one(
     with pytest.raises(SystemExit, match="75"):
         requeue.main()
     assert (here / "asked").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize(("seconds", "requeued"), [(5, False), (400, True)])
+def test_a_job_that_is_canceled_within_the_grace_of_a_preemption_is_not_requeued(
+    seconds: float, requeued: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted = (datetime.now() - timedelta(seconds=seconds)).isoformat(timespec="seconds")
+    job = f"JobState=COMPLETING Reason=None Partition=low PreemptTime={preempted}"
+    scontrol = f"""case "$1 $2" in
+    "show config") echo "KillWait = 30 sec" ;;
+    "show partition") echo "PartitionName=low GraceTime=300" ;;
+    "show "*) echo "{job}" ;;
+    *) echo "$@" >>asked ;;
+    esac"""
+    commands(here, monkeypatch, scontrol=scontrol)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), "75"])
+    with pytest.raises(SystemExit, match="75"):
+        requeue.main()
+    assert (here / "asked").exists() == requeued
+
+
+@pytest.mark.parametrize("code", ["75", "5", "137"])
+def test_a_run_that_was_asked_to_stop_is_not_requeued_however_it_ended(
+    code: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands(here, monkeypatch, scontrol='[ "$1" = show ] && echo JobState=RUNNING || echo "$@" >>asked')
+    (begun(here / "run") / "stop.taken").touch()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(sys, "argv", ["requeue", str(here / "run"), code, "--until-done"])
+    with pytest.raises(SystemExit, match=code):
+        requeue.main()
+    assert not (here / "asked").exists()
 
 
 @pytest.mark.parametrize(

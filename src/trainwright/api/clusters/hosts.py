@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, RequestError
+from trainwright.launch.ending.requests import was_asked_to_stop
+from trainwright.machine.usage.sample import process_age
 
 if TYPE_CHECKING:
     from trainwright.api.training import TrainingRequest
@@ -60,12 +62,15 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     restarts, port = None, answers[0].port
     while True:
         ended = run_on(found, [[*common, *_place(found, i, port)] for i in range(len(found))], logs, may_lose=may_lose)
-        if ended.code != EXIT_FAULT or ended.stopped or not ended.lost or (may_lose and found[0] not in ended.lost):
+        stopped = ended.stopped or was_asked_to_stop(run, within=process_age())
+        if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and found[0] not in ended.lost):
             break
         from trainwright.launch.hosts.again import Again
 
         restarts = restarts or Again(run, request.recipe.faults.restarts, may_lose)
         found, port = restarts.decide(found, ended.lost)
+        if was_asked_to_stop(run, within=process_age()):  # meanwhile
+            break
         if may_lose and asked.rendezvous_timeout is None:
             common = [*common, f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}"]
     if ended.code == EXIT_REQUEST and request.run is None:

@@ -10,6 +10,8 @@ from trainwright.recipe.sections.fields import seconds_of
 
 # The meaning of ``checkpoint.every: auto``.
 _FIRST_SECONDS, _SECONDS, _SHARE = 120.0, 600.0, 0.02
+# A checkpoint that is written for longer is waited for: if the disk is stuck, that is reported as a hang.
+_STUCK_SECONDS = 3600.0
 # The first checkpoint of a launch measures what one costs. A launch that fails before it has gained nothing, and would
 # fail there again and again.
 _FIRST_OF_BETWEEN = 0.1
@@ -40,7 +42,7 @@ class Saving:
 
         ``auto`` waits for it without holding up training.
         """
-        if writing and self._every == "auto":
+        if writing and self._every == "auto" and self._clock() - self._since < _STUCK_SECONDS:
             return False
         if isinstance(self._every, int):
             return step % self._every == 0

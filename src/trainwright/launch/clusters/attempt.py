@@ -20,10 +20,11 @@ from types import FrameType
 
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, RequestError
 from trainwright.launch.clusters.attempts import MOST_FAILURES, failures_in_a_row, may_continue
-from trainwright.launch.ending.requests import was_asked_to_stop
+from trainwright.launch.ending.requests import forget_stops, was_asked_to_stop
 from trainwright.launch.ending.scheduler_job import STARTS_AGAIN
 from trainwright.launch.ending.stop import STOP_SIGNALS
 from trainwright.launch.program import started
+from trainwright.machine.usage.sample import process_age
 from trainwright.text import say
 
 MODULE = "trainwright.launch.clusters.attempt"
@@ -41,7 +42,10 @@ def main() -> None:
     parser.add_argument("--count-in", help="where copies of the run are, if its directory may be lost with its machine")
     parser.add_argument("words", nargs="+")
     asked = parser.parse_args()
-    if os.environ.get(RESTARTS, "0") not in ("", "0") and was_asked_to_stop(asked.run):
+    restarts = os.environ.get(RESTARTS)
+    if restarts == "0" and asked.node_rank == 0:  # of an earlier job
+        forget_stops(asked.run, process_age())
+    if restarts not in (None, "", "0") and was_asked_to_stop(asked.run):
         say(f"{asked.run} was asked to stop, and is not started again", file=sys.stderr)
         sys.exit(EXIT_FINISHED)
     code = ending(asked.run, asked.node_rank, _trained(asked.words), asked.count_in)
@@ -54,7 +58,7 @@ def ending(run: Path, node_rank: int, code: int, count_in: str | None = None) ->
     Args:
         count_in: the place of the run's copies, where attempts are counted too, as the next may be on another machine.
     """
-    if code == EXIT_STOPPED and was_asked_to_stop(run):
+    if code == EXIT_STOPPED and was_asked_to_stop(run, within=process_age()):
         return EXIT_FINISHED
     if not may_continue(code):
         return code

@@ -11,7 +11,7 @@ from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
 CODES_FILE = "TRAINWRIGHT_EXIT_CODES"
 
 _BEGUN = "begun"
-_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's and accelerate's number of the attempt, from 0
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's and accelerate's number of the attempt, from 0
 
 
 def record_begun() -> None:
@@ -50,4 +50,4 @@ def recorded_code(file: Path, launcher: int) -> int:
 def _record(word: str) -> None:
     if (file := os.environ.get(CODES_FILE)) is not None:
         with suppress(OSError), open(file, "a", encoding="ascii") as out:
-            out.write(f"{os.environ.get(_ATTEMPT, '0')} {word}\n")
+            out.write(f"{os.environ.get(ATTEMPT, '0')} {word}\n")

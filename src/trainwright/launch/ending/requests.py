@@ -175,21 +175,33 @@ def _listed(run: Path) -> list[str]:
         return []
 
 
-def was_asked_to_stop(run: Path) -> bool:
-    """Return whether the file ``stop`` has ended the last launch of a run, or has appeared since."""
-    return not {STOP_FILE, _TAKEN_FILE}.isdisjoint(_listed(run))
+def was_asked_to_stop(run: Path, within: float = math.inf) -> bool:
+    """Return whether the file ``stop`` has ended the last launch of a run, or has appeared since.
+
+    Args:
+        within: only if it appeared in the last seconds, such as since a process began.
+    """
+    for name in {STOP_FILE, _TAKEN_FILE}.intersection(_listed(run)):
+        with suppress(OSError):
+            if within == math.inf or _age(run / name) < within:
+                return True
+    return False
 
 
-def forget_stops(run: Path, begun: float) -> None:
+def forget_stops(run: Path, begun: float) -> bool:
     """Remove what asked earlier launches to stop or to write a checkpoint.
 
     Args:
         begun: seconds since this launch began; what has been asked since is kept.
+
+    Returns:
+        Whether another launch, which this one has waited for, was asked to stop since.
     """
     for name in (STOP_FILE, _TAKEN_FILE, CHECKPOINT_FILE):
         with suppress(OSError):
-            if name == _TAKEN_FILE or _age(run / name) >= begun:
+            if _age(run / name) >= begun:
                 (run / name).unlink()
+    return _TAKEN_FILE in _listed(run)
 
 
 def _age(path: Path) -> float:

@@ -26,6 +26,7 @@ from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.hangs.machines import Machines
 from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, Watched
 from trainwright.launch.run_directory import RECIPE
+from trainwright.machine.usage.sample import process_age
 from trainwright.recipe.loading import load_recipe
 from trainwright.text import say
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _CHECK_SECONDS = 0.25
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _END_SECONDS = 5.0
-_CLOCK_SECONDS = 1.0  # the system counts the time at which it was started in whole seconds
+_TICK_SECONDS = 0.05  # of the clock that processes' ages are counted in
 
 
 @contextmanager
@@ -112,7 +113,6 @@ def _workers(run: Path, size: int) -> dict[int, int]:
 def _is_of(beat: Beat) -> bool:
     """Return whether the process that has the pid of a heartbeat is the one that writes it: not younger."""
     try:
-        age = time.time() - psutil.Process(beat.pid).create_time()  # right also if the clock has been set since
+        return time.monotonic() - process_age(beat.pid) < beat.begun + _TICK_SECONDS
     except psutil.Error:
         return False
-    return time.monotonic() - age < beat.begun + _CLOCK_SECONDS

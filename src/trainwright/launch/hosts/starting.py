@@ -151,12 +151,13 @@ class _Remote:
             thread.join(5)
         self._log.close()
 
-    def _gather(self, pipe: IO[bytes], shown: TextIO) -> None:
+    def _gather(self, pipe: IO[bytes], shown: TextIO | None) -> None:
         """Show and log each line; without what cannot be written, the rest is read all the same, or the host waits."""
 
         def show(line: bytes) -> None:
-            shown.write(encodable(self.prefix + line.decode(errors="replace"), shown))
-            shown.flush()
+            if shown is not None:  # it was not closed before the command began
+                shown.write(encodable(self.prefix + line.decode(errors="replace"), shown))
+                shown.flush()
 
         targets: list[tuple[str, Callable[[bytes], object]]] = [("output", show), (self._log.name, self._log.write)]
         for read in pipe:

@@ -11,6 +11,8 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,7 +46,7 @@ def main() -> None:
         asked.code = EXIT_FAULT
     try:
         anyway = asked.until_done or asked.code != EXIT_STOPPED  # a fault of a machine
-        if asked.code == EXIT_STOPPED and was_asked_to_stop(asked.run):
+        if may_continue(asked.code) and was_asked_to_stop(asked.run):
             say(f"job {job} is not requeued: {asked.run / STOP_FILE} asked the run to stop", file=sys.stderr)
         elif may_continue(asked.code):
             reason = _why_not(_answered(lambda: scheduler.shown(job)), anyway)
@@ -59,14 +61,24 @@ def _why_not(job: Mapping[str, str], anyway: bool) -> str | None:
     """Return why not to requeue the job; None: requeue it, as it was preempted or is to go on ``anyway``."""
     if not job:
         return "Slurm does not know it"
+    runs = job.get("JobState") == "RUNNING"
     # A job whose grace is over is completing, as one that a user has canceled or requeued. The time may be that of an
     # earlier start.
     preempted = job.get("PreemptTime", "None")
-    if preempted != "None" and preempted >= job.get("StartTime", ""):
+    if preempted != "None" and preempted >= job.get("StartTime", "") and (runs or _is_grace_over(job, preempted)):
         return None
-    if job.get("JobState") != "RUNNING" and job.get("Reason") != "TimeLimit":
+    if not runs and job.get("Reason") != "TimeLimit":
         return f"Slurm says that it is {job.get('JobState', '').lower()}, as after scancel and scontrol requeue"
     return None if anyway else "it was not preempted, and was submitted without --until-done"
+
+
+def _is_grace_over(job: Mapping[str, str], preempted: str) -> bool:
+    """Return whether a job has had the grace of its partition; True where Slurm does not say."""
+    grace = scheduler.grace(job.get("Partition"))
+    with suppress(ValueError):
+        begun = datetime.fromisoformat(preempted)
+        return grace is None or (datetime.now() - begun).total_seconds() >= grace.preempted - grace.seconds
+    return True
 
 
 def _requeued(job: str, run: Path, code: int) -> str:

@@ -151,11 +151,13 @@ def _take_newest(
     copies, unreadable = _listed(places)
     refused: list[str] = []
     unread: tuple[int, str] | None = None  # the newest copy that cannot be read now, and why
+    is_new = False
     for step, name, place in copies:
         if unread is not None and step < unread[0]:
             break
         if step <= after:
-            return True
+            is_new = True
+            break
         try:
             with place.in_words(FaultError):
                 stored = StoredRun.of(place, name) if place.is_complete(name) else None
@@ -174,9 +176,9 @@ def _take_newest(
         if required or isinstance(why, RequestError):
             raise why
         _warn([f"{why}; the run goes on from its own checkpoints"])
-    if required and refused:
+    if required and refused and not is_new:
         raise RequestError(f"--resume: no copy of {run} can be used: {'; '.join(refused)}")
-    return False
+    return is_new
 
 
 def _listed(places: Sequence[Place]) -> tuple[list[tuple[int, str, Place]], list[TrainwrightError]]:
