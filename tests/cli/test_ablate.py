@@ -114,9 +114,13 @@ def test_a_killed_grid_goes_on_where_it_was_and_trains_no_run_twice(runs: Runs, 
     over = ("--over", "optimizer.learning_rate=1e-3,2e-3,4e-3", "--over", "train.seed=0,1", "--grid", "--jobs", "2")
     asked = ("ablate", str(TINY), *SHORT, "train.max_steps=6", *over, "--out", str(out))
     started = runs.command(*asked)
-    wait_for(lambda: len(list(out.glob("*/final"))) >= 2)
+
+    def logs() -> list[Path]:
+        return [log for log in out.glob("*/events.jsonl") if b'"finish"' in log.read_bytes()]
+
+    wait_for(lambda: len(logs()) >= 2)
     started.kill()
-    finished = {run.parent.name: (run.parent / "events.jsonl").read_bytes() for run in out.glob("*/final")}
+    finished = {log.parent.name: log.read_bytes() for log in logs()}
     ended = runs.command(*asked).wait()
     assert ended.code == 0, ended.stderr
     table = json.loads((out / "ablation.json").read_text())

@@ -98,7 +98,7 @@ def test_what_a_user_cancels_stays_canceled_and_the_same_submission_resumes_it(
         submit(slurm, tmp_path, *words)
     slurm.run("scancel", job)
     slurm.wait_for(job, "CANCELLED")
-    assert "stopped after a checkpoint" in log(run) and "requeued" not in log(run)
+    assert "stopped after a checkpoint" in log(run) and f"job {job} is not requeued" in log(run)
     again, same = submit(slurm, tmp_path, *words)
     assert again != job and same == run
     slurm.wait_for(again, "COMPLETED", "FAILED")
