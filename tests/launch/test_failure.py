@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.engine.out_of_memory import OutOfMemory
-from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, RequestError
 from trainwright.launch.ending.failure import (
     Cause,
     Ended,
@@ -23,6 +23,8 @@ from trainwright.launch.ending.failure import (
     new_slot,
     slot_records,
 )
+from trainwright.launch.ending.stop import Stopping
+from trainwright.launch.local import launch_once
 
 
 def fail(logs: Path, rank: int, time: float, text: str, known: bool = False, exit_code: int = 4) -> None:
@@ -174,3 +176,9 @@ def test_a_lost_node_is_a_fault(tmp_path: Path) -> None:
     failure = first_failure(tmp_path, 2, {0: None}, False, gone="node 1 (b) is gone")
     assert (failure.exit_code, failure.cause) == (EXIT_FAULT, Cause.NODE)
     assert failure.message.startswith("node 1 (b) is gone; ")
+
+
+def test_logs_that_cannot_be_written_when_workers_start_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.error.json").mkdir()
+    with pytest.raises(RequestError, match=f"{tmp_path}: a run cannot be written there: Is a directory"):
+        launch_once(lambda: 0, processes=2, logs=tmp_path, stopping=Stopping())

@@ -23,7 +23,15 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainwright.engine.events import Event, Fault, Restart
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, TrainwrightError, error_of
+from trainwright.errors import (
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    FaultError,
+    TrainwrightError,
+    error_of,
+    writes_to,
+)
 from trainwright.launch.ending import oom_killer, stop
 from trainwright.launch.ending.agent_log import quiet_agent
 from trainwright.launch.ending.failure import (
@@ -104,11 +112,12 @@ def launch_once(
     elastic: Elastic | None = None,
 ) -> int | Failure:
     """Launch once, like `launch`, but return any failure. `nodes` have begun the launch."""
-    logs.mkdir(parents=True, exist_ok=True)
     first, everywhere = (0, processes) if nodes is None else nodes.place()
     ranks = range(first, first + processes)
-    for rank in ranks:
-        error_file(logs, rank).unlink(missing_ok=True)
+    with writes_to(logs):
+        logs.mkdir(parents=True, exist_ok=True)
+        for rank in ranks:
+            error_file(logs, rank).unlink(missing_ok=True)
     rendezvous = OneNode(processes) if nodes is None else SeveralNodes(nodes)
     alive = functools.partial(rendezvous.alive, first)
     hangs = None if watched is None else HangWatcher.of(watched, alive, processes, everywhere, not first)
