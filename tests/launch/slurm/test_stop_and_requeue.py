@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -76,9 +75,9 @@ def test_a_stop_of_an_earlier_job_does_not_end_the_next_one(
 
 @pytest.mark.parametrize(("seconds", "requeued"), [(5, False), (400, True)])
 def test_a_job_that_is_canceled_within_the_grace_of_a_preemption_is_not_requeued(
-    seconds: float, requeued: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: int, requeued: bool, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preempted = (datetime.now() - timedelta(seconds=seconds)).isoformat(timespec="seconds")
+    preempted = f"$(date -d '-{seconds} seconds' +%Y-%m-%dT%H:%M:%S)"
     job = f"JobState=COMPLETING Reason=None Partition=low PreemptTime={preempted}"
     scontrol = f"""case "$1 $2" in
     "show config") echo "KillWait = 30 sec" ;;
