@@ -31,8 +31,8 @@ def drills() -> str:
     *kinds, total = results["kinds"]
     rows: list[Row] = [
         (
-            f"Faults of {sum(kind['tries'] > 0 for kind in kinds)} kinds put into short runs of the smallest recipe "
-            "(single, ddp, fsdp and zero3 on 1 to 3 processes): nothing lost, wrong, left over or unnamed",
+            f"Faults of {sum(kind['tries'] > 0 for kind in kinds)} kinds injected into short runs of the smallest "
+            "recipe (single, ddp, fsdp and zero3 on 1 to 3 processes): nothing lost, wrong, left over or unnamed",
             "all of 1,000",
             _held(total["held"], total["tries"], results["left"]),
             "python bench/drill.py",

@@ -102,7 +102,7 @@ def drill(
     resume: bool = False,
     progress: bool = False,
 ) -> Drill:
-    """Put faults into short runs of a recipe, and see whether anything is lost; what ``trainwright drill`` does.
+    """Inject faults into short runs of a recipe, and see whether anything is lost; what ``trainwright drill`` does.
 
     The recipe is shortened to 24 steps. The seed draws the kinds, moments, ranks and places of the faults.
 

@@ -20,7 +20,7 @@ from trainwright.drilling.commands import TRAINWRIGHT, Command, Ended
 from trainwright.drilling.kinds import KINDS, Case, Trial
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.verdicts import Broken, Missed, Undisturbed, require
-from trainwright.launch.run_directory import override_of
+from trainwright.launch.run_directory import override_of, with_directory
 
 FINISHED, REQUEST, MACHINE, FAILED, FAULT, STOPPED = 0, 2, 3, 4, 5, 75
 # Attempts to inject a fault at its moment.
@@ -269,7 +269,7 @@ class Scene:
         return {"HOME": str(self.home), **self.setting.variables, **own}
 
     def _start_at(self, run: Path, overrides: Sequence[str]) -> Command:
-        asked = [override_of(run) if a.startswith("logging.run_d") else a for a in self.asked()]
+        asked = with_directory(self.asked(), run)
         cache = self.setting.shared / "cache"
         cache.mkdir(parents=True, exist_ok=True)
         return Command(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainwright.planning.resolve import Resolved
 
 AUTO = "auto"  # of --resume
-_DIRECTORY = "logging.run_directory="
+_DIRECTORY = f"{run_directory.DIRECTORY_KEY}="
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,7 @@ def _begun_or_new(recipe: Path | Tree | None, overrides: list[str], translation:
         raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
     asked = load_recipe(recipe, overrides)
     run = run_directory.own_directory(asked.logging.run_directory, _stem_of(recipe))
-    kept = [each for each in overrides if not each.startswith(_DIRECTORY)]
-    there = [*kept, run_directory.override_of(run)]
+    there = run_directory.with_directory(overrides, run)
     begun, fetched = (run / run_directory.RECIPE).is_file(), False
     if not begun and asked.checkpoint.copies:
         from trainwright.launch.storage.stored_runs import fetch, places_of

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from trainwright.recipe.yaml_text import parse_value
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
 PLAN = "plan.json"
+DIRECTORY_KEY = "logging.run_directory"
 SUBMITTED = "slurm"  # what `trainwright submit` keeps in a run directory
 
 ARRAY_ELEMENT = "SLURM_ARRAY_TASK_ID"
@@ -75,12 +76,17 @@ def check_new(directory: Path) -> None:
 
 def override_of(directory: Path) -> str:
     """Return the override that names the directory of a run. In YAML, ``a #b`` and ``a: b`` are not read as written."""
-    key, value = "logging.run_directory", str(directory)
+    value = str(directory)
     try:
-        is_text = parse_value(value, key, ())[0] == value
+        is_text = parse_value(value, DIRECTORY_KEY, ())[0] == value
     except RequestError:
         is_text = False
-    return f"{key}={value if is_text else json.dumps(value, ensure_ascii=False)}"
+    return f"{DIRECTORY_KEY}={value if is_text else json.dumps(value, ensure_ascii=False)}"
+
+
+def with_directory(overrides: Iterable[str], directory: Path) -> list[str]:
+    """Return overrides with the directory of a run in place of the one that they name."""
+    return [*(each for each in overrides if not each.startswith(f"{DIRECTORY_KEY}=")), override_of(directory)]
 
 
 def own_directory(wanted: str, stem: str) -> Path:
@@ -304,7 +310,7 @@ def _wait_for(directory: Path, holder: str, stopped: Callable[[], bool], held: E
                     time.sleep(_LOOK_SECONDS)
                 elif is_started_again():
                     raise FaultError(
-                        f"{error}; if that was lost, a file server may keep its lock for longer: start again later"
+                        f"{error}; if its machine has failed, the file server may still hold the lock; start again later"
                     ) from None
                 else:
                     raise
