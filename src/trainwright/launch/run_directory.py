@@ -310,7 +310,7 @@ def _wait_for(directory: Path, holder: str, stopped: Callable[[], bool], held: E
                     time.sleep(_LOOK_SECONDS)
                 elif is_started_again():
                     raise FaultError(
-                        f"{error}; if its machine has failed, the file server may still hold the lock; start again later"
+                        f"{error}; if its machine has failed, its file server may still hold the lock; try again later"
                     ) from None
                 else:
                     raise
