@@ -25,7 +25,7 @@ from typing import Any
 from support.machine import describe
 from support.runs import write_results
 
-from trainwright import heartbeat
+from trainwright.beats import heartbeat_directory, heartbeat_file, read
 from trainwright.observe.reader import read_events
 
 ROOT = Path(__file__).parents[1]
@@ -104,10 +104,10 @@ def _set_slots(run: Path, slots: int) -> None:
 
 def _workers(run: Path) -> dict[int, int]:
     """Return the pids of the workers by rank."""
-    directory = heartbeat.heartbeat_directory(run) if run.is_dir() else None
+    directory = heartbeat_directory(run) if run.is_dir() else None
     if directory is None:
         return {}
-    beats = {rank: heartbeat.read(heartbeat.heartbeat_file(directory, rank)) for rank in range(MOST)}
+    beats = {rank: read(heartbeat_file(directory, rank)) for rank in range(MOST)}
     return {rank: beat.pid for rank, beat in beats.items() if beat is not None and Path(f"/proc/{beat.pid}").is_dir()}
 
 

@@ -31,8 +31,8 @@ from support.machine import describe, use_cores
 from support.runs import print_table, write_results
 
 from trainwright import heartbeat
+from trainwright.beats import heartbeat_directory, heartbeat_file, read
 from trainwright.engine.policies.base import StepPolicy, Training
-from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
 from trainwright.machine.usage.sample import process_age
 from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, by_category, read_ledger
 from trainwright.spent import Use
@@ -68,7 +68,7 @@ class AfterTheLast(StepPolicy):
             if self.training.world.device.type == "cuda":
                 torch.cuda.synchronize()
                 heartbeat.phase("step policies and observers", step)  # adds up what the GPU has done by now
-            seconds = by_category(own.spent.read(), 0.0)
+            seconds = by_category(own.seconds(), 0.0)
             (Path(os.environ[PHASES]) / str(self.training.world.rank)).write_text(json.dumps(seconds))
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from support.machine import describe
 from support.runs import print_table, write_results
 
-from trainwright.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
+from trainwright.beats import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.observe.reader import read_log
 
 ROOT = Path(__file__).parents[1]

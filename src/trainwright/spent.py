@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 
@@ -32,26 +30,23 @@ class Spent:
     """
 
     def __init__(self) -> None:
-        self.begun = time.monotonic()
         self.in_collectives = 0.0
         self._seconds: dict[Use, float] = {}
-        self._record: Callable[[], DeviceEvent] | None = None
         self._marks: deque[tuple[Use, DeviceEvent]] = deque()
 
-    def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
-        """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""
-        self._record = record
-        self._marks.append((Use("", waiting=False), record()))
+    def follow_device(self, event: DeviceEvent) -> None:
+        """Use the clock of a device from ``event`` on, which marks what it has been given by now."""
+        self._marks.append((Use("", waiting=False), event))
 
-    def end(self, use: Use, seconds: float) -> None:
-        """Add ``seconds`` of the host, which end now, to ``use``, or what a device does for it in place of them."""
-        if self._record is None:
+    def end(self, use: Use, seconds: float, event: DeviceEvent | None = None) -> None:
+        """Add ``seconds`` of the host to ``use``, or what a device does for it up to ``event`` in place of them."""
+        if event is None:
             self._add(use, seconds)
             return
-        self._marks.append((use, self._record()))
+        self._marks.append((use, event))
         while len(self._marks) > 1 and self._marks[1][1].query():
-            (_, before), (of, event) = self._marks.popleft(), self._marks[0]
-            self._add(of, before.elapsed_time(event) / 1000)
+            (_, before), (of, reached) = self._marks.popleft(), self._marks[0]
+            self._add(of, before.elapsed_time(reached) / 1000)
 
     def _add(self, use: Use, seconds: float) -> None:
         self._seconds[use] = self._seconds.get(use, 0.0) + seconds

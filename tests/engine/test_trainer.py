@@ -13,6 +13,7 @@ import torch
 
 from tests.support.training import ALONE, trainer_of
 from trainwright import heartbeat
+from trainwright.beats import read
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.engine.evaluate import _batch_statistics, evaluate
 from trainwright.engine.events import Record
@@ -21,7 +22,7 @@ from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.policies.base import RankReport, RewindRequested, StepGradients, StepPolicy, WrongNumbers
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
 from trainwright.engine.trainer import Trainer
-from trainwright.heartbeat import Heartbeat, read
+from trainwright.heartbeat import Heartbeat
 from trainwright.launch.hangs.judge import limit
 from trainwright.parallel.world import World
 

@@ -21,8 +21,8 @@ from tests.support.commands import PATIENCE, descendants, environment, wait_for
 from tests.support.forked import Started
 from tests.support.runs import ON_ROWS, TINY, Runs
 from tests.support.workers import open_mpi, srun, start_workers
+from trainwright.beats import heartbeat_directory, heartbeat_file, read
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_MACHINE, EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING
-from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
 from trainwright.launch.ending.exit_code import CODES_FILE, record_begun, record_exit_code, recorded_code
 
 _jobs = (f"{os.getpid()}{number:04}" for number in itertools.count())

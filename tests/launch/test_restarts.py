@@ -12,9 +12,9 @@ from tests.support.commands import descendants, wait_for
 from tests.support.forked import Started
 from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, Runs, column, events
+from trainwright.beats import heartbeat_directory, heartbeat_file, read
 from trainwright.engine.events import Restart
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
-from trainwright.heartbeat import heartbeat_directory, heartbeat_file, read
 from trainwright.launch.ending.failure import Cause, Failure
 from trainwright.launch.ending.restarts import Restarts
 

@@ -16,6 +16,7 @@ import torch
 
 from trainwright import heartbeat
 from trainwright.activity import Activity, doing
+from trainwright.beats import heartbeat_directory
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Event, Notice, Observer
@@ -113,7 +114,7 @@ def train(
     stopped. For the other arguments see ``run_worker``.
     """
     rank_info = rank_info or RankInfo.from_variables()
-    directory = heartbeat.heartbeat_directory(run) if watched else None
+    directory = heartbeat_directory(run) if watched else None
     heartbeat.begin(directory, rank_info.rank)
     report_collectives()
     if watched:
@@ -339,7 +340,7 @@ def _follow_device(world: World) -> None:
     """Count the seconds of phases on the clock of the GPU, if there is one."""
     own = heartbeat.own()
     if own is not None and world.device.type == "cuda":
-        own.spent.follow_device(lambda: torch.cuda.current_stream(world.device).record_event(_timed_event()))
+        own.follow_device(lambda: torch.cuda.current_stream(world.device).record_event(_timed_event()))
 
 
 def _report_compilation() -> None:

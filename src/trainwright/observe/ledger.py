@@ -21,7 +21,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trainwright.heartbeat import FINISHED, Heartbeat
+from trainwright.beats import FINISHED
+from trainwright.heartbeat import Heartbeat
 from trainwright.machine.usage.sample import process_age
 from trainwright.observe.reader import EventRecord, superseded
 from trainwright.spent import Use
@@ -97,7 +98,7 @@ class LedgerWriter:
         self._file, self._rank, self._own, self._sample = rank_file(run, rank), rank, own, sample
         self._started = time.time() - process_age()
         # The heartbeat began after the interpreter and its imports.
-        self._before = time.time() - (time.monotonic() - own.spent.begun) - self._started
+        self._before = time.time() - (time.monotonic() - own.begun) - self._started
         self._launch = 1 + max((line.launch for line in _lines(_tail(self._file))), default=0)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._write_now_and_then, name="ledger", daemon=True)
@@ -123,7 +124,7 @@ class LedgerWriter:
         self._write()
 
     def _write(self) -> None:
-        now, spent, use = time.time(), self._own.spent.read(), self._own.use
+        now, spent, use = time.time(), self._own.seconds(), self._own.use
         start = Use("start", waiting=False)
         spent[start] = spent.get(start, 0.0) + self._before
         # What has not ended yet, on a device what it has not done yet, belongs to what this rank does now.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.heartbeat import FINISHED, WAITING, Beat, Collective, Heartbeat, Times, read
+from trainwright.beats import FINISHED, WAITING, Beat, Collective, Times, read
+from trainwright.heartbeat import Heartbeat
 from trainwright.launch.hangs.judge import Conflict, Seen, conflict_of, judge, limit
 
 
@@ -59,6 +60,7 @@ def test_the_first_time_of_a_phase_lasts_until_it_ends(tmp_path: Path) -> None:
     own = Heartbeat(tmp_path / "rank-0")
 
     def now() -> float:
+        own.seconds()  # counts all marks
         found = read(tmp_path / "rank-0")
         assert found is not None
         return limit(found)

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -18,16 +17,8 @@ import pytest
 
 from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, Started, events
-from trainwright.heartbeat import (
-    FINISHED,
-    Beat,
-    Collective,
-    Heartbeat,
-    Times,
-    heartbeat_directory,
-    heartbeat_file,
-    read,
-)
+from trainwright.beats import FINISHED, PID, WORD, Beat, Collective, Times, heartbeat_directory, heartbeat_file, read
+from trainwright.heartbeat import Heartbeat
 from trainwright.launch.hangs import machines
 from trainwright.launch.hangs.beside import _workers
 from trainwright.launch.hangs.flight_recorder import (
@@ -152,7 +143,9 @@ def test_heartbeats_that_a_killed_job_has_left_are_not_those_of_processes_with_t
         time.sleep(2.1)
         with subprocess.Popen(["sleep", "60"]) as other:
             file = heartbeat_file(directory, 1)
-            file.write_bytes(struct.pack("<Q", other.pid) + file.read_bytes()[8:])
+            data = bytearray(file.read_bytes())
+            WORD.pack_into(data, PID * WORD.size, other.pid)
+            file.write_bytes(data)
             assert _workers(tmp_path, 8) == dict.fromkeys((0, 7), os.getpid())
             other.kill()
         assert _workers(tmp_path, 8) == dict.fromkeys((0, 7), os.getpid())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -73,6 +74,7 @@ class Comparison:
         self.taken = 0
         self._processors_exchange = processors_exchange
         self._seconds: deque[Sequence[Sequence[float]]] = deque(maxlen=WINDOW)
+        self._totals: deque[list[float]] = deque(maxlen=WINDOW)
         self._walls: deque[float] = deque(maxlen=WINDOW)
         # Of windows without a slow rank: how much blocks differ, and the seconds of a step.
         self._noise: deque[float] = deque(maxlen=_NOISE_WINDOWS)
@@ -90,29 +92,31 @@ class Comparison:
         if self.taken <= IGNORED:
             return None
         self._seconds.append(seconds)
+        self._totals.append(list(map(sum, seconds)))
         self._walls.append(wall)
         if self.taken % _BLOCK or len(self._walls) < WINDOW:
             return None
         # The seconds of ranks are the same everywhere, so that all ranks judge at the same steps; walls are not.
-        is_short = sum(max(map(sum, step)) for step in self._seconds) < _SHORT_SECONDS
+        is_short = sum(map(max, self._totals)) < _SHORT_SECONDS
         return None if is_short and self.taken % WINDOW else self._judge()
 
     def _judge(self) -> Straggler | None:
-        seconds = np.array(self._seconds)
-        of_ranks = _without_outliers(seconds.sum(axis=2))
+        of_ranks = _without_outliers(np.array(self._totals))
         rank, steps = _slowest(of_ranks)
-        blocks = steps.reshape(_BLOCKS, _BLOCK).mean(axis=1)
-        spread, mean = float(blocks.std(ddof=1)), float(blocks.mean())
+        # Of a few numbers, Python's own functions take a fraction of the time.
+        blocks: list[float] = steps.reshape(_BLOCKS, _BLOCK).mean(axis=1).tolist()
+        mean = sum(blocks) / _BLOCKS
+        spread = math.dist(blocks, [mean] * _BLOCKS) / (_BLOCKS - 1) ** 0.5
         usual = statistics.median(self._noise) if self._noise else 0.0
         if abs(mean) < _SLOWER:
             if self.taken % WINDOW == 0:
                 self._noise.append(spread)
             self._usual.append(float(_without_outliers(np.array(self._walls)).mean()))
         errors = _ERRORS * spread / _BLOCKS**0.5, _USUAL_ERRORS * usual / _BLOCKS**0.5
-        without_largest = float(np.sort(blocks)[:-1].mean())
-        if mean > errors[0] and without_largest > max(_SLOWER, errors[1]) and blocks.min() > _RECOVERED:
+        without_largest = (sum(blocks) - max(blocks)) / (_BLOCKS - 1)
+        if mean > errors[0] and without_largest > max(_SLOWER, errors[1]) and min(blocks) > _RECOVERED:
             known, self._named = self._named == rank, rank
-            return None if known else self._straggler(seconds, of_ranks, rank, mean)
+            return None if known else self._straggler(np.array(self._seconds), of_ranks, rank, mean)
         if self._named is not None and (rank != self._named or mean < _RECOVERED):
             self._named = None
         return None
@@ -210,6 +214,6 @@ def own_seconds() -> list[float]:
     own = heartbeat.own()
     if own is None:
         return [0.0] * len(_PHASES)
-    spent = own.spent.read()
+    spent = own.seconds()
     *phases, _ = (sum(spent.get(use, 0.0) for use in uses) for uses in _USES)
     return [*phases, own.stalled]

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import psutil
 
+from trainwright.beats import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.errors import EXIT_FAULT
-from trainwright.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.hangs.machines import Machines
 from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, Watched

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainwright.heartbeat import FINISHED, WAITING, Beat, Collective, Times
+from trainwright.beats import FINISHED, WAITING, Beat, Collective, Times
 from trainwright.text import span
 
 # A rank is late when a phase takes longer than the most that it has taken, by a part and some seconds.

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainwright.beats import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.engine.event_log import append_event
 from trainwright.engine.events import Fault, Notice
-from trainwright.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.launch.hangs.flight_recorder import remove_pipes, wait_for_collectives, write_collectives
 from trainwright.launch.hangs.judge import STORAGE, Conflict, Seen, Verdict, conflict_of, judge
 from trainwright.launch.hangs.machines import Machines

@@ -1,0 +1,135 @@
+"""What a worker reports is what a reader of its file finds, in bounded space."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainwright import heartbeat
+from trainwright.beats import CALLS, COLLECTIVES, PHASES, Beat, Collective, read
+from trainwright.heartbeat import Heartbeat
+from trainwright.spent import Use
+
+
+class Worker:
+    """A heartbeat and what a reader finds in its file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "rank-0"
+        self.own = Heartbeat(self.file)
+
+    @property
+    def beat(self) -> Beat:
+        found = read(self.file)
+        assert found is not None
+        return found
+
+    def exchange(self, tensor: str, *, counted: bool = True) -> None:
+        self.own.enter("all_reduce", tensor, "a.py:1", counted=counted, same_shape=True)
+        self.own.leave()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(tmp_path)
+
+
+def test_a_reader_finds_what_the_worker_does(worker: Worker) -> None:
+    own = worker.own
+    begun = worker.beat
+    assert (begun.phase, begun.step, begun.micro_batch, begun.collective, begun.times) == ("start", -1, -1, None, {})
+    own.phase("backward", 2**40, 7)
+    own.enter("all_reduce", "float32[3]", "a.py:1", counted=True, same_shape=True)
+    beat = worker.beat
+    assert (beat.phase, beat.step, beat.micro_batch) == ("backward", 2**40, 7)
+    assert (beat.waiting, beat.entered, beat.marks) == (True, 1, begun.marks + 2)
+    assert beat.collective == Collective(1, "all_reduce", "float32[3]", "a.py:1", same_shape=False)
+    assert beat.collectives == {1: Collective(1, "all_reduce", "float32[3]", "a.py:1", same_shape=True)}
+    own.leave()
+    own.begin_within("compilation")
+    assert (worker.beat.waiting, worker.beat.phase, worker.beat.step) == (False, "compilation", 2**40)
+    own.end_within()
+    assert (worker.beat.phase, worker.beat.step, worker.beat.micro_batch) == ("backward", 2**40, 7)
+
+
+def test_a_collective_of_some_ranks_is_shown_and_not_numbered(worker: Worker) -> None:
+    worker.exchange("float32[1]")
+    worker.own.enter("all_gather", "int64[2]", "b.py:2", counted=False, same_shape=False)
+    beat = worker.beat
+    assert beat.collective is not None and (beat.collective.name, beat.collective.line) == ("all_gather", "b.py:2")
+    assert (beat.entered, list(beat.collectives)) == (1, [1])
+
+
+@pytest.mark.parametrize("shapes", [1, 7, COLLECTIVES, CALLS, CALLS + 1, 3 * CALLS])
+def test_the_last_collectives_are_right_among_any_number_of_calls(worker: Worker, shapes: int) -> None:
+    for number in range(4 * CALLS):
+        worker.exchange("often" if number % 3 else f"float32[{number % shapes}]")
+        tensors = {n: each.tensor for n, each in worker.beat.collectives.items()}
+        first = max(0, number + 1 - COLLECTIVES)
+        assert tensors == {n + 1: "often" if n % 3 else f"float32[{n % shapes}]" for n in range(first, number + 1)}
+
+
+def test_phases_that_the_file_has_no_space_for_share_the_last_place(worker: Worker) -> None:
+    for number in range(2 * PHASES):
+        worker.own.phase(f"phase {number}")
+    assert worker.beat.phase == "another phase"
+    worker.own.phase("phase 3")
+    assert worker.beat.phase == "phase 3"
+    assert Use(f"phase {2 * PHASES - 1}", waiting=False) in worker.own.seconds()
+
+
+def test_times_are_counted_at_least_once_a_second_and_when_they_are_asked_for(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = worker.own.begun
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
+    worker.own.seconds()
+    worker.own.phase("forward")
+    now += 0.6
+    worker.own.phase("backward")
+    assert worker.beat.times == {}
+    now += 0.5
+    worker.own.phase("optimizer")
+    assert {name: times.count for name, times in worker.beat.times.items()} == {"start": 1, "forward": 1, "backward": 1}
+    assert worker.beat.times["forward"].longest == pytest.approx(0.6)
+    now += 0.25
+    worker.own.phase("data")
+    seconds = worker.own.seconds()
+    assert seconds[Use("optimizer", waiting=False)] == pytest.approx(0.25)
+    assert worker.beat.times["optimizer"].longest == pytest.approx(0.25)
+
+
+def test_the_longest_time_in_the_file_is_never_too_short_and_5_percent_too_long_at_most(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, longest = worker.own.begun, 0.0
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
+    worker.own.phase("forward")
+    for number in range(200):
+        took = 0.01 + 0.1 * (number % 29 == 5)
+        now += took
+        worker.own.phase("forward")
+        worker.own.seconds()
+        longest = max(took, longest * (0.5 if number < 4 else 0.99))
+        assert longest <= worker.beat.times["forward"].longest * (1 + 1e-9)
+        assert worker.beat.times["forward"].longest <= longest * 1.0501
+
+
+def test_waiting_is_counted_apart_from_the_phase_and_known_at_once(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = worker.own.begun
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
+    worker.own.phase("backward", 1)
+    now += 0.1
+    with worker.own.inside():
+        now += 0.2
+        assert worker.own.waited() == pytest.approx(0.2) and worker.own.in_collectives == 0.0
+    assert worker.own.waited() == pytest.approx(0.2) == worker.own.in_collectives
+    now += 0.3
+    worker.own.phase("optimizer", 1)
+    seconds = worker.own.seconds()
+    assert seconds[Use("backward", waiting=True)] == pytest.approx(0.2)
+    assert seconds[Use("backward", waiting=False)] == pytest.approx(0.4)
