@@ -196,6 +196,39 @@ def test_what_a_run_has_left_is_removed_once_its_place_works_again(
     assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 90}
 
 
+def test_what_a_run_has_left_is_not_restored_by_a_later_launch_and_is_removed_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    UnreliableStore.install(monkeypatch)
+    other, where = str(tmp_path / "other"), f"unreliable://{tmp_path}/copies"
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
+    first = Copies([other, where], checkpoints.directory)
+    for step in (80, 90, 100):
+        first.add(saved(checkpoints, step))
+        first.wait()
+    UnreliableStore.reset_connections("list")
+    checkpoints.remove_from(85)
+    first.remove_from(95)
+    first.remove_from(85)
+    first.wait()
+    assert set(Place(other, "run").steps()) == {80}
+    first.add(saved(checkpoints, 85))
+    first.wait()  # complete where the store can be reached; then this launch ends
+    UnreliableStore.mend()
+    assert set(Place(where, "run").steps()) == {80, 90, 100}
+    second = Copies([other, where], checkpoints.directory)
+    assert second.newest(85, Checkpoint.open) is None and second.problems() == []
+    assert set(Place(other, "run").steps()) == {80, 85}, "there, nothing of what was left remained"
+    shutil.rmtree(checkpoints.directory / "step-00000085")
+    restored = second.newest(80, Checkpoint.open)
+    assert restored is not None and restored.path.name == "step-00000085"
+    second.add(saved(checkpoints, 86))
+    second.wait()
+    assert second.problems() == [] and set(Place(where, "run").steps()) == {80, 86}
+    third = Copies([where], checkpoints.directory)
+    assert not list(checkpoints.directory.glob(".left-*")) and third.newest(85, Checkpoint.open) is not None
+
+
 @pytest.mark.parametrize("kind", ["directory", "bucket"])
 def test_the_name_of_a_run_is_no_pattern_in_its_places(tmp_path: Path, kind: str) -> None:
     where = str(tmp_path / "copies") if kind == "directory" else f"memory://{tmp_path}"

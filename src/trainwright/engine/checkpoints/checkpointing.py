@@ -259,8 +259,8 @@ class Checkpointing:
                 events.emit(Notice(message=f"{copy.path} is restored from a copy"))
             chosen = None if found is None else str(found.path)
             if before is not None and (chosen is not None or before == 1):
+                self._copies.remove_from(before)  # first, so that none is restored if this process ends now
                 self._checkpoints.remove_from(before)
-                self._copies.remove_from(before)
         chosen, refused = world.broadcast((chosen, refused))
         if chosen is None and refused:
             raise RequestError(f"no checkpoint of this run can be used: {'; '.join(refused)}; start a new run")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
+from trainwright.engine.checkpoints.directories import remove, write_synced
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError
 from trainwright.engine.checkpoints.places import Files, Place
 from trainwright.engine.checkpoints.stored_run import PLAN, RECIPE, EventParts, Part, StoredRun, identity_of
@@ -56,14 +58,28 @@ class Work:
 
 @dataclass
 class Writing:
-    """A place, with what is known to be in it."""
+    """A place, with what is known to be in it.
+
+    Attributes:
+        left: copies of this step and later ones, of a course that the run has left, are to be removed. A file of the
+            run says so, too, for the next launch if this one ends before that is done.
+    """
 
     place: Place
-    run: Path
+    checkpoints: Path
     events: EventParts = field(init=False)
     known: dict[str, tuple[Part, ...]] | None = None  # parts of the events by checkpoint; None: not looked yet
     failing: bool = False
-    left: int | None = None  # copies of this step and later ones, of a course that the run has left, are to be removed
+    left: int | None = field(init=False)
+    _leaving: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256(self.place.where.encode()).hexdigest()[:12]
+        self._note = self.checkpoints / f".left-{digest}"
+        try:
+            self.left = int(self._note.read_text())
+        except (OSError, ValueError):
+            self.left = None
 
     def copy(self, work: Work, kept: set[int]) -> None:
         """Write a checkpoint, and remove earlier ones of other steps than ``kept``. Raises what the place raises.
@@ -104,11 +120,28 @@ class Writing:
         for part in set(self.place.parts()) - needed:
             self.place.remove_part(part)
 
+    @property
+    def run(self) -> Path:
+        """The directory of the run."""
+        return self.checkpoints.parent
+
+    def leave_from(self, step: int) -> None:
+        """Have `leave` remove the copies of ``step`` and later ones."""
+        with self._leaving:
+            self.left = step if self.left is None else min(step, self.left)
+            with suppress(OSError):  # it is known to this launch in any case
+                write_synced(self._note, str(self.left))
+
     def leave(self) -> None:
         """Remove what is ``left``, if that has not been done. Raises what the place raises."""
-        if self.left is not None:
-            self.remove({name for step, name in self.place.steps().items() if step >= self.left})
-            self.left = None
+        left = self.left
+        if left is None:
+            return
+        self.remove({name for step, name in self.place.steps().items() if step >= left})
+        with self._leaving:
+            if self.left == left:
+                self.left = None
+                remove(self._note)
 
     def stored(self, name: str) -> StoredRun | None:
         """Return the record of a checkpoint; None if it is not whole. Raises CheckpointError if it is another run's."""

@@ -40,7 +40,7 @@ class Copies:
     def __init__(self, places: Sequence[str], checkpoints: Path) -> None:
         self._directory, self._run = checkpoints, checkpoints.parent
         name = name_in_places(self._run) if places else ""
-        self._places = [Writing(Place(where, name), self._run) for where in places]
+        self._places = [Writing(Place(where, name), checkpoints) for where in places]
         self.seconds: float | None = None  # how long the newest complete copy has taken
         self._problems: list[str] = []
         self._recovered: list[str] = []
@@ -113,6 +113,8 @@ class Copies:
                 self._waiting.stack.close()
                 self._waiting = None
             self._left = step if self._left is None else min(step, self._left)
+            for writing in self._places:
+                writing.leave_from(step)
             self._wake()
 
     def newest(
@@ -120,12 +122,12 @@ class Copies:
     ) -> Checkpoint | None:
         """Return the newest copy that verifies, restored to the run; None if none is of a later step than ``after``.
 
-        Copies of step ``before`` and later ones are passed over.
+        Copies of step ``before`` and later ones are passed over, and those of a course that the run has left.
         """
         for step, name, writing in self._newest_first():
             if after is not None and step <= after:
                 break
-            if before is not None and step >= before:
+            if any(first is not None and step >= first for first in (before, writing.left)):
                 continue
             try:
                 stored = writing.stored(name)
@@ -223,7 +225,7 @@ class Copies:
 
     def _leave(self, step: int) -> None:
         for writing in self._places:
-            writing.left = step if writing.left is None else min(step, writing.left)
+            writing.leave_from(step)  # once more: what was being copied meanwhile may belong to it
             try:
                 writing.leave()
             except Exception as error:  # tried again before the next copy
