@@ -8,27 +8,29 @@ import struct
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 FINISHED = "finished"
 # The part of a phase that is spent waiting for other ranks has a history of its own.
 WAITING = "waiting"
 
-SIZE = 16384
+# Another layout needs another size: a file that an earlier version has left is then none.
+SIZE = 20480
 # The file begins with words of 8 bytes, which a writer sets one by one: the number of marks is 0 meanwhile.
 MARKS, PID, ENTERED, IS_WAITING, PHASE, STEP, MICRO_BATCH, CALL = range(8)
-WORD = struct.Struct("=q")
-BEGUN_AT, BEGUN = 8 * WORD.size, struct.Struct("=d")
-# The phases that have been seen: how often each has ended, the most seconds between two marks in it, its name.
-PHASES, PHASES_AT = 36, 256
-TIMES, NAMED_TIMES = struct.Struct("=qd"), struct.Struct("=qd32s")
-# The last collectives by number: the number; which call, times 2, with 1 if its tensor has the same shape everywhere.
-COLLECTIVES, COLLECTIVES_AT = 32, 2048
-COLLECTIVE = struct.Struct("=qq")
-# Calls of collectives: function, tensor, file and line. There are more than collectives, so that one is always free.
-CALLS, CALLS_AT = 56, 2560
-DESCRIPTION = struct.Struct("=24s48s160s")
+# The last collectives by number, two words each: the number; which call, times 2, plus 1 if its tensor has the same
+# shape on every rank.
+COLLECTIVES, COLLECTIVES_AT = 32, 256
+# Calls of collectives. There are more than collectives, so that one is always free.
+CALLS = 56
+# The phases that have been seen.
+PHASES = 36
 
+_WORD = 8
+_BEGUN_AT, _BEGUN = 8 * _WORD, struct.Struct("=d")
+_PHASES_AT, _PHASE, _TIMES = 256, struct.Struct("=qd32s"), struct.Struct("=qd")
+_CALLS_AT, _CALL = (COLLECTIVES_AT + 2 * COLLECTIVES) * _WORD, struct.Struct("=24s48s160s")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -53,9 +55,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Times:
-    """How often a phase has ended, and the most seconds between two marks in it, with older phases counting less.
+    """How long a phase has taken, by the marks that the rank has counted; it counts at least once a second.
 
-    Both may be some seconds old, and the seconds 5 % too many.
+    Attributes:
+        count: how often it has ended; of more than four times, a number from then on.
+        longest: the most seconds between two marks in it, with older phases counting less; up to 5 % more.
     """
 
     count: int
@@ -107,6 +111,28 @@ def heartbeat_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}"
 
 
+def write_begun(memory: mmap, begun: float) -> None:
+    """Write when the heartbeat began."""
+    _BEGUN.pack_into(memory, _BEGUN_AT, begun)
+
+
+def write_phase(memory: mmap, place: int, name: str) -> None:
+    """Write a phase that has not ended yet."""
+    _PHASE.pack_into(memory, _PHASES_AT + place * _PHASE.size, 0, 0.0, name.encode()[:32])
+
+
+def write_times(memory: mmap, place: int, times: Times) -> None:
+    """Write how long a phase has taken."""
+    _TIMES.pack_into(memory, _PHASES_AT + place * _PHASE.size, times.count, times.longest)
+
+
+def write_call(memory: mmap, place: int, name: str, tensor: str, line: str) -> None:
+    """Write a call of a collective."""
+    _CALL.pack_into(
+        memory, _CALLS_AT + place * _CALL.size, name.encode()[:24], tensor.encode()[:48], line.encode()[-160:]
+    )
+
+
 def read(file: Path) -> Beat | None:
     """Return what a rank does; None if it has not begun, or is writing all the time."""
     for _ in range(8):
@@ -115,41 +141,38 @@ def read(file: Path) -> Beat | None:
             again = file.read_bytes()
         except OSError:
             return None
-        if len(data) == SIZE and data == again and _word(data, MARKS):
+        if len(data) == SIZE and data == again and memoryview(data).cast("q")[MARKS]:
             return _beat(data)
     return None
 
 
 def _beat(data: bytes) -> Beat:
-    places = (NAMED_TIMES.unpack_from(data, PHASES_AT + place * NAMED_TIMES.size) for place in range(PHASES))
+    words = memoryview(data).cast("q")
+    places = (_PHASE.unpack_from(data, _PHASES_AT + place * _PHASE.size) for place in range(PHASES))
     phases = [(_text(name), Times(count, longest)) for count, longest, name in places]
     collectives = {}
-    for place in range(COLLECTIVES):
-        number, call = COLLECTIVE.unpack_from(data, COLLECTIVES_AT + place * COLLECTIVE.size)
+    for place in range(COLLECTIVES_AT, COLLECTIVES_AT + 2 * COLLECTIVES, 2):
+        number, call = words[place], words[place + 1]
         if number:
             collectives[number] = _collective(data, number, call // 2, bool(call % 2))
-    call, entered = _word(data, CALL), _word(data, ENTERED)
+    call, entered = words[CALL], words[ENTERED]
     return Beat(
-        pid=_word(data, PID),
-        begun=BEGUN.unpack_from(data, BEGUN_AT)[0],
-        marks=_word(data, MARKS),
+        pid=words[PID],
+        begun=_BEGUN.unpack_from(data, _BEGUN_AT)[0],
+        marks=words[MARKS],
         entered=entered,
-        waiting=bool(_word(data, IS_WAITING)),
-        step=_word(data, STEP),
-        micro_batch=_word(data, MICRO_BATCH),
-        phase=phases[_word(data, PHASE)][0],
+        waiting=bool(words[IS_WAITING]),
+        step=words[STEP],
+        micro_batch=words[MICRO_BATCH],
+        phase=phases[words[PHASE]][0],
         collective=None if call < 0 else _collective(data, entered, call, same_shape=False),
         times={name: times for name, times in phases if times.count},
         collectives=collectives,
     )
 
 
-def _word(data: bytes, place: int) -> int:
-    return int(WORD.unpack_from(data, place * WORD.size)[0])
-
-
 def _collective(data: bytes, number: int, call: int, same_shape: bool) -> Collective:
-    name, tensor, line = DESCRIPTION.unpack_from(data, CALLS_AT + call * DESCRIPTION.size)
+    name, tensor, line = _CALL.unpack_from(data, _CALLS_AT + call * _CALL.size)
     return Collective(number, _text(name), _text(tensor), _text(line), same_shape)
 
 

@@ -20,42 +20,37 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from trainwright.beats import (
-    BEGUN,
-    BEGUN_AT,
     CALL,
     CALLS,
-    CALLS_AT,
-    COLLECTIVE,
     COLLECTIVES,
     COLLECTIVES_AT,
-    DESCRIPTION,
     ENTERED,
     FINISHED,
     IS_WAITING,
     MARKS,
     MICRO_BATCH,
-    NAMED_TIMES,
     PHASE,
     PHASES,
-    PHASES_AT,
     PID,
     SIZE,
     STEP,
-    TIMES,
     WAITING,
-    WORD,
+    Times,
     heartbeat_file,
+    write_begun,
+    write_call,
+    write_phase,
+    write_times,
 )
 from trainwright.spent import DeviceEvent, Spent, Use
 
-_WORDS_OF_COLLECTIVES, _WORDS_OF_ONE = COLLECTIVES_AT // WORD.size, COLLECTIVE.size // WORD.size
-_OTHERS = "another phase"  # those that the file has no space for
+_OTHERS = "another phase"  # all that the file has no space for
 # The share of the longest time that is left after another, in the first times and later: the first may include
 # compilation, and a single slow one should not count forever.
 _FIRST_TIMES, _FIRST_DECAY, _DECAY = 4, 0.5, 0.99
-# A longest time that falls is written when it has lost this part.
-_WRITTEN = 0.05
-# Times of marks are counted at least this often, in seconds.
+# A longest time that falls is written when it is less than what was written by this part.
+_FALLEN = 0.05
+# Marks are counted at least this often, in seconds.
 _COUNT_SECONDS = 1.0
 
 
@@ -72,21 +67,21 @@ class _Phase:
         self.outside, self.inside = Use(name, waiting=False), Use(name, waiting=True)
         self.count, self.longest, self.now, self.written = 0, 0.0, 0.0, 0.0
 
-    def took(self, seconds: float, ended: bool) -> bool:
-        """Add the time between two marks to the history; return whether it has to be written.
+    def took(self, seconds: float, phase_ended: bool) -> bool:
+        """Add the time between two marks to the history; return whether the history has to be written.
 
         Until a phase has ended, it may have parts that are not like those before: what it does after its first
         collective may compile, or evaluate with another metric.
         """
         self.now = max(self.now, seconds)
-        if ended:
+        if phase_ended:
             decay = _FIRST_DECAY if self.count < _FIRST_TIMES else _DECAY
             self.longest, self.now = max(self.now, self.longest * decay), 0.0
             self.count += 1
         else:
             self.longest = max(self.now, self.longest)
-        few = ended and self.count <= _FIRST_TIMES
-        return few or not self.longest <= self.written <= self.longest * (1 + _WRITTEN)
+        is_new = phase_ended and self.count <= _FIRST_TIMES
+        return is_new or not self.longest <= self.written <= self.longest * (1 + _FALLEN)
 
 
 class Heartbeat:
@@ -106,18 +101,17 @@ class Heartbeat:
         self._waiting = False
         self._calls: dict[tuple[str, str, str], int] = {}
         self._phases: dict[str, _Phase] = {}
-        self._waits = self._phase_named(WAITING)
+        self._waits, _ = self._phase_named(WAITING), self._phase_named(FINISHED)  # they always have a place
         self._phase = self._outer = self._phase_named("start")
         self._spent = Spent()
         self.begun = self._since = self._counted = time.monotonic()
-        # What has ended and is not counted yet: the phase, whether it waited, whether the phase ended, too, when, and
-        # how far a device was.
-        self._ended: deque[tuple[_Phase, bool, bool, float, DeviceEvent | None]] = deque()
-        self._counting = threading.Lock()
+        # By mark: the phase, whether this rank waited in it, whether it has ended, when, and how far a device was.
+        self._uncounted: deque[tuple[_Phase, bool, bool, float, DeviceEvent | None]] = deque()
         self._waited = 0.0
+        self._thread = threading.get_ident()  # of training, which makes the marks and counts them
         self._record: Callable[[], DeviceEvent] | None = None
         self._inside = _Inside(self)
-        BEGUN.pack_into(self._memory, BEGUN_AT, self.begun)
+        write_begun(self._memory, self.begun)
         self.newest_step = -1
         self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
         self.stalled = 0.0  # seconds inside collectives in which this process did not run, see `Stalls`
@@ -145,13 +139,12 @@ class Heartbeat:
             os.close(descriptor)
 
     def _phase_named(self, name: str) -> _Phase:
-        known = self._phases.get(name)
-        if known is None:
-            place = min(len(self._phases), PHASES - 1)
-            known = self._phases[name] = _Phase(name, place)
-            shown = name if len(self._phases) < PHASES else _OTHERS
-            NAMED_TIMES.pack_into(self._memory, PHASES_AT + place * NAMED_TIMES.size, 0, 0.0, shown.encode()[:32])
-        return known
+        if name not in self._phases:
+            if len(self._phases) >= PHASES - 1:
+                name = _OTHERS
+            known = self._phases.setdefault(name, _Phase(name, len(self._phases)))
+            write_phase(self._memory, known.place, name)
+        return self._phases[name]
 
     @property
     def use(self) -> Use:
@@ -191,7 +184,7 @@ class Heartbeat:
             call = self._new_call(name, tensor, line)
         if counted:
             self._entered = entered = self._entered + 1
-            place = _WORDS_OF_COLLECTIVES + entered % COLLECTIVES * _WORDS_OF_ONE
+            place = COLLECTIVES_AT + 2 * (entered % COLLECTIVES)
             words[place], words[place + 1], words[ENTERED] = entered, 2 * call + same_shape, entered
         words[CALL] = call
         self._wait()
@@ -201,13 +194,11 @@ class Heartbeat:
         if len(self._calls) < CALLS:
             place = len(self._calls)
         else:
-            first = _WORDS_OF_COLLECTIVES + 1
-            calls = self._words[first : first + COLLECTIVES * _WORDS_OF_ONE : _WORDS_OF_ONE].tolist()
+            calls = self._words[COLLECTIVES_AT + 1 : COLLECTIVES_AT + 2 * COLLECTIVES : 2].tolist()
             used = {call // 2 for call in calls}
             place = self._calls.pop(next(key for key, place in self._calls.items() if place not in used))
         self._calls[name, tensor, line] = place
-        encoded = name.encode()[:24], tensor.encode()[:48], line.encode()[-160:]
-        DESCRIPTION.pack_into(self._memory, CALLS_AT + place * DESCRIPTION.size, *encoded)
+        write_call(self._memory, place, name, tensor, line)
         return place
 
     def leave(self) -> None:
@@ -226,11 +217,11 @@ class Heartbeat:
         self._words[IS_WAITING] = 1
         self._mark()
 
-    def _end(self, phase_ends: bool = False) -> None:
-        """Note that what this process did since the last mark ends now."""
+    def _end(self, phase_ended: bool = False) -> None:
+        """Note that what this process did since the last mark has ended."""
         now, waiting = time.monotonic(), self._waiting
         event = None if self._record is None else self._record()
-        self._ended.append((self._phase, waiting, phase_ends, now, event))
+        self._uncounted.append((self._phase, waiting, phase_ended, now, event))
         if waiting:
             self._waited += now - self._since
         self._since = now  # after the sum, so that `waited` in another thread never goes back
@@ -249,16 +240,15 @@ class Heartbeat:
             self.changed(self.use, self._words[STEP], self._words[MICRO_BATCH])
 
     def _count(self) -> None:
-        """Add the times of all marks to the seconds and to the histories; any thread may."""
-        with self._counting:
-            while self._ended:
-                phase, waited, ended, now, event = self._ended.popleft()
-                seconds, self._counted = now - self._counted, now
-                self._spent.end(phase.inside if waited else phase.outside, seconds, event)
-                of = self._waits if waited else phase
-                if of.took(seconds, ended or waited):
-                    of.written = of.longest
-                    TIMES.pack_into(self._memory, PHASES_AT + of.place * NAMED_TIMES.size, of.count, of.longest)
+        """Add the times of all marks to the seconds and to the histories."""
+        while self._uncounted:
+            phase, waited, phase_ended, now, event = self._uncounted.popleft()
+            seconds, self._counted = now - self._counted, now
+            self._spent.end(phase.inside if waited else phase.outside, seconds, event)
+            of = self._waits if waited else phase
+            if of.took(seconds, phase_ended or waited):
+                of.written = of.longest
+                write_times(self._memory, of.place, Times(of.count, of.longest))
 
     def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
         """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""
@@ -267,8 +257,12 @@ class Heartbeat:
         self._record = record
 
     def seconds(self) -> dict[Use, float]:
-        """Return the seconds of this process by use; what a device has not done yet is left out."""
-        self._count()
+        """Return the seconds of this process by use; what a device has not done yet is left out.
+
+        Other threads than that of training get what it has counted: they must not use its device.
+        """
+        if threading.get_ident() == self._thread:
+            self._count()
         return self._spent.read()
 
     @property

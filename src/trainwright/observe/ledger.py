@@ -114,6 +114,7 @@ class LedgerWriter:
         """Write the last line; a process that the launcher has forked writes one more when it ends."""
         self._closed.set()
         self._thread.join()
+        self._write()  # here, where all marks are counted
         if parent_process() is not None:
             Finalize(None, self._write, exitpriority=0)
 
@@ -121,7 +122,6 @@ class LedgerWriter:
         self._write()  # also of a launch that is killed at once
         while not self._closed.wait(min(_MOST, max(_LEAST, (time.time() - self._started) * _PART))):
             self._write()
-        self._write()
 
     def _write(self) -> None:
         now, spent, use = time.time(), self._own.seconds(), self._own.use

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, Started, events
-from trainwright.beats import FINISHED, PID, WORD, Beat, Collective, Times, heartbeat_directory, heartbeat_file, read
+from trainwright.beats import FINISHED, PID, Beat, Collective, Times, heartbeat_directory, heartbeat_file, read
 from trainwright.heartbeat import Heartbeat
 from trainwright.launch.hangs import machines
 from trainwright.launch.hangs.beside import _workers
@@ -144,7 +144,7 @@ def test_heartbeats_that_a_killed_job_has_left_are_not_those_of_processes_with_t
         with subprocess.Popen(["sleep", "60"]) as other:
             file = heartbeat_file(directory, 1)
             data = bytearray(file.read_bytes())
-            WORD.pack_into(data, PID * WORD.size, other.pid)
+            memoryview(data).cast("q")[PID] = other.pid
             file.write_bytes(data)
             assert _workers(tmp_path, 8) == dict.fromkeys((0, 7), os.getpid())
             other.kill()
