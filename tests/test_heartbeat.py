@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainwright import heartbeat
-from trainwright.beats import CALLS, COLLECTIVES, PHASES, Beat, Collective, read
+from trainwright.beats import CALLS, COLLECTIVES, FINISHED, PHASES, Beat, Collective, read
 from trainwright.heartbeat import Heartbeat
 from trainwright.spent import Use
 
@@ -77,7 +77,9 @@ def test_phases_that_the_file_has_no_space_for_share_the_last_place(worker: Work
     assert worker.beat.phase == "another phase"
     worker.own.phase("phase 3")
     assert worker.beat.phase == "phase 3"
-    assert Use(f"phase {2 * PHASES - 1}", waiting=False) in worker.own.seconds()
+    assert Use("another phase", waiting=False) in worker.own.seconds()
+    worker.own.phase(FINISHED)
+    assert worker.beat.phase == FINISHED
 
 
 def test_times_are_counted_at_least_once_a_second_and_when_they_are_asked_for(
