@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 from trainwright import heartbeat
 from trainwright.beats import CALLS, COLLECTIVES, FINISHED, PHASES, Beat, Collective, read
 from trainwright.heartbeat import Heartbeat
-from trainwright.spent import Use
+from trainwright.spent import DeviceEvent, Use
 
 
 class Worker:
@@ -135,3 +136,32 @@ def test_waiting_is_counted_apart_from_the_phase_and_known_at_once(
     seconds = worker.own.seconds()
     assert seconds[Use("backward", waiting=True)] == pytest.approx(0.2)
     assert seconds[Use("backward", waiting=False)] == pytest.approx(0.4)
+
+
+def test_a_file_of_another_layout_is_none(worker: Worker) -> None:
+    data = worker.file.read_bytes()
+    worker.file.write_bytes(b"\xff" * (len(data) - 4096))
+    assert read(worker.file) is None
+
+
+def test_only_the_thread_that_trains_uses_its_device(worker: Worker) -> None:
+    """In another thread, CUDA would use GPU 0 whatever the rank's own is."""
+    asked: list[int] = []
+
+    class Event:
+        def query(self) -> bool:
+            asked.append(threading.get_ident())
+            return True
+
+        def elapsed_time(self, end: DeviceEvent) -> float:
+            return 1000.0
+
+    worker.own.follow_device(Event)
+    for name in ("forward", "backward", "optimizer"):
+        worker.own.phase(name)
+    other = threading.Thread(target=worker.own.seconds)
+    other.start()
+    other.join()
+    assert asked == []
+    assert worker.own.seconds()[Use("forward", waiting=False)] == 1.0
+    assert set(asked) == {threading.get_ident()}

@@ -20,6 +20,7 @@ from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.copies import Copies, Place
 from trainwright.errors import MachineError, RequestError
+from trainwright.launch.storage.stored_runs import bring_up_to_date
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
@@ -174,7 +175,7 @@ def test_the_end_of_a_run_says_what_is_not_in_a_place_that_failed_before(tmp_pat
     assert model.endswith(f"{tmp_path / 'copies'}: final is not complete there; copy it yourself from {final}")
 
 
-def test_what_a_run_has_left_is_removed_once_its_place_works_again(
+def test_what_is_abandoned_is_removed_once_its_place_works_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     UnreliableStore.install(monkeypatch)
@@ -188,45 +189,106 @@ def test_what_a_run_has_left_is_removed_once_its_place_works_again(
     checkpoints.remove_from(95)
     copies.remove_from(95)
     copies.wait()
-    _, left = copies.problems()
-    assert "from step 95 on" in left
+    _, abandoned = copies.problems()
+    assert "from step 95 on" in abandoned
     UnreliableStore.mend()
     copies.add(saved(checkpoints, 90))
     copies.wait()
     assert copies.problems() == [] and set(Place(where, "run").steps()) == {80, 90}
 
 
-def test_what_a_run_has_left_is_not_restored_by_a_later_launch_and_is_removed_then(
+@pytest.fixture
+def gone_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoints, str, str]:
+    """A run that went back to before step 85, and its places, of which the second could not be reached then."""
+    UnreliableStore.install(monkeypatch)
+    reached, missed = str(tmp_path / "reached"), f"unreliable://{tmp_path}/missed"
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
+    copies = Copies([reached, missed], checkpoints.directory)
+    for step in (80, 90, 100):
+        copies.add(saved(checkpoints, step))
+        copies.wait()
+    UnreliableStore.reset_connections("list")
+    checkpoints.remove_from(85)
+    copies.remove_from(95)
+    copies.remove_from(85)
+    copies.wait()
+    assert set(Place(reached, "run").steps()) == {80}
+    UnreliableStore.mend()
+    assert set(Place(missed, "run").steps()) == {80, 90, 100}
+    return checkpoints, reached, missed
+
+
+def test_what_is_abandoned_is_not_restored_by_a_later_launch(gone_back: tuple[Checkpoints, str, str]) -> None:
+    checkpoints, reached, missed = gone_back
+    run = checkpoints.directory.parent
+    bring_up_to_date(run, [Place(where, "run") for where in (reached, missed)])
+    assert checkpoints.steps() == [80]
+    later = Copies([reached, missed], checkpoints.directory)
+    assert later.newest(80, Checkpoint.open) is None
+    later.add(saved(checkpoints, 85))
+    later.wait()
+    assert later.problems() == []
+    assert set(Place(reached, "run").steps()) == set(Place(missed, "run").steps()) == {80, 85}
+    shutil.rmtree(checkpoints.directory / "step-00000085")
+    restored = Copies([missed], checkpoints.directory).newest(80, Checkpoint.open)
+    assert restored is not None and restored.path.name == "step-00000085", "nothing is abandoned any more"
+
+
+def test_a_launch_without_a_checkpoint_removes_what_is_abandoned(gone_back: tuple[Checkpoints, str, str]) -> None:
+    checkpoints, reached, missed = gone_back
+    later = Copies([reached, missed], checkpoints.directory)
+    assert later.newest(80, Checkpoint.open) is None
+    later.wait()
+    assert later.problems() == [] and set(Place(missed, "run").steps()) == {80}
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-00000080"]
+
+
+def test_what_another_machine_wrote_since_is_not_abandoned(
+    gone_back: tuple[Checkpoints, str, str], tmp_path: Path
+) -> None:
+    checkpoints, _, missed = gone_back
+    run = checkpoints.directory.parent
+    other = Checkpoints(tmp_path / "other" / "run" / "checkpoints", keep_last=1, keep_best=False)
+    shutil.copytree(run, tmp_path / "other" / "run")
+    shutil.rmtree(other.directory)
+    elsewhere = Copies([missed], other.directory)
+    elsewhere.add(saved(other, 110))
+    elsewhere.wait()
+    behind = Copies([missed], checkpoints.directory)
+    behind.add(saved(checkpoints, 85))
+    behind.wait()
+    assert set(Place(missed, "run").steps()) == {85, 110}
+    bring_up_to_date(run, [Place(missed, "run")])
+    assert checkpoints.steps()[-1] == 110
+    restored = Copies([missed], checkpoints.directory)
+    restored.add(saved(checkpoints, 120))
+    restored.wait()
+    assert Place(missed, "run").is_complete("step-00000110")
+
+
+def test_a_checkpoint_that_is_abandoned_while_it_is_copied_goes_to_no_further_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     UnreliableStore.install(monkeypatch)
-    other, where = str(tmp_path / "other"), f"unreliable://{tmp_path}/copies"
+    asked, may, written = threading.Event(), threading.Event(), []
+
+    def before(operation: str, path: str) -> None:
+        if operation == "write" and "step-00000100" in path:
+            written.append(path)
+            asked.set()
+            assert may.wait(PATIENCE)
+
+    UnreliableStore.set(before)
+    places = [f"unreliable://{tmp_path}/{name}" for name in ("first", "second")]
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_last=3, keep_best=False)
-    first = Copies([other, where], checkpoints.directory)
-    for step in (80, 90, 100):
-        first.add(saved(checkpoints, step))
-        first.wait()
-    UnreliableStore.reset_connections("list")
-    checkpoints.remove_from(85)
-    first.remove_from(95)
-    first.remove_from(85)
-    first.wait()
-    assert set(Place(other, "run").steps()) == {80}
-    first.add(saved(checkpoints, 85))
-    first.wait()  # complete where the store can be reached; then this launch ends
-    UnreliableStore.mend()
-    assert set(Place(where, "run").steps()) == {80, 90, 100}
-    second = Copies([other, where], checkpoints.directory)
-    assert second.newest(85, Checkpoint.open) is None and second.problems() == []
-    assert set(Place(other, "run").steps()) == {80, 85}, "there, nothing of what was left remained"
-    shutil.rmtree(checkpoints.directory / "step-00000085")
-    restored = second.newest(80, Checkpoint.open)
-    assert restored is not None and restored.path.name == "step-00000085"
-    second.add(saved(checkpoints, 86))
-    second.wait()
-    assert second.problems() == [] and set(Place(where, "run").steps()) == {80, 86}
-    third = Copies([where], checkpoints.directory)
-    assert not list(checkpoints.directory.glob(".left-*")) and third.newest(85, Checkpoint.open) is not None
+    copies = Copies(places, checkpoints.directory)
+    copies.add(saved(checkpoints, 100))
+    assert asked.wait(PATIENCE)
+    copies.remove_from(95)
+    may.set()
+    copies.wait()
+    assert copies.problems() == [] and all("/first/" in path for path in written)
+    assert [set(Place(where, "run").steps()) for where in places] == [set(), set()]
 
 
 @pytest.mark.parametrize("kind", ["directory", "bucket"])

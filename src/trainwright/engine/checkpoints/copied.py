@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
-from trainwright.engine.checkpoints.directories import remove, write_synced
-from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError
+from trainwright.engine.checkpoints.abandoned import Abandoned
+from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, step_of
 from trainwright.engine.checkpoints.places import Files, Place
 from trainwright.engine.checkpoints.stored_run import PLAN, RECIPE, EventParts, Part, StoredRun, identity_of
 
@@ -43,12 +42,16 @@ class Work:
     @property
     def step(self) -> int:
         """The step of the checkpoint."""
-        return int(self.path.name.rpartition("-")[2])
+        return step_of(self.path.name)
 
     @property
     def is_model(self) -> bool:
         """Whether it is the model and no checkpoint."""
         return self.path.name == FINAL
+
+    def belongs_after(self, step: int) -> bool:
+        """Return whether it is a checkpoint of ``step`` or a later one."""
+        return not self.is_model and self.step >= step
 
     @cached_property
     def digests(self) -> dict[str, dict[str, int | str]]:
@@ -58,28 +61,22 @@ class Work:
 
 @dataclass
 class Writing:
-    """A place, with what is known to be in it.
-
-    Attributes:
-        left: copies of this step and later ones, of a course that the run has left, are to be removed. A file of the
-            run says so, too, for the next launch if this one ends before that is done.
-    """
+    """A place, with what is known to be in it."""
 
     place: Place
     checkpoints: Path
+    abandoned: Abandoned = field(init=False)
     events: EventParts = field(init=False)
     known: dict[str, tuple[Part, ...]] | None = None  # parts of the events by checkpoint; None: not looked yet
     failing: bool = False
-    left: int | None = field(init=False)
-    _leaving: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        digest = hashlib.sha256(self.place.where.encode()).hexdigest()[:12]
-        self._note = self.checkpoints / f".left-{digest}"
-        try:
-            self.left = int(self._note.read_text())
-        except (OSError, ValueError):
-            self.left = None
+        self.abandoned = Abandoned(self.checkpoints, self.place)
+
+    @property
+    def run(self) -> Path:
+        """The directory of the run."""
+        return self.checkpoints.parent
 
     def copy(self, work: Work, kept: set[int]) -> None:
         """Write a checkpoint, and remove earlier ones of other steps than ``kept``. Raises what the place raises.
@@ -120,28 +117,14 @@ class Writing:
         for part in set(self.place.parts()) - needed:
             self.place.remove_part(part)
 
-    @property
-    def run(self) -> Path:
-        """The directory of the run."""
-        return self.checkpoints.parent
-
-    def leave_from(self, step: int) -> None:
-        """Have `leave` remove the copies of ``step`` and later ones."""
-        with self._leaving:
-            self.left = step if self.left is None else min(step, self.left)
-            with suppress(OSError):  # it is known to this launch in any case
-                write_synced(self._note, str(self.left))
-
-    def leave(self) -> None:
-        """Remove what is ``left``, if that has not been done. Raises what the place raises."""
-        left = self.left
-        if left is None:
+    def remove_abandoned(self) -> None:
+        """Remove what is abandoned, if that has not been done. Raises what the place raises."""
+        step = self.abandoned.step
+        if step is None:
             return
-        self.remove({name for step, name in self.place.steps().items() if step >= left})
-        with self._leaving:
-            if self.left == left:
-                self.left = None
-                remove(self._note)
+        later = {each: name for each, name in self.place.steps().items() if each >= step}
+        self.remove({name for each, name in later.items() if self.abandoned.has(each, self.stored(name))})
+        self.abandoned.removed(step)
 
     def stored(self, name: str) -> StoredRun | None:
         """Return the record of a checkpoint; None if it is not whole. Raises CheckpointError if it is another run's."""

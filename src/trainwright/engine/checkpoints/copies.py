@@ -46,7 +46,7 @@ class Copies:
         self._recovered: list[str] = []
         self._waiting: Work | None = None
         self._model: Work | None = None  # waits until the last checkpoint is copied
-        self._left: int | None = None  # copies of this step and later ones are to be removed
+        self._abandoned: int | None = None  # copies of this step and later ones are to be removed now
         self._closing = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -98,41 +98,47 @@ class Copies:
                 self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest copy is not complete")
                 return
         self._closing = False
-        for writing in (each for each in self._places if each.left is not None):
+        for writing in (each for each in self._places if each.abandoned.step is not None):
             self._problems.append(
-                f"checkpoint.copies: {writing.place.where}: copies of this run from step {writing.left} on, which it "
-                "has left, may still be there; remove them before it is resumed"
+                f"checkpoint.copies: {writing.place.where}: copies of this run from step {writing.abandoned.step} on, "
+                "before which it went back, may still be there; they are removed when the run is resumed here; do not "
+                "resume it on another machine before"
             )
 
     def remove_from(self, step: int) -> None:
-        """Remove the copies of ``step`` and later ones, which belong to a course that the run has left."""
+        """Remove the copies of ``step`` and later ones: the run goes back to before it."""
         if not self._places:
             return
         with self._changed:
-            if self._waiting is not None and self._waiting.step >= step:
+            if self._waiting is not None and self._waiting.belongs_after(step):
                 self._waiting.stack.close()
                 self._waiting = None
-            self._left = step if self._left is None else min(step, self._left)
             for writing in self._places:
-                writing.leave_from(step)
-            self._wake()
+                writing.abandoned.add(step)
+            self._remove_abandoned(step)
 
     def newest(
         self, after: int | None, open_checkpoint: Callable[[Path], Checkpoint], before: int | None = None
     ) -> Checkpoint | None:
         """Return the newest copy that verifies, restored to the run; None if none is of a later step than ``after``.
 
-        Copies of step ``before`` and later ones are passed over, and those of a course that the run has left.
+        Copies of step ``before`` and later ones are passed over, and those that are abandoned, which are removed.
         """
+        with self._changed:
+            abandoned = [each.abandoned.step for each in self._places if each.abandoned.step is not None]
+            if abandoned and self._thread is None:  # otherwise it is tried before the next copy
+                self._remove_abandoned(min(abandoned))
         for step, name, writing in self._newest_first():
             if after is not None and step <= after:
                 break
-            if any(first is not None and step >= first for first in (before, writing.left)):
+            if before is not None and step >= before:
                 continue
             try:
                 stored = writing.stored(name)
                 if stored is not None and not stored.begins(self._run / EVENTS):
                     raise CheckpointError("the run has gone on elsewhere; stop it, and --resume it to go on from there")
+                if writing.abandoned.has(step, stored):
+                    continue
                 restore(writing.place, name, self._directory)
                 return open_checkpoint(self._directory / name)
             except Exception as error:  # of any library of fsspec
@@ -147,6 +153,11 @@ class Copies:
             except Exception as error:
                 self._failed(writing, error)
         return iter(sorted(found, key=lambda each: -each[0]))
+
+    def _remove_abandoned(self, step: int) -> None:
+        """Have the thread remove what is abandoned. Call it with the lock."""
+        self._abandoned = step if self._abandoned is None else min(step, self._abandoned)
+        self._wake()
 
     def _wake(self) -> None:
         """Have the thread look for work. Call it with the lock."""
@@ -164,18 +175,22 @@ class Copies:
                         self._tell_of_incomplete(work)
                     work.stack.close()
                     work = None
-                left, self._left = self._left, None
-                carried = work  # what waits was added after the run has left anything
+                abandoned, self._abandoned = self._abandoned, None
+                carried = work  # what waits was added after the run went back
                 if work is None:
                     work, self._waiting = self._waiting, None
                 if work is None:
                     work, self._model = self._model, None
-                if work is None and left is None:
+                if work is None and abandoned is None:
                     self._thread = None
                     return
-            if left is not None:
-                self._leave(left)
-                if carried is not None and not carried.is_model and carried.step >= left:
+            if abandoned is not None:
+                for writing in self._places:
+                    try:
+                        writing.remove_abandoned()
+                    except Exception as error:  # tried again before the next copy
+                        self._failed(writing, error)
+                if carried is not None and carried.belongs_after(abandoned):
                     carried.places.clear()
             if work is not None:
                 work.places[:] = [writing for writing in work.places if not self._copied(writing, work)]
@@ -190,7 +205,7 @@ class Copies:
         closing = self._closing
         pause = 1.0 if closing else min(2.0 ** (work.tries - 1), _LONGEST_PAUSE)
         self._changed.wait_for(
-            lambda: self._waiting is not None or self._left is not None or self._closing != closing, pause
+            lambda: self._waiting is not None or self._abandoned is not None or self._closing != closing, pause
         )
         return self._waiting is None and not (self._closing and work.last_tries >= _LAST_TRIES)
 
@@ -204,8 +219,11 @@ class Copies:
 
     def _copied(self, writing: Writing, work: Work) -> bool:
         begun = time.monotonic()
+        with self._changed:
+            if self._abandoned is not None and work.belongs_after(self._abandoned):
+                return False
         try:
-            writing.leave()
+            writing.remove_abandoned()
             if work.is_model:
                 writing.copy_model(work)
             else:
@@ -222,14 +240,6 @@ class Copies:
                     f"checkpoint.copies: {writing.place.where} can be written again: {work.path.name}"
                 )
         return True
-
-    def _leave(self, step: int) -> None:
-        for writing in self._places:
-            writing.leave_from(step)  # once more: what was being copied meanwhile may belong to it
-            try:
-                writing.leave()
-            except Exception as error:  # tried again before the next copy
-                self._failed(writing, error)
 
     def _failed(self, writing: Writing, error: Exception) -> None:
         try:

@@ -27,11 +27,11 @@ def finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: str, 
         for name, block in part["tensors"].items():
             manifest["tensors"].setdefault(name, []).append(block)
     for name, text in ((STATE, state), (RECIPE, recipe)):
-        write_synced(scratch / name, text)
+        _write_text(scratch / name, text)
         with (scratch / name).open("rb") as file:
             size, digest = checksum(file)
         manifest["files"][name] = {"size": size, "sha256": digest}
-    write_synced(scratch / MANIFEST, json.dumps({**manifest, "sha256": seal_of(manifest)}))
+    _write_text(scratch / MANIFEST, json.dumps({**manifest, "sha256": seal_of(manifest)}))
     sync_directory(scratch)
     old = final.with_name(f".removing-{final.name}")
     if os.path.lexists(final):  # a checkpoint that was rejected when the run resumed from an earlier step
@@ -50,8 +50,7 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Write a file to disk. Raises OSError."""
+def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

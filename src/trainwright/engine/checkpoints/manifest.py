@@ -88,6 +88,11 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
     return {step: checkpoint_path(directory, step) for step in steps}
 
 
+def step_of(name: str) -> int:
+    """Return the step of the checkpoint of this name."""
+    return int(name.rpartition("-")[2])
+
+
 def seal_of(manifest: dict[str, Any]) -> str:
     """Return the checksum of the manifest itself: a flipped byte in it could move a tensor's block."""
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()

@@ -68,7 +68,7 @@ class Place:
             raise self._in_words(error) from error
         self._files: Any = filesystem
         self._has_buckets = protocol in _BUCKETS
-        self._root = f"{root.rstrip('/')}/{run}".rstrip("/")
+        self.root = f"{root.rstrip('/')}/{run}".rstrip("/")  # as fsspec names it
         # How many bytes have been written or read; it shows whether anything still moves.
         self.moved = 0
 
@@ -79,19 +79,19 @@ class Place:
             RequestError: the bucket does not exist, or may not be written with these keys.
             MachineError: it cannot be reached or written.
         """
-        probe = f"{self._root}/.probe-{secrets.token_hex(4)}"
+        probe = f"{self.root}/.probe-{secrets.token_hex(4)}"
         made = False
         with self.in_words():
             try:
-                made = not self._has_buckets and not self._is_there(self._root)
-                self._make(self._root)
+                made = not self._has_buckets and not self._is_there(self.root)
+                self._make(self.root)
                 with self._files.open(probe, "wb") as file:
                     file.write(b"trainwright")
                 self._files.rm_file(probe)
             finally:
                 if made:
                     with suppress(Exception):
-                        self._files.rmdir(self._root)
+                        self._files.rmdir(self.root)
 
     @contextmanager
     def in_words(self, unusable: type[TrainwrightError] = MachineError) -> Iterator[None]:
@@ -120,7 +120,7 @@ class Place:
         Raises:
             CheckpointError: a file differs from its checksum.
         """
-        target = f"{self._root}/{name}"
+        target = f"{self.root}/{name}"
         self._make(target)
         if self._is_there(f"{target}/{MANIFEST}"):
             self._files.rm_file(f"{target}/{MANIFEST}")
@@ -137,7 +137,7 @@ class Place:
 
     def is_complete(self, name: str) -> bool:
         """Return whether checkpoint ``name`` has its manifest here."""
-        return self._is_there(f"{self._root}/{name}/{MANIFEST}")
+        return self._is_there(f"{self.root}/{name}/{MANIFEST}")
 
     def read(self, name: str, into: Path) -> None:
         """Read checkpoint ``name`` into the new directory ``into``, and compare it with its checksums.
@@ -158,33 +158,33 @@ class Place:
 
     def read_run(self, name: str) -> str:
         """Return the content of run.json of checkpoint ``name``. Raises FileNotFoundError."""
-        with self._files.open(f"{self._root}/{name}/{RUN}", "rb") as file:
+        with self._files.open(f"{self.root}/{name}/{RUN}", "rb") as file:
             return bytes(file.read(_RUN_BYTES)).decode()
 
     def read_attempts(self) -> str | None:
         """Return what `write_attempts` has written last; None if nothing."""
         try:
-            with self._files.open(f"{self._root}/{ATTEMPTS}", "rb") as file:
+            with self._files.open(f"{self.root}/{ATTEMPTS}", "rb") as file:
                 return bytes(file.read()).decode()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write_attempts(self, text: str) -> None:
         """Write what is known of the attempts at the run."""
-        self._make(self._root)
+        self._make(self.root)
         self._upload(ATTEMPTS, [text.encode()])
 
     def manifest(self, name: str) -> bytes | None:
         """Return the manifest of checkpoint ``name``, or of the model; None if it is not complete here."""
         try:
-            with self._files.open(f"{self._root}/{name}/{MANIFEST}", "rb") as file:
+            with self._files.open(f"{self.root}/{name}/{MANIFEST}", "rb") as file:
                 return bytes(file.read())
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write_part(self, part: str, pieces: Iterable[bytes]) -> None:
         """Write a part of the events."""
-        self._make(f"{self._root}/{EVENTS}")
+        self._make(f"{self.root}/{EVENTS}")
         self._upload(f"{EVENTS}/{part}", pieces)
 
     def read_part(self, part: str, target: FileIO) -> str:
@@ -197,14 +197,14 @@ class Place:
 
     def remove_part(self, part: str) -> None:
         """Remove a part of the events."""
-        self._files.rm_file(f"{self._root}/{EVENTS}/{part}")
+        self._files.rm_file(f"{self.root}/{EVENTS}/{part}")
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove checkpoints or the model, each one's manifest first."""
         for name in names:
             if self.is_complete(name):
-                self._files.rm_file(f"{self._root}/{name}/{MANIFEST}")
-            self._remove_directory(f"{self._root}/{name}")
+                self._files.rm_file(f"{self.root}/{name}/{MANIFEST}")
+            self._remove_directory(f"{self.root}/{name}")
 
     def _remove_directory(self, path: str) -> None:
         """Remove a directory by the names of its files: ``rm`` of fsspec takes ``?``, ``*`` and ``[`` as patterns."""
@@ -220,7 +220,7 @@ class Place:
     def _names(self, below: str) -> list[str]:
         self._files.invalidate_cache()
         try:
-            found = self._files.ls(f"{self._root}{below}", detail=False)
+            found = self._files.ls(f"{self.root}{below}", detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return [str(path).rstrip("/").rpartition("/")[2] for path in found]
@@ -240,7 +240,7 @@ class Place:
     def _upload(self, name: str, pieces: Iterable[bytes]) -> tuple[int, str]:
         """Write a file in parts of bounded size; return its size and SHA-256."""
         digest, size = hashlib.sha256(), 0
-        with self._files.open(f"{self._root}/{name}", "wb", block_size=_part_size(pieces)) as target:
+        with self._files.open(f"{self.root}/{name}", "wb", block_size=_part_size(pieces)) as target:
             for piece in pieces:
                 target.write(piece)
                 digest.update(piece)
@@ -261,7 +261,7 @@ class Place:
 
     def _copy(self, name: str, target: FileIO) -> tuple[int, str]:
         digest, size = hashlib.sha256(), 0
-        with self._files.open(f"{self._root}/{name}", "rb", block_size=_LEAST_PART, cache_type="readahead") as source:
+        with self._files.open(f"{self.root}/{name}", "rb", block_size=_LEAST_PART, cache_type="readahead") as source:
             while piece := source.read(_PIECE):
                 _append(piece, target)
                 digest.update(piece)

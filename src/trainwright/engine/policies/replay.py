@@ -158,7 +158,8 @@ class Replay(StepPolicy):
         self._tell(kind, ranks, f"{detail}: {_named(ranks)}{unknown}", "stop", step)
         raise Corrupted(
             f"training stopped: {detail}: {_named(ranks)}{unknown}; remove the checkpoints of step "
-            f"{self.trusted_before} and later ones, test the memory and the processor, then --resume"
+            f"{self.trusted_before} and later ones, in checkpoint.copies too, test the memory and the processor, then "
+            "--resume"
         )
 
     def _tell(self, kind: str, ranks: Sequence[int], detail: str, action: str, step: int) -> None:

@@ -101,8 +101,9 @@ def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
         MachineError: the run's directory cannot be written.
         FaultError: the newest copy cannot be read now, or no place can, and the run has no checkpoint of its own.
     """
+    from trainwright.engine.checkpoints.abandoned import Abandoned, forget_abandoned
     from trainwright.engine.checkpoints.copies import restore
-    from trainwright.engine.checkpoints.manifest import checkpoints_in
+    from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in, step_of
     from trainwright.engine.event_log import append_event
     from trainwright.engine.events import Notice
 
@@ -113,7 +114,10 @@ def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
         _check_same(run, place, stored)
         with place.in_words(FaultError):
             if not stored.begins(run / EVENTS):  # before the checkpoint: if this is killed, it is done again
+                forget_abandoned(checkpoints)
                 _replace_events(run, place, stored)
+            elif Abandoned(checkpoints, place).has(step_of(name), stored):
+                raise CheckpointError("the run went back to before it")
             restore(place, name, checkpoints)
         append_event(run / EVENTS, Notice(message=f"{checkpoints / name} is restored from a copy"))
 
