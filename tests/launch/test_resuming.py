@@ -313,3 +313,14 @@ def test_the_path_of_a_recipe_may_have_an_equals_sign(tmp_path: Path, monkeypatc
         split_words(["a.yaml", "b/c=1.yaml"])
     (tmp_path / "seed=2").mkdir()
     assert not is_bare_resume("seed=2") and not is_bare_resume("runs/seed=2") and is_bare_resume("train.seed=2")
+
+
+def test_the_recipe_of_a_run_whose_model_was_damaged_is_named() -> None:
+    """The keys of ``model.config`` are known only once the model is planned."""
+    run = planned("single", "parallel.num_processes=1")
+    text = (run / "recipe.yaml").read_text()
+    assert "num_attention_heads" in text
+    (run / "recipe.yaml").write_text(text.replace("num_attention_heads", "nul_attention_heads"))
+    with pytest.raises(RequestError, match=r"model\.config: num_attention_heads is missing") as raised:
+        resolve_request(read_request([], str(run)), MACHINE)
+    assert str(run / "recipe.yaml") in str(raised.value)

@@ -296,11 +296,17 @@ def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check
     """Resolve the values left to auto, for `nodes` machines like this one.
 
     `check_gpus` is False if the processes' GPUs are counted elsewhere: a launcher may show each process only its own.
+    Raises RequestError; for a run that goes on it names the file of its recipe, which may be damaged.
     """
     from trainwright.planning.resolve import resolve
 
     recipe = request.recipe if request.started is None else with_processes(request.recipe, request.started)
-    resolved = resolve(recipe, machine, nodes, check_gpus)
+    try:
+        resolved = resolve(recipe, machine, nodes, check_gpus)
+    except RequestError as error:
+        if request.run is None:
+            raise
+        raise RequestError(f"{error} (the recipe is {request.run / run_directory.RECIPE})") from error
     chosen = tuple(dict.fromkeys((*request.chosen, *resolved.chosen)))
     return replace(resolved, reasons=(*request.reasons, *resolved.reasons), chosen=chosen)
 
