@@ -59,7 +59,7 @@ class Checkpoints:
         self._directory = directory
         self._keep_last = keep_last
         self._keep_best = keep_best
-        # For each checkpoint that this process wrote or read: the stamps of its files, and whether it is usable.
+        # For each checkpoint that this process wrote or looked at: the stamps of its files, and whether it is usable.
         self._known: dict[int, tuple[_Stamps, bool]] = {}
 
     @property
@@ -152,12 +152,15 @@ class Checkpoints:
         remove(doomed)
 
     def _is_usable(self, step: int) -> bool:
-        """Return whether the checkpoint verifies; one that this process wrote or read is not read again."""
+        """Return whether the checkpoint verifies, if this process wrote or read it; else, whether it looks complete.
+
+        No file of tensors is read, as training waits for this.
+        """
         path = self.path(step)
-        if (known := self._known.get(step)) is not None and known[0] == _stamps(path):
-            return known[1]
-        self._open(step)
-        return self._known[step][1]
+        stamps, known = _stamps(path), self._known.get(step)
+        if known is None or known[0] != stamps:
+            known = self._known[step] = stamps, _looks_complete(path, stamps)
+        return known[1]
 
     def _open(self, step: int) -> Checkpoint | CheckpointError:
         """Return the checkpoint, or the reason why it cannot be used."""
@@ -260,6 +263,8 @@ class Reader:
             CheckpointError: a file does not match the manifest.
         """
         blocks = self._manifest.tensors.get(name)
+        if blocks is None and 0 in shard.shape:  # without elements, it is in no file
+            return torch.empty_like(shard.local, device="cpu")
         if blocks is None:
             raise RequestError(f"{self._path} has no {name}: it was written by another model or optimizer")
         if (whole := full_shape(blocks)) != shard.shape:
@@ -286,6 +291,18 @@ def _stamps(path: Path) -> _Stamps:
     except OSError:
         return ()
     return tuple(sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in found))
+
+
+def _looks_complete(path: Path, stamps: _Stamps) -> bool:
+    """Return whether a checkpoint has a valid manifest and the files in it with their sizes."""
+    if path.is_symlink():
+        return False
+    try:
+        manifest = Manifest.read(path)
+    except CheckpointError:
+        return False
+    sizes = {name: size for name, size, *_ in stamps}
+    return all(sizes.get(name) == size for name, (size, _) in manifest.files.items())
 
 
 def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str, Any], source: Any) -> None:

@@ -187,6 +187,7 @@ class Checkpointing:
 
     def _saved(self, step: int, saved: SavedCheckpoint, waited: float = 0.0) -> None:
         self.step, begun = step, time.monotonic()
+        heartbeat.phase("checkpoint", step)  # one from the background is complete while another phase goes on
         if self._training.world.is_main:
             self._prune()
             self._copies.add(saved.path)
