@@ -206,7 +206,7 @@ class Checkpointing:
         )
 
     def _failed(self, error: CheckpointError, seconds: float, required: bool) -> None:
-        self._saving.took(seconds)
+        self._saving.failed(seconds)
         self._tell(str(error), "stop" if required else "continue")
         if required:
             earlier = (
