@@ -99,7 +99,7 @@ def test_a_flipped_byte_is_refused_by_name_and_the_one_before_is_used(tmp_path: 
     file.write_bytes(content)
     found, refused = made.latest()
     assert found is not None and found.path == made.path(10)
-    assert len(refused) == 1 and str(file) in refused[0]
+    assert len(refused) == 1 and str(file) in str(refused[0])
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing file", "missing manifest", "empty manifest", "empty directory"])
@@ -279,7 +279,7 @@ def test_what_is_no_directory_is_refused_by_name_and_gives_way(tmp_path: Path) -
     made.path(40).symlink_to(tmp_path / "nowhere")
     found, refused = made.latest()
     assert found is not None and found.path == made.path(10)
-    assert [str(made.path(step)) in line for step, line in zip((40, 30, 20), refused, strict=True)] == [True] * 3
+    assert [str(made.path(step)) in str(line) for step, line in zip((40, 30, 20), refused, strict=True)] == [True] * 3
     for step in (20, 30, 40):
         made.save(WORLD, step, shards(), {"progress": {"step": step}}, "")
         assert made.path(step).is_dir() and not made.path(step).is_symlink()

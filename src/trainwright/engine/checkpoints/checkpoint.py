@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from trainwright.engine.checkpoints.directories import checksum, finish, remove
 from trainwright.engine.checkpoints.manifest import (
     CheckpointError,
     Manifest,
+    cannot_be_read,
     check_tensors,
     checkpoint_path,
     checkpoints_in,
@@ -39,6 +42,7 @@ from trainwright.engine.checkpoints.tensor_files import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
+from trainwright.paths import retried
 
 Entries = dict[str, Any]  # of one rank's file in the manifest
 _Stamps = tuple[tuple[str, int, int, int], ...]  # for each file: name, size, modification time, inode
@@ -167,9 +171,11 @@ class Checkpoints:
         path = self.path(step)
         stamps = _stamps(path)
         try:
-            if path.is_symlink() or not path.is_dir():
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
                 raise CheckpointError(f"{path} is not a directory")
             found: Checkpoint | CheckpointError = Checkpoint.open(path)
+        except OSError as error:
+            found = cannot_be_read(path, error)
         except CheckpointError as error:
             found = error
         self._known[step] = (stamps, isinstance(found, Checkpoint))
@@ -185,19 +191,26 @@ class Checkpoints:
         """Return the steps that have a checkpoint directory, ascending. A directory may still fail verification."""
         return sorted(checkpoints_in(self._directory))
 
-    def latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    def latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[CheckpointError]]:
         """Return the newest checkpoint that verifies, and why each newer one was rejected.
 
         Those of step ``before`` and later ones are passed over.
+
+        Raises:
+            UnreadableCheckpoint: the machine could not read which checkpoints there are.
         """
-        refused: list[str] = []
-        for step in reversed(self.steps()):
+        refused: list[CheckpointError] = []
+        try:
+            steps = self.steps()
+        except OSError as error:
+            raise cannot_be_read(self._directory, error) from error
+        for step in reversed(steps):
             if before is not None and step >= before:
                 continue
             found = self._open(step)
             if isinstance(found, Checkpoint):
                 return found, refused
-            refused.append(str(found))
+            refused.append(found)
         return None, refused
 
 
@@ -220,15 +233,14 @@ class Checkpoint:
 
         Raises:
             CheckpointError: a file is missing or differs from the manifest; the message names the first one.
+            UnreadableCheckpoint: the machine could not read a file.
         """
         manifest = Manifest.read(path)
         for name, expected in manifest.files.items() if verify else ():
             try:
-                with open_inside(path, name) as file:
-                    # A file of the wrong size is rejected without reading it.
-                    found = checksum(file) if os.fstat(file.fileno()).st_size == expected[0] else None
+                found = retried(partial(_checksum_if, path, name, expected[0]))
             except OSError as error:
-                raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+                raise cannot_be_read(path / name, error) from error
             if found != expected:
                 raise CheckpointError(f"{path / name} is damaged (size or checksum differs)")
             if name.endswith(".safetensors"):
@@ -281,6 +293,12 @@ class Reader:
             check_tensors(self._path, name, self._manifest)
             self._files[name] = self._stack.enter_context(safe_open(self._path / name, framework="pt"))
         return self._files[name]
+
+
+def _checksum_if(path: Path, name: str, size: int) -> tuple[int, str] | None:
+    """Return the size and SHA-256 of a file in ``path``, or None without reading it if it has another size."""
+    with open_inside(path, name) as file:
+        return checksum(file) if os.fstat(file.fileno()).st_size == size else None
 
 
 def _stamps(path: Path) -> _Stamps:
