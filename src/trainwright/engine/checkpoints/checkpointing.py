@@ -197,7 +197,7 @@ class Checkpointing:
             self._prune()
             self._copies.add(saved.path)
             self._tell_of_copies()
-        self._training.world.barrier()  # it may have read and removed for long
+        self._training.world.barrier()  # it may have removed for long
         self._blocked += time.monotonic() - begun
         self._saving.took(self._blocked - waited)
         self._training.events.emit(
