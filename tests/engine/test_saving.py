@@ -144,8 +144,51 @@ def test_a_run_that_fails_often_saves_often() -> None:
     assert saving.is_due(3)
 
 
-def test_one_that_cannot_be_written_is_not_tried_again_at_every_step() -> None:
-    assert len(saved_at("auto", 1.0, 300, 0.0)) == 1
+@pytest.mark.parametrize("waits", [0.1, 600.0])
+def test_one_that_cannot_be_written_is_tried_again_soon_and_then_later_each_time(waits: float) -> None:
+    clock = Clock()
+    saving = Saving("auto", clock=clock)
+    for cost in (1.0, 1.0):
+        saving.begun()
+        saving.took(cost)
+
+    def next_due() -> float:
+        since = clock.now
+        while not saving.is_due(1):
+            clock.now += 1.0
+        return clock.now - since
+
+    assert next_due() == 600
+    found = []
+    for _ in range(10):
+        saving.begun()
+        clock.now += waits
+        saving.failed(waits)
+        found.append(next_due())
+    assert found[:3] == [120, 240, 480]
+    assert found[-1] == max(600, waits / 0.02)
+    saving.begun()
+    saving.took(1.0)
+    assert next_due() == 600, "what failing costs is not what writing costs"
+
+
+@pytest.mark.parametrize("between", [None, "6 h"])
+def test_one_slow_checkpoint_does_not_delay_the_next(between: str | None) -> None:
+    clock = Clock()
+    saving = Saving("auto", between, clock)
+    usual = 600.0 if between is None else best_interval(1.0, 6 * 3600)
+    for cost in (1.0, 1.0, 600.0, 1.0, 1.0):
+        saving.begun()
+        saving.took(cost)
+        clock.now += usual - 1
+        assert not saving.is_due(1)
+        clock.now += 2
+        assert saving.is_due(1)
+    for cost in (60.0, 60.0):  # a disk that stays slow does
+        saving.begun()
+        saving.took(cost)
+    clock.now += usual + 1
+    assert not saving.is_due(1)
 
 
 def test_steps_times_and_never() -> None:

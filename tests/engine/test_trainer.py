@@ -385,6 +385,16 @@ def test_measuring_the_noise_of_gradients_changes_none(make: Make) -> None:
     assert_close(weights(measured), weights(plain))
 
 
+def test_a_checkpoint_that_was_requested_while_the_noise_of_gradients_is_measured_is_written(
+    make: Make, tmp_path: Path
+) -> None:
+    trainer, seen = make(NO_DROPOUT, "train.gradient_noise_scale=1", "checkpoint.every=1000")
+    requests = iter([True])
+    trainer.save_requested = lambda: next(requests, False)
+    trainer.run(tmp_path / "final")
+    assert [event["step"] for event in seen if event["event"] == "checkpoint"] == [1, 4]
+
+
 def test_a_checkpoint_has_all_that_a_run_has_learnt_of_itself(make: Make) -> None:
     trainer, _ = make(NO_DROPOUT)
     trainer._step()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import PATIENCE, environment, wait_for
-from tests.support.runs import TINY, Finished, Runs, Started, column, difference, events
+from tests.support.runs import ON_ROWS, TINY, Finished, Runs, Started, column, difference, events
 from tests.support.workers import by_hand, open_mpi, srun, start_workers
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING
 
@@ -75,6 +75,24 @@ def test_the_same_run_from_the_variables_of(runs: Runs, launcher: Callable[[int,
         f"the number that {launcher.__name__.replace('open_mpi', 'mpirun')} started" in (run / "plan.json").read_text()
     )
     assert not list(Path(tempfile.gettempdir()).glob(f"trainwright-*.{workers[0].pid}"))
+
+
+def test_ranks_in_other_working_directories_resume_from_a_relative_path(runs: Runs, tmp_path: Path) -> None:
+    def trained(job: str, *arguments: str) -> list[Finished]:
+        workers = []
+        for rank, variables in enumerate(srun(2, job)):
+            (place := tmp_path / str(rank)).mkdir(exist_ok=True)
+            words = (ON_ROWS, "checkpoint.every=2", *arguments)
+            workers += start_workers(runs, [variables], *words, run=Path("run"), cwd=place)
+        return ended(workers)
+
+    for finished in trained(next(_jobs), "train.max_steps=4"):
+        assert finished.code == 0, finished.stderr
+    for finished in trained(next(_jobs), "train.max_steps=6", "--resume", "run"):
+        assert finished.code == 0, finished.stderr
+    run = tmp_path / "0" / "run"
+    assert [event["resumed_from"] for event in events(run, "start")] == [None, 4]
+    assert not (tmp_path / "1" / "run").exists()
 
 
 def test_a_worker_alone_is_a_run_of_one(runs: Runs) -> None:

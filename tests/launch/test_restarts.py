@@ -221,6 +221,35 @@ def test_restarts_are_counted_on_when_the_launcher_is_started_again(log: Path) -
     assert isinstance(Restarts(log.parent, "2 per hour", lambda: clock[0]).decide(killed), Failure)
 
 
+def test_two_commands_that_decide_about_one_run_count_together(log: Path) -> None:
+    clock = [100.0]
+    command, launcher = (Restarts(log.parent, "2 per hour", lambda: clock[0]) for _ in range(2))
+    lost = Failure("node 0 (a) is gone", EXIT_FAULT, cause=Cause.NODE)
+    error = Failure("rank 1 failed\nValueError: a bad row", EXIT_TRAINING, cause=Cause.ERROR)
+    at(7, log, clock)
+    assert isinstance(command.decide(lost), Restart)
+    at(8, log, clock)
+    restart = launcher.decide(error)
+    assert isinstance(restart, Restart) and restart.number == 2
+    at(8, log, clock)
+    repeated = command.decide(error)
+    assert isinstance(repeated, Failure) and "the same error happened twice after step 8" in repeated.message
+    refused = command.decide(lost)
+    assert isinstance(refused, Failure) and "allows 2 per hour" in refused.message
+
+
+def test_restarts_are_counted_where_nothing_can_be_written(log: Path) -> None:
+    restarts = Restarts(log.parent, "2 per hour")
+    killed = Failure("rank 1 was killed by an external SIGKILL", EXIT_FAULT, cause=Cause.PROCESS)
+    assert isinstance(restarts.decide(killed), Restart)
+    (log.parent / "logs").rename(log.parent / "away")
+    (log.parent / "logs").write_text("")
+    assert isinstance(restarts.decide(killed), Restart)
+    (log.parent / "logs").unlink()
+    (log.parent / "away").rename(log.parent / "logs")
+    assert isinstance(restarts.decide(killed), Failure), "the file knows of one restart only"
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_until_the_timeout_is_not_said_to_have_been_killed(runs: Runs) -> None:
     started = runs.train(*SETTINGS, "train.max_steps=5000", "parallel.timeout=5 s", "faults.restarts=off")

@@ -53,7 +53,8 @@ class Trainer:
         change_requested: called on rank 0 after a checkpoint; true ends the run there, to continue with another
             plan. None: never.
         policies: the step policies of the recipe, called after the built-in ones.
-        save_requested: called on every rank after every step; true on rank 0 saves a checkpoint.
+        save_requested: called on every rank after every pass over a batch; true on rank 0 saves a checkpoint after the
+            step.
         stop_after: end the run after this step and its evaluation, with a checkpoint; None: at the end.
     """
 
@@ -72,6 +73,7 @@ class Trainer:
         self.task, self.strategy, self.events = training.task, training.strategy, training.events
         self.world = training.world
         self._memory_warned = False
+        self._save_requested = False  # until it is saved: the reports of a pass that is not the step's own are not used
         self._begun_at = 0  # the step at which this launch began
         self._halving, self._replay = Halving(self.training), Replay(self.training)
         ours = (LossScale, GradientNoise, LossSpikes, NonFinite, Stragglers)
@@ -155,6 +157,7 @@ class Trainer:
                 raise StopRequested
             improved = self._evaluate()
             if last or improved or result.save:
+                self._save_requested = False
                 self._checkpointing.save(required=False, wait=last)
                 if not last and self._should_change_plan():
                     raise StopRequested
@@ -266,7 +269,8 @@ class Trainer:
         )
 
     def _requests(self, step: int) -> tuple[bool, bool, float]:
-        save = self.save_requested() or self._checkpointing.is_due(step)
+        self._save_requested = self.save_requested() or self._save_requested
+        save = self._save_requested or self._checkpointing.is_due(step)
         return self.stop_requested(), save, self._checkpointing.report
 
     def _metrics(self, step: int, found: StepGradients) -> dict[str, float]:

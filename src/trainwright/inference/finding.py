@@ -146,8 +146,8 @@ def _held(steps: list[int]) -> str:
     return f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
 
 
-def _reasons(refused: list[str]) -> str:
-    return f": {'; '.join(refused)}" if refused else ""
+def _reasons(refused: list[CheckpointError]) -> str:
+    return f": {'; '.join(map(str, refused))}" if refused else ""
 
 
 def _of_adapter(path: Path) -> FoundModel:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import wait_for
-from tests.support.runs import TINY
+from tests.support.runs import TINY, events
 from trainwright.api.clusters.hosts import train_on_hosts
 from trainwright.api.training import TrainingRequest
 from trainwright.errors import RequestError
@@ -248,6 +248,38 @@ def test_a_run_that_its_file_asks_to_stop_is_not_started_again(tmp_path: Path, m
     asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}", "parallel.num_processes=2"))
     assert train_on_hosts(asked, "127.0.0.1,127.0.0.2", None) == 5
     assert len(started("one")) == len(started("two")) == 1
+
+
+# Trains to step 9 on the first host; the connection of the second is lost then, once.
+TRAINS = """#!/bin/sh
+case "$*" in -c*) exec {python} "$@" ;; esac
+case "$*" in *--node-rank=1*) name=two ;; *) name=one ;; esac
+echo $PPID $$ >>$name
+[ -e lost ] && exit 0
+if [ $name = one ]; then
+    echo '{{"event": "step", "step": 9, "time": '$(date +%s.%N)'}}' >>{run}/events.jsonl
+    touch trained
+    while ! [ -e lost ]; do sleep 0.05; done
+    exit 5
+fi
+while ! [ -e trained ]; do sleep 0.05; done
+touch lost
+kill -9 $PPID
+"""
+
+
+def test_a_run_that_is_started_again_says_after_which_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "python").write_text(TRAINS.format(python=sys.executable, run=run))
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    asked = TrainingRequest(TINY, (f"logging.run_directory={run}", "parallel.num_processes=2"))
+    assert train_on_hosts(asked, "127.0.0.1,127.0.0.2", None) == 0
+    assert len(started("one")) == len(started("two")) == 2
+    (restart,) = events(run, "restart")
+    assert (restart["cause"], restart["after_step"]) == ("node", 9)
 
 
 def test_an_output_that_was_closed_before_the_command_hangs_no_host(

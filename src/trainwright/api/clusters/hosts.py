@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,15 +60,15 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
     say(f"{run}: on {', '.join(host.name for host in found)}; logs: {logs}/host-*.log", file=sys.stderr)
     common = [*_words(asked, run, begun=request.run is not None), *([f"--num-processes={count}"] if count else [])]
     ignore_closed_output()
-    restarts, port = None, answers[0].port
+    restarts, port, begun = None, answers[0].port, time.time()
     while True:
         ended = run_on(found, [[*common, *_place(found, i, port)] for i in range(len(found))], logs, may_lose=may_lose)
         stopped = ended.stopped or was_asked_to_stop(run, within=process_age())
         if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and found[0] not in ended.lost):
             break
-        from trainwright.launch.hosts.again import Again
+        from trainwright.launch.hosts.again import Again  # imports torch
 
-        restarts = restarts or Again(run, request.recipe.faults.restarts, may_lose)
+        restarts = restarts or Again(run, request.recipe.faults.restarts, may_lose, begun)
         found, port = restarts.decide(found, ended.lost)
         if was_asked_to_stop(run, within=process_age()):  # meanwhile
             break

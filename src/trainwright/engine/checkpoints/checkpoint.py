@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from trainwright.engine.checkpoints.directories import checksum, finish, remove
 from trainwright.engine.checkpoints.manifest import (
     CheckpointError,
     Manifest,
+    cannot_be_read,
     check_tensors,
     checkpoint_path,
     checkpoints_in,
@@ -39,6 +42,7 @@ from trainwright.engine.checkpoints.tensor_files import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
+from trainwright.paths import retried
 
 Entries = dict[str, Any]  # of one rank's file in the manifest
 _Stamps = tuple[tuple[str, int, int, int], ...]  # for each file: name, size, modification time, inode
@@ -59,7 +63,7 @@ class Checkpoints:
         self._directory = directory
         self._keep_last = keep_last
         self._keep_best = keep_best
-        # For each checkpoint that this process wrote or read: the stamps of its files, and whether it is usable.
+        # For each checkpoint that this process wrote or looked at: the stamps of its files, and whether it is usable.
         self._known: dict[int, tuple[_Stamps, bool]] = {}
 
     @property
@@ -152,21 +156,26 @@ class Checkpoints:
         remove(doomed)
 
     def _is_usable(self, step: int) -> bool:
-        """Return whether the checkpoint verifies; one that this process wrote or read is not read again."""
+        """Return whether the checkpoint verifies, if this process wrote or read it; else, whether it looks complete.
+
+        No file of tensors is read, as training waits for this.
+        """
         path = self.path(step)
-        if (known := self._known.get(step)) is not None and known[0] == _stamps(path):
-            return known[1]
-        self._open(step)
-        return self._known[step][1]
+        stamps, known = _stamps(path), self._known.get(step)
+        if known is None or known[0] != stamps:
+            known = self._known[step] = stamps, _looks_complete(path, stamps)
+        return known[1]
 
     def _open(self, step: int) -> Checkpoint | CheckpointError:
         """Return the checkpoint, or the reason why it cannot be used."""
         path = self.path(step)
         stamps = _stamps(path)
         try:
-            if path.is_symlink() or not path.is_dir():
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
                 raise CheckpointError(f"{path} is not a directory")
             found: Checkpoint | CheckpointError = Checkpoint.open(path)
+        except OSError as error:
+            found = cannot_be_read(path, error)
         except CheckpointError as error:
             found = error
         self._known[step] = (stamps, isinstance(found, Checkpoint))
@@ -182,19 +191,26 @@ class Checkpoints:
         """Return the steps that have a checkpoint directory, ascending. A directory may still fail verification."""
         return sorted(checkpoints_in(self._directory))
 
-    def latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    def latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[CheckpointError]]:
         """Return the newest checkpoint that verifies, and why each newer one was rejected.
 
         Those of step ``before`` and later ones are passed over.
+
+        Raises:
+            UnreadableCheckpoint: the machine could not read which checkpoints there are.
         """
-        refused: list[str] = []
-        for step in reversed(self.steps()):
+        refused: list[CheckpointError] = []
+        try:
+            steps = self.steps()
+        except OSError as error:
+            raise cannot_be_read(self._directory, error) from error
+        for step in reversed(steps):
             if before is not None and step >= before:
                 continue
             found = self._open(step)
             if isinstance(found, Checkpoint):
                 return found, refused
-            refused.append(str(found))
+            refused.append(found)
         return None, refused
 
 
@@ -217,15 +233,14 @@ class Checkpoint:
 
         Raises:
             CheckpointError: a file is missing or differs from the manifest; the message names the first one.
+            UnreadableCheckpoint: the machine could not read a file.
         """
         manifest = Manifest.read(path)
         for name, expected in manifest.files.items() if verify else ():
             try:
-                with open_inside(path, name) as file:
-                    # A file of the wrong size is rejected without reading it.
-                    found = checksum(file) if os.fstat(file.fileno()).st_size == expected[0] else None
+                found = retried(partial(_checksum_if, path, name, expected[0]))
             except OSError as error:
-                raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+                raise cannot_be_read(path / name, error) from error
             if found != expected:
                 raise CheckpointError(f"{path / name} is damaged (size or checksum differs)")
             if name.endswith(".safetensors"):
@@ -260,6 +275,8 @@ class Reader:
             CheckpointError: a file does not match the manifest.
         """
         blocks = self._manifest.tensors.get(name)
+        if blocks is None and 0 in shard.shape:  # without elements, it is in no file
+            return torch.empty_like(shard.local, device="cpu")
         if blocks is None:
             raise RequestError(f"{self._path} has no {name}: it was written by another model or optimizer")
         if (whole := full_shape(blocks)) != shard.shape:
@@ -278,6 +295,12 @@ class Reader:
         return self._files[name]
 
 
+def _checksum_if(path: Path, name: str, size: int) -> tuple[int, str] | None:
+    """Return the size and SHA-256 of a file in ``path``, or None without reading it if it has another size."""
+    with open_inside(path, name) as file:
+        return checksum(file) if os.fstat(file.fileno()).st_size == size else None
+
+
 def _stamps(path: Path) -> _Stamps:
     """Return the stamps of a checkpoint's files, which show without reading them whether they have changed."""
     try:
@@ -286,6 +309,18 @@ def _stamps(path: Path) -> _Stamps:
     except OSError:
         return ()
     return tuple(sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in found))
+
+
+def _looks_complete(path: Path, stamps: _Stamps) -> bool:
+    """Return whether a checkpoint has a valid manifest and the files in it with their sizes."""
+    if path.is_symlink():
+        return False
+    try:
+        manifest = Manifest.read(path)
+    except CheckpointError:
+        return False
+    sizes = {name: size for name, size, *_ in stamps}
+    return all(sizes.get(name) == size for name, (size, _) in manifest.files.items())
 
 
 def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str, Any], source: Any) -> None:

@@ -18,12 +18,13 @@ from trainwright.engine.checkpoints.checkpoint import (
     own_blocks,
 )
 from trainwright.engine.checkpoints.copies import Copies
+from trainwright.engine.checkpoints.manifest import UnreadableCheckpoint
 from trainwright.engine.checkpoints.read_back import check_checkpoint
 from trainwright.engine.checkpoints.saving import Saving
 from trainwright.engine.events import CheckpointWritten, Fault, Notice
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.engine.progress import TrainingProgress
-from trainwright.errors import RequestError, TrainingError
+from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestError, TrainingError, error_of
 from trainwright.parallel.available_memory import fits_host
 from trainwright.parallel.shards import Shard
 
@@ -51,6 +52,9 @@ class Checkpointing:
     ) -> None:
         self._trusted_before = trusted_before
         self.step: int | None = None
+        # The lowest validation loss and its step, as of the newest complete checkpoint and of the one being written.
+        self._best: tuple[float | None, int | None] = (None, None)
+        self._begun_best: tuple[float | None, int | None] = (None, None)
         self._training = training
         self._checkpoints = checkpoints
         self._policies = {type(policy).__name__: policy for policy in policies}
@@ -95,6 +99,7 @@ class Checkpointing:
         if self.step == step:
             return
         begun = time.monotonic()
+        self._begun_best = training.progress.best_loss, training.progress.best_step
         training.events.announce("writing a checkpoint", step)
         heartbeat.phase("checkpoint", step)
         shards = training.strategy.state()
@@ -110,7 +115,7 @@ class Checkpointing:
                 check_checkpoint(training.task, training.world, saved.path, shards)
         except CheckpointError as error:
             self._saving.begun()
-            self._failed(error, time.monotonic() - begun, required)
+            self._failed(step, error, time.monotonic() - begun, required)
         else:
             self._saving.begun()
             self._blocked = time.monotonic() - begun
@@ -178,7 +183,7 @@ class Checkpointing:
         except CheckpointError as error:
             later = "" if self._background.usable else "; training waits for checkpoints from now on"
             seconds = 0.0 if waits else time.monotonic() - begun
-            self._failed(CheckpointError(f"{error}{later}"), self._blocked + seconds, required=False)
+            self._failed(step, CheckpointError(f"{error}{later}"), self._blocked + seconds, required=False)
             return
         seconds = time.monotonic() - begun
         self._blocked += seconds
@@ -186,12 +191,13 @@ class Checkpointing:
             self._saved(step, saved, waited=seconds if waits else 0.0)
 
     def _saved(self, step: int, saved: SavedCheckpoint, waited: float = 0.0) -> None:
-        self.step, begun = step, time.monotonic()
+        self.step, self._best, begun = step, self._begun_best, time.monotonic()
+        heartbeat.phase("checkpoint", step)  # one from the background is complete while another phase goes on
         if self._training.world.is_main:
             self._prune()
             self._copies.add(saved.path)
             self._tell_of_copies()
-        self._training.world.barrier()  # it may have read and removed for long
+        self._training.world.barrier()  # it may have removed for long
         self._blocked += time.monotonic() - begun
         self._saving.took(self._blocked - waited)
         self._training.events.emit(
@@ -204,8 +210,11 @@ class Checkpointing:
             )
         )
 
-    def _failed(self, error: CheckpointError, seconds: float, required: bool) -> None:
-        self._saving.took(seconds)
+    def _failed(self, step: int, error: CheckpointError, seconds: float, required: bool) -> None:
+        self._saving.failed(seconds)
+        progress = self._training.progress
+        if progress.best_step == step:  # which is lost: the one before is the best that there is
+            progress.best_loss, progress.best_step = self._best
         self._tell(str(error), "stop" if required else "continue")
         if required:
             earlier = (
@@ -240,31 +249,35 @@ class Checkpointing:
 
         Raises:
             RequestError: there are checkpoints, and none can be used.
+            FaultError, MachineError: none can be used, and the machine could not read some of them.
         """
         self._flush()
         world, events = self._training.world, self._training.events
         heartbeat.phase(phase)
-        chosen: str | None = None
-        refused: list[str] = []
+        # The step, as the path on another node may be another one; and the exit code and message if none can be used.
+        chosen: int | None = None
+        unusable: tuple[int, str] | None = None
         if world.is_main:
             events.announce("checking the newest checkpoint")
             found, refused = self._checkpoints.latest(before)
             copy = self._copies.newest(None if found is None else found.step, Checkpoint.open, before)
             for reason in refused:
                 action = "use the one before it" if copy is None else "use a copy"
-                events.emit(Fault(kind="checkpoint", rank=0, detail=reason, action=action))
+                events.emit(Fault(kind="checkpoint", rank=0, detail=str(reason), action=action))
             self._tell_of_copies()
             if copy is not None:
                 found = copy
                 events.emit(Notice(message=f"{copy.path} is restored from a copy"))
-            chosen = None if found is None else str(found.path)
+            chosen = None if found is None else found.step
+            if chosen is None and refused:
+                unusable = _none_usable(refused)
             if before is not None and (chosen is not None or before == 1):
                 self._copies.remove_from(before)  # first, so that none is restored if this process ends now
                 self._checkpoints.remove_from(before)
-        chosen, refused = world.broadcast((chosen, refused))
-        if chosen is None and refused:
-            raise RequestError(f"no checkpoint of this run can be used: {'; '.join(refused)}; start a new run")
-        return None if chosen is None else Checkpoint.open(Path(chosen), verify=False)
+        chosen, unusable = world.broadcast((chosen, unusable))
+        if unusable is not None:
+            raise error_of(*unusable)
+        return None if chosen is None else Checkpoint.open(self._checkpoints.path(chosen), verify=False)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Load the state of a checkpoint.
@@ -288,6 +301,7 @@ class Checkpointing:
         for name in states.keys() & self._policies.keys():
             self._policies[name].state.update(states[name])
         self.step = progress.step
+        self._best = progress.best_loss, progress.best_step
 
     def _state(self) -> dict[str, Any]:
         task = self._training.task
@@ -323,13 +337,24 @@ class Checkpointing:
     def _prune(self) -> None:
         """Remove older checkpoints; if some cannot be removed they stay, and training continues."""
         try:
-            self._checkpoints.prune(self._training.progress.best_step, self._background.remove, self._trusted_before())
+            self._checkpoints.prune(self._best[1], self._background.remove, self._trusted_before())
         except OSError as error:
             self._tell(f"older checkpoints were not removed: {error}", "continue")
 
     def _tell(self, detail: str, action: str) -> None:
         step = self._training.progress.step
         self._training.events.emit(Fault(kind="checkpoint", rank=0, detail=detail, action=action, step=step))
+
+
+def _none_usable(refused: Sequence[CheckpointError]) -> tuple[int, str]:
+    """Return the exit code and the message for a run none of whose checkpoints can be used."""
+    why = f"no checkpoint of this run can be used: {'; '.join(map(str, refused))}"
+    unread = {reason.exit_code for reason in refused if isinstance(reason, UnreadableCheckpoint)}
+    if not unread:
+        return EXIT_REQUEST, f"{why}; start a new run"
+    if unread == {EXIT_MACHINE}:
+        return EXIT_MACHINE, f"{why}; let this user read them, then --resume the run"
+    return EXIT_FAULT, f"{why}; they may be whole: check the disk or the file system, then --resume the run"
 
 
 def _own_bytes(shards: Mapping[str, Shard]) -> int:

@@ -14,12 +14,14 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from trainwright.errors import TrainingError
+from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, TrainingError
 from trainwright.models.files.safetensors_files import DamagedFile, read_header
+from trainwright.paths import retried
 
 FORMAT = 1
 MANIFEST, STATE, RECIPE = "manifest.json", "state.json", "recipe.yaml"
@@ -30,11 +32,20 @@ _TEXT_BYTES = 2**26
 _NAME = re.compile(r"rank-[0-9]{5,}\.safetensors|state\.json|recipe\.yaml")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
+# What opening a file says if the checkpoint is not what it should be; None: an OSError of this program.
+_DAMAGE = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENAMETOOLONG)
+
 Block = dict[str, Any]  # file: str, offset and size: list[int]
 
 
 class CheckpointError(TrainingError):
     """A checkpoint could not be written, or does not match its manifest."""
+
+
+class UnreadableCheckpoint(CheckpointError):
+    """The machine could not read a checkpoint, which may be whole."""
+
+    exit_code = EXIT_FAULT
 
 
 class Manifest:
@@ -64,10 +75,9 @@ class Manifest:
     def read(cls, path: Path) -> Manifest:
         """Return the manifest of the checkpoint in ``path``. Raises CheckpointError."""
         try:
-            text = read_inside(path, MANIFEST, _MANIFEST_BYTES)
-            content = json.loads(text)
+            content = json.loads(retried(lambda: read_inside(path, MANIFEST, _MANIFEST_BYTES)))
         except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path / MANIFEST} cannot be read: {reason(error)}") from error
+            raise cannot_be_read(path / MANIFEST, error) from error
         return cls(path, content)
 
     def shapes_in(self, file: str) -> dict[str, tuple[int, ...]]:
@@ -82,8 +92,10 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 def checkpoints_in(directory: Path) -> dict[int, Path]:
     """Return the checkpoints by step, ascending, verified or not; empty if the directory does not exist."""
-    names = directory.iterdir() if directory.is_dir() else ()
-    found = (re.fullmatch(r"step-([0-9]{8,})", path.name) for path in names)
+    names = []
+    with suppress(FileNotFoundError, NotADirectoryError):  # if it cannot be read, there may be checkpoints
+        names = os.listdir(directory)
+    found = (re.fullmatch(r"step-([0-9]{8,})", name) for name in names)
     steps = sorted(step for one in found if one and checkpoint_path(directory, step := int(one[1])).name == one[0])
     return {step: checkpoint_path(directory, step) for step in steps}
 
@@ -101,9 +113,9 @@ def seal_of(manifest: dict[str, Any]) -> str:
 def read_state(path: Path) -> dict[str, Any]:
     """Return the state other than tensors of the checkpoint in ``path``. Raises CheckpointError."""
     try:
-        state = json.loads(read_inside(path, STATE, _TEXT_BYTES))
+        state = json.loads(retried(lambda: read_inside(path, STATE, _TEXT_BYTES)))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path / STATE} cannot be read: {reason(error)}") from error
+        raise cannot_be_read(path / STATE, error) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE} is not the state of a run")
     return state
@@ -143,14 +155,20 @@ def check_tensors(path: Path, file: str, manifest: Manifest) -> None:
         open_inside(path, file).close()
         found = read_header(path / file)
     except (OSError, DamagedFile) as error:
-        raise CheckpointError(f"{path / file} cannot be read: {reason(error)}") from error
+        raise cannot_be_read(path / file, error) from error
     if found != expected:
         raise CheckpointError(f"{path / file} does not contain the tensors listed in the manifest")
 
 
-def reason(error: Exception) -> str:
-    """Return why a file could not be read, without its name."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+def cannot_be_read(path: Path, error: Exception) -> CheckpointError:
+    """Return why a checkpoint cannot be used, of which ``path`` could not be read."""
+    message = f"{path} cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
+    if not isinstance(error, OSError) or error.errno in _DAMAGE:
+        return CheckpointError(message)
+    found = UnreadableCheckpoint(message)
+    if isinstance(error, PermissionError):
+        found.exit_code = EXIT_MACHINE
+    return found
 
 
 def _files(files: dict[str, Any]) -> dict[str, tuple[int, str]]:

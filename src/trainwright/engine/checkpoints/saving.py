@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 
 from trainwright.recipe.sections.fields import seconds_of
 
 # The meaning of ``checkpoint.every: auto``.
 _FIRST_SECONDS, _SECONDS, _SHARE = 120.0, 600.0, 0.02
+_COSTS = 3  # of the last checkpoints: one that met a slow disk does not decide alone
 # A checkpoint that is written for longer is waited for: if the disk is stuck, that is reported as a hang.
 _STUCK_SECONDS = 3600.0
 # The first checkpoint of a launch measures what one costs. A launch that fails before it has gained nothing, and would
@@ -33,9 +36,13 @@ class Saving:
         self._clock = clock
         self._since = clock()
         self._interval = seconds_of(every) if isinstance(every, str) and every != "auto" else None
+        self._first = (
+            _FIRST_SECONDS if self._between is None else min(_FIRST_SECONDS, self._between * _FIRST_OF_BETWEEN)
+        )
+        self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._failures = 0  # of the last checkpoints, in a row
         if every == "auto":
-            soon = math.inf if self._between is None else self._between * _FIRST_OF_BETWEEN
-            self._interval = min(_FIRST_SECONDS, soon)
+            self._interval = self._first
 
     def is_due(self, step: int, writing: bool = False) -> bool:
         """Return whether to save after ``step``; ``writing``: whether a checkpoint is still being written.
@@ -53,10 +60,25 @@ class Saving:
         self._since = self._clock()
 
     def took(self, seconds: float) -> None:
-        """Record that a checkpoint was written, or failed; training waits ``seconds`` for one."""
+        """Record that a checkpoint was written; training has waited ``seconds`` for it."""
+        self._failures = 0
+        self._costs.append(seconds)
         if self._every == "auto":
-            usual = max(_SECONDS, seconds / _SHARE)
-            self._interval = usual if self._between is None else best_interval(seconds, self._between)
+            self._interval = self._usual(statistics.median_low(self._costs))
+
+    def failed(self, seconds: float) -> None:
+        """Record that a checkpoint was not written, for which training has waited ``seconds``.
+
+        ``auto`` tries again soon, and later each time, until failing costs no more than writing may.
+        """
+        self._failures += 1
+        if self._every == "auto":
+            self._since = self._clock()
+            later = self._first * 2.0 ** min(self._failures - 1, 30)
+            self._interval = min(later, max(self._first, self._usual(seconds)))
+
+    def _usual(self, cost: float) -> float:
+        return max(_SECONDS, cost / _SHARE) if self._between is None else best_interval(cost, self._between)
 
 
 def best_interval(cost: float, between: float) -> float:

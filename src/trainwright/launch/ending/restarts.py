@@ -17,7 +17,8 @@ from trainwright.observe.reader import read_events
 from trainwright.paths import write_file
 from trainwright.recipe.sections.fields import rate_of
 
-# Beside the logs of the launches that it is about.
+# Beside the logs of the launches that it is about: the times of the restarts so far, the step and the error of each
+# failure from within, and after which step the last restarts happened, with their number.
 _FILE = Path("logs") / "restarts.json"
 _MOST_STUCK = 3  # restarts in a row that got no step further
 # The lines of calls in a message of `hangs.judge.Conflict`; numbers and ranks are not the same in every launch.
@@ -30,18 +31,25 @@ _RANK = re.compile(r"^rank \d+ ")  # that failed
 class Restarts:
     """Count the restarts of a run, and compare each failure with the ones before it.
 
-    Both are kept in the run's directory, as the launcher may be killed together with its workers and started again.
+    Both are kept in the run's directory, as the launcher may be killed together with its workers and started again. On
+    several hosts, both the launcher on the first host and the command that has started it decide about the same run.
 
     Args:
         allowed: ``faults.restarts``.
         clock: returns seconds since the epoch, as the run's events have them.
+        begun: when the launch began that may fail, by this clock. Default: now.
     """
 
-    def __init__(self, run: Path, allowed: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, run: Path, allowed: str, clock: Callable[[], float] = time.time, begun: float | None = None
+    ) -> None:
         self._run, self._allowed, self._clock = run, allowed, clock
         self._rate = rate_of(allowed)
-        self._times, self._failures, self._stuck = _read(run / _FILE)
-        self._begun = clock()
+        self._times: list[float] = []
+        self._failures: list[tuple[int | None, str]] = []
+        self._stuck: tuple[int | None, int] = (None, 0)
+        self._is_written = True
+        self._begun = clock() if begun is None else begun
 
     def decide(self, failure: Failure) -> Restart | Failure:
         """Return the event of a restart, or the failure that the run ends with, which says why there is none.
@@ -51,6 +59,7 @@ class Restarts:
         """
         if failure.cause is None or self._rate.times == 0:
             return failure
+        self._read()
         now, step = self._clock(), self._last_step()
         if failure.cause not in FROM_OUTSIDE:
             if failure.cause is Cause.ERROR and step is None:
@@ -80,11 +89,24 @@ class Restarts:
             after_step=step,
         )
 
+    def _read(self) -> None:
+        """Take what was decided last, here or by another; without the file, or if it is older, go on with our own."""
+        if not self._is_written:
+            return
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            kept = json.loads((self._run / _FILE).read_text(encoding="utf-8"))
+            times = [float(each) for each in kept["times"]]
+            failures = [(step, str(error)) for step, error in kept["failures"]]
+            step, count = kept.get("stuck", (None, 0))
+            self._times, self._failures, self._stuck = times, failures, (step, int(count))
+
     def _write(self) -> None:
         file, kept = self._run / _FILE, {"times": self._times, "failures": self._failures, "stuck": self._stuck}
+        self._is_written = False
         with suppress(OSError):  # a full disk does not end a run that can go on
             file.parent.mkdir(exist_ok=True)
             write_file(file, json.dumps(kept))
+            self._is_written = True
 
     def _last_step(self) -> int | None:
         """Return the last step that this launch has recorded."""
@@ -94,19 +116,6 @@ class Restarts:
             return None
         steps = [event["step"] for event in events if event["event"] == "step" and event["time"] >= self._begun]
         return steps[-1] if steps else None
-
-
-def _read(file: Path) -> tuple[list[float], list[tuple[int | None, str]], tuple[int | None, int]]:
-    """Return the times of the restarts so far, the step and the error of each failure from within, and after which step
-    the last restarts happened, with their number.
-    """
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        times = [float(each) for each in kept["times"]]
-        step, count = kept.get("stuck", (None, 0))
-        return times, [(step, str(error)) for step, error in kept["failures"]], (step, int(count))
-    except (OSError, ValueError, KeyError, TypeError):
-        return [], [], (None, 0)
 
 
 def _essence(message: str) -> str:

@@ -30,11 +30,12 @@ class Again:
     Args:
         allowed: ``faults.restarts``.
         may_lose: whether the run can go on with some of its hosts.
+        begun: when it was started on them, in seconds since the epoch.
     """
 
-    def __init__(self, run: Path, allowed: str, may_lose: bool) -> None:
+    def __init__(self, run: Path, allowed: str, may_lose: bool, begun: float) -> None:
         self._run, self._may_lose = run, may_lose
-        self._restarts = Restarts(run, allowed)
+        self._restarts = Restarts(run, allowed, begun=begun)
 
     def decide(self, hosts: Sequence[Host], lost: Mapping[Host, str]) -> tuple[list[Host], int]:
         """Return the hosts in their new order, those that answer first, and a free port of the first.
