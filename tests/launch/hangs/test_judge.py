@@ -87,6 +87,18 @@ def test_the_first_time_of_a_phase_lasts_until_it_ends(tmp_path: Path) -> None:
     assert 10.0 <= now() < 10.4
 
 
+@pytest.mark.parametrize(("before", "phase", "seconds"), [("profile", "profile writing", 3600.0)])
+def test_work_that_comes_once_is_not_compared_with_shorter_work(
+    tmp_path: Path, before: str, phase: str, seconds: float
+) -> None:
+    own = Heartbeat(tmp_path / "rank-0")
+    for name in (before, "data", phase):
+        own.phase(name)
+    own.seconds()
+    found = read(tmp_path / "rank-0")
+    assert found is not None and limit(found) == seconds
+
+
 def test_a_compiled_model_may_compile_again() -> None:
     assert limit(beat("forward"), compiled=True) == 302.5
     assert limit(beat("optimizer"), compiled=True) == 12.5
