@@ -45,7 +45,11 @@ def test_time_in_collectives_is_exchange_as_far_as_no_other_rank_was_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("phase", "category"), [("rewinding", "checkpoint"), ("profile", "profile"), ("profile writing", "profile")]
+    ("phase", "category"),
+    [
+        *(("rewinding", "checkpoint"), ("copies", "checkpoint"), ("finishing", "logging")),
+        *(("profile", "profile"), ("profile writing", "profile")),
+    ],
 )
 def test_phases_outside_of_steps_have_a_category(phase: str, category: str) -> None:
     assert by_category({Use(phase, waiting=False): 5.0}, behind=0.0) == {category: 5.0}

@@ -87,7 +87,10 @@ def test_the_first_time_of_a_phase_lasts_until_it_ends(tmp_path: Path) -> None:
     assert 10.0 <= now() < 10.4
 
 
-@pytest.mark.parametrize(("before", "phase", "seconds"), [("profile", "profile writing", 3600.0)])
+@pytest.mark.parametrize(
+    ("before", "phase", "seconds"),
+    [("profile", "profile writing", 3600.0), ("checkpoint", "copies", 7200.0), ("checkpoint", "finishing", 900.0)],
+)
 def test_work_that_comes_once_is_not_compared_with_shorter_work(
     tmp_path: Path, before: str, phase: str, seconds: float
 ) -> None:

@@ -13,7 +13,7 @@ from trainwright.text import span
 _PART, _PART_OF_FEW, _FEW = 0.25, 1.0, 3
 _MARGIN = 10.0
 # Reading, writing and gathering a model vary more.
-STORAGE = dict.fromkeys(("checkpoint", "export", "loading", "profile writing", "resuming", "rewinding"), 12.0)
+STORAGE = dict.fromkeys(("checkpoint", "copies", "export", "loading", "profile writing", "resuming", "rewinding"), 12.0)
 # A phase that has not ended once may include compilation, downloads or the first access to slow storage.
 _FIRST = {
     "start": 3600.0,
@@ -24,6 +24,7 @@ _FIRST = {
     "setup": 3600.0,
     "compilation": 3600.0,
     "checkpoint": 3600.0,
+    "copies": 7200.0,
     "profile writing": 3600.0,
     "export": 7200.0,
     "evaluation": 1800.0,
