@@ -159,6 +159,7 @@ def test_of_two_ranks_the_one_that_went_further_has_not_entered_what_the_other_w
     assert (
         "rank 0 has entered all_reduce of float32[3] at a.py:1, and rank 1 all_reduce of float32[900]" in found.detail
     )
+    assert (found.conflict, found.exit_code) == (True, 4)
     assert judge({0: Seen(waits, 10.5), 1: Seen(further, 1.0)}) is None
 
 
@@ -172,6 +173,7 @@ def test_lines_may_differ_in_a_run_that_is_right() -> None:
     assert found is not None and found.ranks == (0, 1)
     assert "ranks 0, 1 have made no progress" in found.detail
     assert "rank 1 has entered all_reduce of float32[3] at b.py:9" in found.detail
+    assert (found.conflict, found.exit_code) == (False, 5)
 
 
 def test_objects_may_have_another_size_on_each_rank() -> None:
