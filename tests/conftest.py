@@ -14,6 +14,9 @@ from tests.support import commands
 from tests.support.commands import MACHINE
 from tests.support.janitor import Janitor
 from tests.support.runs import Runs
+from trainwright import heartbeat
+from trainwright.heartbeat import Heartbeat
+from trainwright.spent import Use
 
 # What the shell that starts the tests may have set for something else: a batch system's step, a launcher's process,
 # a terminal. Commands under test would follow it.
@@ -102,6 +105,15 @@ def told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is the one that is usual here, also where `--machine` names another."""
     monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(MACHINE))
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> list[Use]:
+    """The marks in the heartbeat of this process, which is a worker."""
+    own, found = Heartbeat(None), list[Use]()
+    own.changed = lambda use, step, micro_batch: found.append(use)
+    monkeypatch.setattr(heartbeat, "_own", own)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,8 @@ class Times:
 
     Attributes:
         count: how often it has ended; of more than four times, a number from then on.
-        longest: the most seconds between two marks in it, with older phases counting less; up to 5 % more.
+        longest: the most seconds between two marks in it, in the last hours; the first four times, which may include
+            compilation, count less. Up to 5 % more.
     """
 
     count: int

@@ -45,9 +45,11 @@ from trainwright.beats import (
 from trainwright.spent import DeviceEvent, Spent, Use
 
 _OTHERS = "another phase"  # all that the file has no space for
-# The share of the longest time that is left after another, in the first times and later: the first may include
-# compilation, and a single slow one should not count forever.
-_FIRST_TIMES, _FIRST_DECAY, _DECAY = 4, 0.5, 0.99
+# The share of the longest time that is left after another of the first times, which may include compilation.
+_FIRST_TIMES, _FIRST_DECAY = 4, 0.5
+# The longest time of this period and of the one before is kept. A period has so many times and seconds at least: slow
+# times may be rare, in a phase that is short or seldom too, but a time of hours must not count as usual for days.
+_PERIOD_TIMES, _PERIOD_SECONDS = 1000, 2 * 3600.0
 # A longest time that falls is written when it is less than what was written by this part.
 _FALLEN = 0.05
 # Marks are counted at least this often, in seconds.
@@ -57,31 +59,43 @@ _COUNT_SECONDS = 1.0
 class _Phase:
     """A phase that has been seen: where the file has it, what its seconds count as, and how long it has taken.
 
-    ``now``: the most seconds between two marks since the phase began; ``written``: the longest that the file has.
+    ``now``: the most seconds between two marks since the phase began; ``recent``, ``earlier``: in this period and in
+    the one before; ``longest``: of these; ``written``: the longest that the file has.
     """
 
-    __slots__ = "count", "inside", "longest", "name", "now", "outside", "place", "written"
+    __slots__ = (
+        *("count", "earlier", "inside", "longest", "name", "now", "outside", "period_begun", "period_count"),
+        *("place", "recent", "written"),
+    )
 
-    def __init__(self, name: str, place: int) -> None:
+    def __init__(self, name: str, place: int, begun: float) -> None:
         self.name, self.place = name, place
         self.outside, self.inside = Use(name, waiting=False), Use(name, waiting=True)
-        self.count, self.longest, self.now, self.written = 0, 0.0, 0.0, 0.0
+        self.count = self.period_count = 0
+        self.period_begun = begun
+        self.longest = self.recent = self.earlier = self.now = self.written = 0.0
 
-    def took(self, seconds: float, phase_ended: bool) -> bool:
-        """Add the time between two marks to the history; return whether the history has to be written.
+    def took(self, seconds: float, at: float, phase_ended: bool) -> bool:
+        """Add the time between two marks, the second ``at``, to the history; return whether it has to be written.
 
         Until a phase has ended, it may have parts that are not like those before: what it does after its first
         collective may compile, or evaluate with another metric.
         """
-        self.now = max(self.now, seconds)
+        if seconds > self.now:
+            self.now = seconds
         if phase_ended:
-            decay = _FIRST_DECAY if self.count < _FIRST_TIMES else _DECAY
-            self.longest, self.now = max(self.now, self.longest * decay), 0.0
+            if self.count < _FIRST_TIMES:
+                self.recent *= _FIRST_DECAY
+            if self.now > self.recent:
+                self.recent = self.now
+            self.now = 0.0
             self.count += 1
-        else:
-            self.longest = max(self.now, self.longest)
+            if self.count - self.period_count >= _PERIOD_TIMES and at - self.period_begun >= _PERIOD_SECONDS:
+                self.earlier, self.recent = self.recent, 0.0
+                self.period_begun, self.period_count = at, self.count
+        self.longest = longest = max(self.now, self.recent, self.earlier)
         is_new = phase_ended and self.count <= _FIRST_TIMES
-        return is_new or not self.longest <= self.written <= self.longest * (1 + _FALLEN)
+        return is_new or not longest <= self.written <= longest * (1 + _FALLEN)
 
 
 class Heartbeat:
@@ -142,7 +156,7 @@ class Heartbeat:
         if name not in self._phases:
             if len(self._phases) >= PHASES - 1:
                 name = _OTHERS
-            known = self._phases.setdefault(name, _Phase(name, len(self._phases)))
+            known = self._phases.setdefault(name, _Phase(name, len(self._phases), time.monotonic()))
             write_phase(self._memory, known.place, name)
         return self._phases[name]
 
@@ -246,7 +260,7 @@ class Heartbeat:
             seconds, self._counted = now - self._counted, now
             self._spent.end(phase.inside if waited else phase.outside, seconds, event)
             of = self._waits if waited else phase
-            if of.took(seconds, phase_ended or waited):
+            if of.took(seconds, now, phase_ended or waited):
                 of.written = of.longest
                 write_times(self._memory, of.place, Times(of.count, of.longest))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -55,6 +56,26 @@ def test_tensor_files_are_safetensors_with_the_checksum_of_their_bytes(tmp_path:
         assert (size, digest) == checksum(file)
     loaded = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors().items())
+
+
+def test_what_a_slow_disk_has_not_written_yet_is_little_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = [0]
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(directories, "_PIECE", 256)
+    monkeypatch.setattr(directories, "_UNSYNCED", 1024)
+    many = {"small": torch.ones(3), "large": torch.arange(2000), "last": torch.ones(100)}
+    size, _ = write_tensors(tmp_path / "x.safetensors", many)
+    assert synced[-1] == size > 16_000
+    assert all(0 <= now - before < 1024 + 256 for before, now in itertools.pairwise(synced))
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in many.items())
 
 
 def test_what_was_saved_is_read_back_bit_for_bit(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_the_trace_has_the_phases_of_the_recorded_steps_of_every_rank(
             assert {"data", "forward", "backward", "gradient norm", "optimizer"} <= set(names)
             seconds = sum(event["dur"] for event in of_step) / 1e6
             assert seconds >= 0.5 * times[step], "the phases are those of the whole step; on a busy machine with gaps"
+        assert own[-1]["name"] == "profile writing, step 4", "not the phase that begins the recording"
         for before, after in itertools.pairwise(own):
             assert before["ts"] + before["dur"] <= after["ts"] + 1, "phases do not overlap"
     begun = [phases(found, rank)[0]["ts"] for rank in range(processes)]

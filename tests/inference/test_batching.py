@@ -10,6 +10,7 @@ import torch
 from trainwright.errors import MachineError
 from trainwright.inference.batching import by_length, over_ranks
 from trainwright.parallel.world import World
+from trainwright.spent import Use
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -26,6 +27,11 @@ def test_results_come_in_the_order_of_the_examples() -> None:
     batches = [[4, 0], [2], [1, 3]]
     found = over_ranks(ALONE, batches, [1, 5, 2], lambda batch: [index * 10 for index in batch], told.append)
     assert found == [0, 10, 20, 30, 40] and sum(told) == 5
+
+
+def test_every_batch_is_progress(marks: list[Use]) -> None:
+    over_ranks(ALONE, [[4, 0], [2], [1, 3]], [1, 5, 2], lambda batch: batch)
+    assert len(marks) == 3
 
 
 def test_where_memory_runs_out_a_batch_is_done_in_halves_and_later_ones_too() -> None:

@@ -13,6 +13,7 @@ from trainwright.errors import RequestError
 from trainwright.inference.generation import answer_batch
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import Stop
+from trainwright.spent import Use
 
 END = 258
 GREEDY = Sampling(max_new_tokens=40)
@@ -68,6 +69,12 @@ def test_what_is_drawn_belongs_to_the_example_and_not_to_the_batch() -> None:
     assert backwards[::-1] == together
     other = Sampling(max_new_tokens=20, temperature=0.8, top_p=0.9, seed=4)
     assert answer_batch(model, TOKENIZER, PROMPTS, other, Stop(frozenset())) != together
+
+
+def test_every_token_is_progress(marks: list[Use]) -> None:
+    """An answer may become much longer than those before it."""
+    (answer,) = answer_batch(model_of("llama"), TOKENIZER, PROMPTS[:1], GREEDY, Stop(frozenset()))
+    assert len(marks) == len(answer.tokens) == 40
 
 
 def test_a_stop_text_ends_an_answer_where_it_begins() -> None:

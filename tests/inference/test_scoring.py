@@ -14,9 +14,13 @@ from tests.inference.models import TOKENIZER, model_of
 from tests.support.runs import ROWS, Runs
 from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.evaluation.questions import ValidationQuestions
 from trainwright.inference.scoring import score
+from trainwright.inference.stopping import Stop
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World, join, leave
+from trainwright.recipe.schema import EvaluateSection
+from trainwright.spent import Use
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -28,6 +32,14 @@ def rows_as_tokens() -> TokenDataset:
         [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}] for row in rows
     ]
     return TokenDataset.from_examples(ChatEncoder(TOKENIZER).encode(turns), "rows")
+
+
+def test_answers_and_their_metrics_are_progress_one_by_one(marks: list[Use]) -> None:
+    section = EvaluateSection(metrics=["exact_match", "f1"], generation_limit=3, max_new_tokens=5)
+    questions = ValidationQuestions(section, rows_as_tokens(), 10_000, TOKENIZER)
+    found = questions.metrics(model_of("llama", positions=512), Stop(frozenset()), ALONE, together=False)
+    assert set(found) == {"exact_match", "f1"}
+    assert len(marks) == 5 + 1 + 2 * 3, "tokens of all, their batch, and each answer by each metric"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "bloom"])

@@ -188,3 +188,15 @@ def test_the_last_attempt_of_torchrun_decides(
             record_exit_code(each)
     assert recorded_code(file, 1) == code
     assert recorded_code(file, EXIT_FINISHED) == EXIT_FINISHED
+
+
+def test_a_code_whose_reason_is_known_outweighs_those_of_broken_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "codes"
+    monkeypatch.setenv(CODES_FILE, str(file))
+    record_begun()
+    record_exit_code(EXIT_FAULT)
+    record_exit_code(EXIT_TRAINING, outweighs=True)
+    record_exit_code(EXIT_FAULT)
+    assert recorded_code(file, 1) == EXIT_TRAINING

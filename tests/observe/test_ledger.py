@@ -42,7 +42,17 @@ def test_time_in_collectives_is_exchange_as_far_as_no_other_rank_was_waited_for(
         }
     )
     assert by_category(spent, behind=9.0)["waiting for ranks"] == 2.0
-    assert by_category({Use("rewinding", waiting=False): 5.0}, behind=0.0) == {"checkpoint": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("phase", "category"),
+    [
+        *(("rewinding", "checkpoint"), ("copies", "checkpoint"), ("finishing", "logging")),
+        *(("profile", "profile"), ("profile writing", "profile")),
+    ],
+)
+def test_phases_outside_of_steps_have_a_category(phase: str, category: str) -> None:
+    assert by_category({Use(phase, waiting=False): 5.0}, behind=0.0) == {category: 5.0}
 
 
 def test_the_launcher_counts_what_came_after_the_last_line_as_the_end(tmp_path: Path) -> None:

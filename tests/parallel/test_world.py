@@ -25,6 +25,8 @@ from tests.parallel.generation import step
 from tests.support.commands import machine_file
 from tests.support.runs import ON_ROWS, TINY, Runs
 from tests.support.training import built, trainer_of
+from trainwright import heartbeat
+from trainwright.beats import heartbeat_file, read
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
 from trainwright.engine.checkpoints.directories import remove
@@ -35,6 +37,7 @@ from trainwright.launch import run_directory
 from trainwright.launch.run_worker import run_worker
 from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
+from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.fsdp.fully_sharded import _mesh
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import backends, join, leave
@@ -45,6 +48,34 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 
 HERE = "tests.parallel.test_world:"
+
+
+def report_groups(directory: str) -> None:
+    rank = int(os.environ["RANK"])
+    heartbeat.begin(Path(directory), rank)
+    report_collectives()
+    join("cpu")
+    first, both = dist.new_group([0]), dist.new_group([0, 1])
+
+    def seen() -> tuple[int, int]:
+        beat = read(heartbeat_file(Path(directory), rank))
+        assert beat is not None
+        return beat.entered, beat.marks
+
+    entered, marks = seen()
+    dist.barrier(first)
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.SUM, first)
+    dist.all_reduce(torch.ones(3), group=first)
+    assert seen() == (entered, marks + (6 if rank == 0 else 0)), "the calls of a rank outside of the group do nothing"
+    dist.barrier(both)
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.SUM, both)
+    dist.all_reduce(torch.ones(3))
+    assert seen()[0] == entered + 3
+    leave()
+
+
+def test_only_collectives_of_all_ranks_are_numbered_however_their_group_is_given(runs: Runs, tmp_path: Path) -> None:
+    runs.function(HERE + report_groups.__name__, str(tmp_path), processes=2)
 
 
 def exchange_masters_on_hosts() -> None:

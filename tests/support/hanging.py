@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,16 @@ class Hanging(StepPolicy):
             return function(*given, **named)
 
         object.__setattr__(target, name, wrapped)
+
+
+def slow_to_finish(run: Path) -> Callable[[dict[str, Any]], None]:
+    """An observer that takes the seconds of the variable HANG_SECONDS at the end of the run."""
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "finish":
+            time.sleep(float(os.environ["HANG_SECONDS"]))
+
+    return observe
 
 
 class Failing(StepPolicy):

@@ -15,6 +15,7 @@ from trainwright.models.history.model import HistoryModel, HistoryShape
 from trainwright.models.history.objective import HistoryObjective, LossWeights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
+from trainwright.spent import Use
 from trainwright.tasks.algorithm_distillation.goals import find_goals
 from trainwright.tasks.algorithm_distillation.in_context import Trial, evaluate_model, play
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
@@ -69,6 +70,13 @@ def test_no_task_that_an_agent_is_tried_on_is_trained_on(file: Path, train_tasks
     assert goals.held_out == [1, 6, 9]
     assert len(goals.train) == (train_tasks or 13)
     assert not set(goals.train) & set(goals.held_out)
+
+
+def test_every_step_of_a_trial_is_progress(marks: list[Use]) -> None:
+    environment = make("darkroom", size=4, horizon=5)
+    tasks, still = environment.tasks(), torch.zeros(16, dtype=torch.int64)
+    play(lambda step: still, environment, tasks, 3, torch.arange(16), torch.device("cpu"), full_length=True)
+    assert len(marks) == 15
 
 
 def test_returns_are_those_of_the_episode_in_which_they_were_had() -> None:

@@ -359,5 +359,6 @@ class Trainer:
     def _finish(self, status: str, begun: float, path: Path | None) -> None:
         seconds = time.monotonic() - begun
         found, step = self._measured.summary(), self.progress.step
+        heartbeat.phase("finishing", step)
         self.events.announce("finishing the report and the curves", step)
         self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=found))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from trainwright import heartbeat
 from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.metrics.extraction import AnswerMatch
-from trainwright.evaluation.metrics.registry import judges
+from trainwright.evaluation.metrics.registry import Judge, judges
 from trainwright.evaluation.rows import drawn, last_run
 from trainwright.inference.answering import answer_all
 from trainwright.inference.sampling import Sampling
@@ -64,7 +66,12 @@ class ValidationQuestions:
         prompts, sampling = self._prompts, self._sampling
         answers = answer_all(model, self._tokenizer, prompts, sampling, stop, world, together=together)
         texts = [answer.text.strip() for answer in answers]
-        return {name: sum(map(judge, self._references, texts)) / len(texts) for name, judge in self._judges.items()}
+        return {name: sum(self._scores(judge, texts)) / len(texts) for name, judge in self._judges.items()}
+
+    def _scores(self, judge: Judge, texts: Sequence[str]) -> Iterator[float]:
+        for reference, text in zip(self._references, texts, strict=True):
+            yield judge(reference, text)
+            heartbeat.progress()
 
     def _check_references(self) -> None:
         match = self._judges.get("answer")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from trainwright import heartbeat
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.errors import MachineError
 from trainwright.parallel.world import World
@@ -71,6 +72,7 @@ def over_ranks(
             if not isinstance(results, MemoryShortage):
                 found.update(zip(part, results, strict=True))
                 done(len(part))
+                heartbeat.progress()
             elif len(part) > 1:
                 largest = -(-len(part) // 2)
                 waiting = [half for each in (part, *waiting) for half in _parts(each, largest)]

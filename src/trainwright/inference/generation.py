@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright import heartbeat
 from trainwright.errors import RequestError
 from trainwright.inference.sampling import Sampler, Sampling
 from trainwright.inference.stopping import Stop
@@ -122,6 +123,7 @@ def _write(
         output = model(input_ids=inputs, use_cache=True, **extra)
         tokens = choose(output.logits[:, -1].float(), step, [row.number for row in rows])
         chosen = tokens.tolist()
+        heartbeat.progress()
         if on_token is not None:
             for row, token in zip(rows, chosen, strict=True):
                 if token not in stop.tokens:

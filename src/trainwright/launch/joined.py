@@ -164,7 +164,7 @@ def run_joined(
             from trainwright.launch.run_worker import prepare, train
 
             prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
-            with watching(run, rank_info, terminal):
+            with watching(run, rank_info, terminal, lambda: failures.text):
                 code = train(
                     run, opened.resume, rank_info, watched=True, deadline=deadline, launcher=environment.launcher
                 )

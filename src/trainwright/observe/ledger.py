@@ -53,7 +53,13 @@ _STEP = {
 # Compilation runs inside the first passes, whose own seconds do not include it.
 _OUTSIDE_STEPS = {
     name: name for name in ("evaluation", "generation", "checkpoint", "export", "replay", "profile", "compilation")
-} | {FINISHED: _END, "rewinding": "checkpoint"}
+} | {
+    FINISHED: _END,
+    "finishing": "logging",
+    "copies": "checkpoint",
+    "rewinding": "checkpoint",
+    "profile writing": "profile",
+}
 # In the order in which they are shown.
 CATEGORIES = (
     *TRAINING,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -37,6 +38,8 @@ _OTHERS = (
     "scatter",
     "scatter_object_list",
 )
+# What torch gives as a group to the ranks outside of it, whose calls return at once.
+_NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = str(Path(__file__).parent / "world.py")
 # By file, and by file and line: code objects are slow to look up.
@@ -54,14 +57,15 @@ def report_collectives() -> None:
 
 def _reporting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     argument, position = _SAME_SHAPE.get(name, (None, 0))
+    group_position = _position_of_group(function)
 
     @functools.wraps(function)
     def collective(*given: Any, **named: Any) -> Any:
         own = heartbeat.own()
-        if own is None:
+        group = given[group_position] if len(given) > group_position else named.get("group")
+        if own is None or group == _NO_MEMBER:
             return function(*given, **named)
         tensor = "" if argument is None else _described(named.get(argument, given[position : position + 1]))
-        group = named.get("group")
         counted = group is None or group.size() == dist.get_world_size()
         own.enter(name, tensor, _line(), counted=counted, same_shape=argument is not None)
         try:
@@ -71,6 +75,11 @@ def _reporting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     collective.reports_to_heartbeat = True  # type: ignore[attr-defined]
     return collective
+
+
+def _position_of_group(function: Callable[..., Any]) -> int:
+    names = list(inspect.signature(function).parameters)
+    return names.index("group") if "group" in names else sys.maxsize  # a library's own function, which takes anything
 
 
 def _described(given: Any) -> str:

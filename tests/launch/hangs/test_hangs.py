@@ -113,6 +113,18 @@ def test_verifying_a_checkpoint_for_long_is_no_hang_when_a_run_rewinds(runs: Run
 
 
 @pytest.mark.slow
+def test_an_end_that_takes_long_is_no_hang(runs: Runs) -> None:
+    """It is not compared with the checkpoints before it."""
+    run = runs.new_directory("run")
+    settings = (f"logging.run_directory={run}", "logging.tensorboard=false", ON_ROWS, "data.validation=null")
+    settings += ("checkpoint.every=1", "logging.observers=['tests.support.hanging:slow_to_finish']")
+    words = ("--until", "step 6", *settings, "parallel.num_processes=1", "faults.on_hang=stop")
+    ended = runs.command("train", str(TINY), *words, HANG_SECONDS="20").wait()
+    assert ended.code == 75 and "hangs" not in ended.stderr, ended.stdout + ended.stderr
+    assert not events(run, "fault")
+
+
+@pytest.mark.slow
 def test_nothing_is_left_in_shared_memory_by_workers_of_another_launcher(runs: Runs) -> None:
     workers = start_workers(runs, srun(2, "417"), ON_ROWS, "parallel.num_processes=2", "train.max_steps=2")
     for worker in workers:

@@ -87,6 +87,21 @@ def test_the_first_time_of_a_phase_lasts_until_it_ends(tmp_path: Path) -> None:
     assert 10.0 <= now() < 10.4
 
 
+@pytest.mark.parametrize(
+    ("before", "phase", "seconds"),
+    [("profile", "profile writing", 3600.0), ("checkpoint", "copies", 7200.0), ("checkpoint", "finishing", 900.0)],
+)
+def test_work_that_comes_once_is_not_compared_with_shorter_work(
+    tmp_path: Path, before: str, phase: str, seconds: float
+) -> None:
+    own = Heartbeat(tmp_path / "rank-0")
+    for name in (before, "data", phase):
+        own.phase(name)
+    own.seconds()
+    found = read(tmp_path / "rank-0")
+    assert found is not None and limit(found) == seconds
+
+
 def test_a_compiled_model_may_compile_again() -> None:
     assert limit(beat("forward"), compiled=True) == 302.5
     assert limit(beat("optimizer"), compiled=True) == 12.5
@@ -144,6 +159,7 @@ def test_of_two_ranks_the_one_that_went_further_has_not_entered_what_the_other_w
     assert (
         "rank 0 has entered all_reduce of float32[3] at a.py:1, and rank 1 all_reduce of float32[900]" in found.detail
     )
+    assert (found.conflict, found.exit_code) == (True, 4)
     assert judge({0: Seen(waits, 10.5), 1: Seen(further, 1.0)}) is None
 
 
@@ -157,6 +173,7 @@ def test_lines_may_differ_in_a_run_that_is_right() -> None:
     assert found is not None and found.ranks == (0, 1)
     assert "ranks 0, 1 have made no progress" in found.detail
     assert "rank 1 has entered all_reduce of float32[3] at b.py:9" in found.detail
+    assert (found.conflict, found.exit_code) == (False, 5)
 
 
 def test_objects_may_have_another_size_on_each_rank() -> None:

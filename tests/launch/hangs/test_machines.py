@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -18,9 +19,10 @@ import pytest
 from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, Started, events
 from trainwright.beats import FINISHED, PID, Beat, Collective, Times, heartbeat_directory, heartbeat_file, read
+from trainwright.errors import TrainingError
 from trainwright.heartbeat import Heartbeat
 from trainwright.launch.hangs import machines
-from trainwright.launch.hangs.beside import _workers
+from trainwright.launch.hangs.beside import _workers, watching
 from trainwright.launch.hangs.flight_recorder import (
     keep_collectives,
     remove_pipes,
@@ -29,6 +31,7 @@ from trainwright.launch.hangs.flight_recorder import (
 )
 from trainwright.launch.hangs.judge import Seen, judge
 from trainwright.launch.hangs.machines import Machines
+from trainwright.parallel.world import RankInfo
 
 HANG = "train.step_policies=['tests.support.hanging:Hanging']"
 OVERRIDES = (
@@ -153,6 +156,27 @@ def test_heartbeats_that_a_killed_job_has_left_are_not_those_of_processes_with_t
         shutil.rmtree(directory)
 
 
+def test_a_failure_is_explained_by_different_collectives(tmp_path: Path) -> None:
+    directory = heartbeat_directory(tmp_path)
+    assert directory is not None
+    workers = [Heartbeat(heartbeat_file(directory, rank)) for rank in range(2)]
+    second = RankInfo(rank=1, size=2, local_rank=1, local_size=2, gpu=0)
+    try:
+        for own in workers:
+            own.enter("all_reduce", "float32[3]", "a.py:1", counted=True, same_shape=True)
+        with pytest.raises(RuntimeError, match="closed by peer"), watching(tmp_path, second, sys.stderr):
+            raise RuntimeError("Connection closed by peer")
+        for own, size in zip(workers, (3, 9), strict=True):
+            own.enter("all_reduce", f"float32[{size}]", "b.py:2", counted=True, same_shape=True)
+        with pytest.raises(TrainingError) as found, watching(tmp_path, second, sys.stderr):
+            raise RuntimeError("Connection closed by peer")
+    finally:
+        shutil.rmtree(directory)
+    assert "all_reduce of float32[3] at b.py:2" in str(found.value)
+    assert "all_reduce of float32[9] at b.py:2" in str(found.value)
+    assert "RuntimeError: Connection closed by peer" in str(found.value)
+
+
 def test_what_an_earlier_launch_has_left_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "_PUBLISH_SECONDS", 0.0)
     _, two = both(tmp_path)
@@ -222,21 +246,48 @@ def test_a_rank_of_another_node_is_named_with_its_stack(runs: Runs, suspended: b
 @pytest.mark.slow
 def test_a_hang_under_torchrun_is_named_and_ends_the_run(tmp_path: Path, runs: Runs) -> None:
     run = tmp_path / "run"
-    torchrun = ["-m", "trainwright", "under", "torchrun", "--nproc-per-node=2"]
-    arguments = ["-m", "trainwright.worker", str(TINY), f"logging.run_directory={run}", *OVERRIDES, HANG]
-    ended = subprocess.run(
-        [sys.executable, *torchrun, *arguments, "faults.on_hang=stop"],
-        env=environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache"), HANG="data:1:4", HANG_SECONDS="600"),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    ended = under_torchrun(run, runs, "faults.on_hang=stop", HANG="data:1:4")
     assert ended.returncode == 5, ended.stderr
     assert "the run hangs: rank 1 has made no progress" in ended.stderr and "in _hang" in ended.stderr
     (fault,) = events(run, "fault")
     assert (fault["kind"], fault["rank"]) == ("hang", 1)
     wait_for(
         lambda: not any(str(run) in " ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "tensor"), [("order", r"broadcast of float32\[5\]"), ("shape", r"all_reduce of float32\[1000000\]")]
+)
+def test_different_collectives_under_torchrun_are_named_and_would_occur_again(
+    tmp_path: Path, runs: Runs, kind: str, tensor: str
+) -> None:
+    """Some make the run hang, and others break its connections at once."""
+    ended = under_torchrun(tmp_path / "run", runs, "faults.on_hang=stop", HANG=f"{kind}:1:4")
+    assert ended.returncode == 4, ended.stderr
+    line = r"at \S+/hanging\.py:\d+"
+    calls = {rf"all_reduce of float32\[3\] {line}", rf"{tensor} {line}"}
+    named = [rf"rank [01] has entered {one}, and rank [01] {other}" for one, other in itertools.permutations(calls)]
+    assert any(re.search(pattern, ended.stderr) for pattern in named), ended.stderr
+
+
+@pytest.mark.slow
+def test_a_warning_under_torchrun_does_not_offer_a_restart(tmp_path: Path, runs: Runs) -> None:
+    ended = under_torchrun(tmp_path / "run", runs, HANG="data:1:4", HANG_SECONDS="14")
+    assert ended.returncode == 0, ended.stderr
+    assert "it goes on; faults.on_hang: stop would end it with exit code 5" in ended.stderr
+
+
+def under_torchrun(run: Path, runs: Runs, *overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "trainwright", "under", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    arguments = ["-m", "trainwright.worker", str(TINY), f"logging.run_directory={run}", *OVERRIDES, HANG, *overrides]
+    return subprocess.run(
+        [sys.executable, *torchrun, *arguments],
+        env=environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache"), **variables),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
 
 

@@ -155,6 +155,7 @@ class Checkpointing:
         """Complete the checkpoint that is being written, and end its process."""
         self._flush()
         self._background.close()
+        heartbeat.phase("copies", self._training.progress.step)
         self._copies.wait()
         self._tell_of_copies()
 

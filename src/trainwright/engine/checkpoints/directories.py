@@ -1,4 +1,4 @@
-"""Complete, rename and remove the directories of checkpoints. Imports no torch."""
+"""Write the files of checkpoints; complete, rename and remove their directories. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,40 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from trainwright.engine.checkpoints.manifest import FORMAT, MANIFEST, RECIPE, STATE, seal_of
+
+_PIECE = 8 * 2**20
+_UNSYNCED = 64 * 2**20  # most bytes that wait in memory for the disk
+
+
+def write_synced(path: Path, data: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a file, sync it to disk, and compare what is there. Return its size in bytes and its SHA-256.
+
+    It is synced now and then meanwhile, so that a slow disk does not show all of its work at the end.
+
+    Raises:
+        OSError: the disk is full or not writable, or has other bytes; a partial file may remain.
+    """
+    digest, unsynced = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in (each[begin : begin + _PIECE] for each in data for begin in range(0, len(each), _PIECE)):
+            file.write(piece)
+            digest.update(piece)
+            unsynced += len(piece)
+            if unsynced >= _UNSYNCED:
+                file.flush()
+                os.fdatasync(file.fileno()) if hasattr(os, "fdatasync") else os.fsync(file.fileno())
+                unsynced = 0
+        file.flush()
+        os.fsync(file.fileno())
+    compare_with_disk(path, digest.hexdigest())
+    return path.stat().st_size, digest.hexdigest()
 
 
 def finish(scratch: Path, final: Path, parts: list[dict[str, Any]], state: str, recipe: str) -> None:

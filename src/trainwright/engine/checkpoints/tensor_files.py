@@ -7,15 +7,13 @@ memory while they write, and the latter stores its index as a pickle. Any safete
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from trainwright.engine.checkpoints.directories import compare_with_disk
+from trainwright.engine.checkpoints.directories import write_synced
 
 _NAMES = {
     torch.float64: "F64",
@@ -40,15 +38,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
     Raises:
         OSError: the disk is full or not writable, or has other bytes; a partial file may remain.
     """
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for data in _parts(tensors):
-            file.write(data)
-            digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
-    compare_with_disk(path, digest.hexdigest())
-    return path.stat().st_size, digest.hexdigest()
+    return write_synced(path, _parts(tensors))
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import hashlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.checkpoints.directories import compare_with_disk, finish, remove
+from trainwright.engine.checkpoints.directories import finish, remove, write_synced
 
 _PIECE = 8 * 2**20
-_UNSYNCED = 64 * 2**20  # most bytes that wait in memory for the disk
 _PR_SET_PDEATHSIG = 1
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _NICENESS = 10
@@ -62,29 +60,22 @@ def _check_parent(parent: int) -> None:
 
 def _part(memory: int, place: str, head: str, size: int) -> dict[str, Any]:
     """Write the first ``size`` bytes of the memory to a file after its head, read the file again, and compare."""
-    path, parent = Path(place), os.getppid()
-    digest, unsynced, offset = hashlib.sha256(), 0, 0
+    found, digest = write_synced(Path(place), _pieces(memory, base64.b64decode(head), size))
+    return {"size": found, "sha256": digest}
+
+
+def _pieces(memory: int, head: bytes, size: int) -> Iterator[bytes | memoryview]:
+    parent, offset = os.getppid(), 0
     buffer = memoryview(bytearray(_PIECE))
-    with path.open("wb", buffering=0) as file:
-        data = memoryview(base64.b64decode(head))
-        while True:
-            digest.update(data)
-            unsynced += len(data)
-            while data:
-                data = data[file.write(data) :]
-            if unsynced >= _UNSYNCED:
-                os.fdatasync(file.fileno()) if hasattr(os, "fdatasync") else os.fsync(file.fileno())
-                unsynced = 0
-            _check_parent(parent)
-            if offset == size:
-                break
-            count = os.preadv(memory, [buffer[: size - offset]], offset)
-            if not count:
-                raise OSError(f"the copy of the state in memory has {offset} of {size} bytes")
-            data, offset = buffer[:count], offset + count
-        os.fsync(file.fileno())
-    compare_with_disk(path, digest.hexdigest())
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+    yield head
+    while offset < size:
+        _check_parent(parent)
+        count = os.preadv(memory, [buffer[: size - offset]], offset)
+        if not count:
+            raise OSError(f"the copy of the state in memory has {offset} of {size} bytes")
+        yield buffer[:count]
+        offset += count
+    _check_parent(parent)
 
 
 def _finish(

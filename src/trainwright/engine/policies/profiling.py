@@ -70,7 +70,7 @@ class Profiling(StepPolicy):
             self._begin(self._first)
         elif self._recording is not None and step >= self._last:
             recording, self._recording = self._recording, None
-            heartbeat.phase("profile", step)
+            heartbeat.phase("profile writing", step)
             self._write(recording, step)
 
     def _begin(self, step: int) -> None:
@@ -205,6 +205,7 @@ def merge(traces: Sequence[Path], merged: Path) -> None:
             for event in _of_rank(trace["traceEvents"], rank, (begun - base) / 1000):
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
+            heartbeat.progress()
         file.write("\n]}\n")
     unfinished.replace(merged)
     for path in traces:

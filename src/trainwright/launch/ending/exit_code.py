@@ -10,7 +10,7 @@ from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
 
 CODES_FILE = "TRAINWRIGHT_EXIT_CODES"
 
-_BEGUN = "begun"
+_BEGUN, _OUTWEIGHS = "begun", "!"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's and accelerate's number of the attempt, from 0
 
 
@@ -19,10 +19,14 @@ def record_begun() -> None:
     _record(_BEGUN)
 
 
-def record_exit_code(code: int) -> int:
-    """Tell the command that runs this process's launcher, if there is one, with which code the run ends; return it."""
+def record_exit_code(code: int, *, outweighs: bool = False) -> int:
+    """Tell the command that runs this process's launcher, if there is one, with which code the run ends; return it.
+
+    Args:
+        outweighs: it is known why the run ends, where others may only see that a connection broke.
+    """
     if code != EXIT_FINISHED:
-        _record(str(code))
+        _record(f"{code}{_OUTWEIGHS if outweighs else ''}")
     return code
 
 
@@ -39,12 +43,13 @@ def recorded_code(file: Path, launcher: int) -> int:
     lines = [words for line in file.read_text(encoding="ascii").splitlines() if len(words := line.split()) == 2]
     last = max((int(attempt) for attempt, _ in lines), default=0)
     said = [word for attempt, word in lines if int(attempt) == last]
-    recorded = [int(word) for word in said if word != _BEGUN]
+    recorded = [int(word.removesuffix(_OUTWEIGHS)) for word in said if word != _BEGUN]
     if said and not recorded:  # nothing that a process does itself ends it without a word
         return EXIT_FAULT
     # Of a failure, processes that are stopped because of it may report the stop.
     failures = [each for each in recorded if each != EXIT_STOPPED]
-    return [launcher, *recorded, *failures][-1]
+    known = [int(word.removesuffix(_OUTWEIGHS)) for word in said if word.endswith(_OUTWEIGHS)]
+    return [launcher, *recorded, *failures, *known][-1]
 
 
 def _record(word: str) -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, TextIO
 import psutil
 
 from trainwright.beats import Beat, heartbeat_directory, heartbeat_file, read
-from trainwright.errors import EXIT_FAULT
+from trainwright.errors import EXIT_TRAINING, TrainingError
 from trainwright.launch.ending.exit_code import record_exit_code
+from trainwright.launch.hangs.judge import conflict_of
 from trainwright.launch.hangs.machines import Machines
 from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, Watched
 from trainwright.launch.run_directory import RECIPE
@@ -36,35 +37,52 @@ if TYPE_CHECKING:
 _CHECK_SECONDS = 0.25
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _END_SECONDS = 5.0
+_TOLD = b"told"  # the worker has finished, or said why not
 _TICK_SECONDS = 0.05  # of the clock that processes' ages are counted in
 
 
 @contextmanager
-def watching(run: Path, rank_info: RankInfo, terminal: TextIO) -> Iterator[None]:
-    """Have a process watch this machine's workers while the first of them trains; the others do nothing here.
+def watching(run: Path, rank_info: RankInfo, terminal: TextIO, heard: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Have a process watch this machine's workers while the first of them trains.
 
     Args:
         terminal: where the process of rank 0's machine writes what it finds.
+        heard: returns what was told of another rank's failure, so that this rank's own is not.
+
+    Raises:
+        TrainingError: training has failed, and workers here have entered different collectives, which breaks their
+            connections.
     """
-    if rank_info.local_rank != 0:
+    process = _start(run, rank_info, terminal) if rank_info.local_rank == 0 else None
+    started, is_told = time.monotonic() - process_age(), True
+    try:
         yield
-        return
+    except Exception as error:
+        # Also of workers that have ended. All of this launch wait for each other before they begin.
+        beats = {rank: beat for rank, beat in _beats(run, rank_info.size).items() if beat.begun > started}
+        conflict = conflict_of(beats)
+        if conflict is None:
+            raise
+        is_told = not heard() or conflict.detail in heard()
+        raise TrainingError(f"{conflict.detail}\n{type(error).__name__}: {error}") from error
+    finally:
+        if process is not None:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                process.communicate(_TOLD if is_told else None, timeout=_END_SECONDS)
+
+
+def _start(run: Path, rank_info: RankInfo, terminal: TextIO) -> subprocess.Popen[bytes]:
     recipe = load_recipe(run / RECIPE)
     alone = rank_info.local_size == rank_info.size
     watched = (str(run.absolute()), recipe.faults.on_hang, recipe.train.compile is True)
     code = "import sys; from trainwright.launch.hangs.beside import main; main(sys.argv[1])"
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", code, json.dumps([*watched, rank_info.size, alone, rank_info.rank == 0])],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=terminal.fileno(),
         start_new_session=True,  # ctrl-C is for the workers
     )
-    try:
-        yield
-    finally:
-        with suppress(OSError, subprocess.TimeoutExpired):
-            process.communicate(timeout=_END_SECONDS)
 
 
 def main(request: str) -> None:
@@ -73,25 +91,34 @@ def main(request: str) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     run, on_hang, compiled, size, alone, decides = json.loads(request)
-    watched, parent = Watched(Path(run), on_hang, compiled), os.getppid()
+    watched, parent = Watched(Path(run), on_hang, compiled, restarts=False), os.getppid()
 
-    def ending(message: str) -> None:
-        record_exit_code(EXIT_FAULT)
+    def ending(code: int, message: str) -> None:
+        record_exit_code(code, outweighs=True)
         if decides:
             say(f"error: {message}", file=sys.stderr)
 
     watcher = HangWatcher(
         watched, lambda: _workers(watched.run, size), None if alone else Machines(watched.run, size, decides), ending
     )
+    is_told = True
     try:
-        while os.getppid() == parent and not select.select([sys.stdin], [], [], _CHECK_SECONDS)[0]:
+        while os.getppid() == parent and not _is_readable(_CHECK_SECONDS):
             watcher.check()
+        # If it was killed, processes that it has started may keep the pipe open.
+        is_told = _is_readable(0) and os.read(sys.stdin.fileno(), len(_TOLD)) == _TOLD
     except RunHangs:
         pass
     finally:
-        watcher.close()
+        conflict = watcher.close()
+        if conflict is not None and not is_told:
+            ending(EXIT_TRAINING, conflict.detail)
         if (directory := heartbeat_directory(watched.run)) is not None:  # also of a run too short to be watched
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_readable(seconds: float) -> bool:
+    return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
 def _workers(run: Path, size: int) -> dict[int, int]:
@@ -99,14 +126,19 @@ def _workers(run: Path, size: int) -> dict[int, int]:
 
     A job that was killed with all its processes has left its heartbeats; other processes may have their pids now.
     """
+    return {rank: beat.pid for rank, beat in _beats(run, size).items() if _is_of(beat)}
+
+
+def _beats(run: Path, size: int) -> dict[int, Beat]:
+    """Return what workers on this machine do or have done, by rank, also of earlier launches."""
     directory = heartbeat_directory(run)
     if directory is None:
         return {}
     found = {}
     for file in directory.glob("rank-*"):
         rank = int(file.name.removeprefix("rank-"))
-        if rank < size and (beat := read(heartbeat_file(directory, rank))) is not None and _is_of(beat):
-            found[rank] = beat.pid
+        if rank < size and (beat := read(heartbeat_file(directory, rank))) is not None:
+            found[rank] = beat
     return found
 
 

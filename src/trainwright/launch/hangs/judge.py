@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainwright.beats import FINISHED, WAITING, Beat, Collective, Times
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.text import span
 
 # A rank is late when a phase takes longer than the most that it has taken, by a part and some seconds.
 _PART, _PART_OF_FEW, _FEW = 0.25, 1.0, 3
 _MARGIN = 10.0
 # Reading, writing and gathering a model vary more.
-STORAGE = dict.fromkeys(("checkpoint", "export", "loading", "resuming", "rewinding"), 12.0)
+STORAGE = dict.fromkeys(("checkpoint", "copies", "export", "loading", "profile writing", "resuming", "rewinding"), 12.0)
 # A phase that has not ended once may include compilation, downloads or the first access to slow storage.
 _FIRST = {
     "start": 3600.0,
@@ -24,6 +25,8 @@ _FIRST = {
     "setup": 3600.0,
     "compilation": 3600.0,
     "checkpoint": 3600.0,
+    "copies": 7200.0,
+    "profile writing": 3600.0,
     "export": 7200.0,
     "evaluation": 1800.0,
     "generation": 1800.0,
@@ -60,12 +63,22 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run hangs: the late ranks, the phase of the first, and an explanation."""
+    """Why a run hangs: the late ranks, the phase of the first, and an explanation.
+
+    Attributes:
+        conflict: whether ranks have entered different collectives: the run's own fault, which would occur again.
+    """
 
     ranks: tuple[int, ...]
     phase: str
     step: int | None
     detail: str
+    conflict: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a run that ends because of it."""
+        return EXIT_TRAINING if self.conflict else EXIT_FAULT
 
 
 def judge(ranks: Mapping[int, Seen], *, compiled: bool = False) -> Verdict | None:
@@ -80,11 +93,11 @@ def judge(ranks: Mapping[int, Seen], *, compiled: bool = False) -> Verdict | Non
     beats = {rank: seen.beat for rank, seen in active.items()}
     conflict = conflict_of(beats)
     if conflict is not None and all(seen.quiet > _MARGIN for seen in active.values()):
-        return _verdict(active, conflict.ranks, conflict)
+        return _verdict(active, conflict.ranks, conflict, is_conflict=True)
     late = [r for r in _behind(active) if active[r].quiet > limit(active[r].beat, compiled=compiled)]
     if not late:
         return None
-    return _verdict(active, late, conflict_of(beats, lines=True))
+    return _verdict(active, late, conflict_of(beats, lines=True), is_conflict=conflict is not None)
 
 
 def limit(beat: Beat, *, compiled: bool = False) -> float:
@@ -163,7 +176,9 @@ def _behind(active: Mapping[int, Seen]) -> list[int]:
     return [rank for rank in last if not active[rank].beat.waiting] or last
 
 
-def _verdict(active: Mapping[int, Seen], late: Sequence[int], conflict: Conflict | None) -> Verdict:
+def _verdict(
+    active: Mapping[int, Seen], late: Sequence[int], conflict: Conflict | None, *, is_conflict: bool = False
+) -> Verdict:
     first = active[late[0]]
     parts = [f"{_ranks(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_place(first.beat)}"]
     others = {rank: seen.beat for rank, seen in active.items() if rank not in late}
@@ -177,7 +192,7 @@ def _verdict(active: Mapping[int, Seen], late: Sequence[int], conflict: Conflict
     if conflict is not None:
         parts.append(conflict.detail)
     step = None if first.beat.step < 0 else first.beat.step
-    return Verdict(tuple(late), first.beat.phase, step, "; ".join(parts))
+    return Verdict(tuple(late), first.beat.phase, step, "; ".join(parts), is_conflict)
 
 
 def _state(seen: Seen) -> str:

@@ -48,11 +48,13 @@ class Watched:
     Attributes:
         on_hang: ``faults.on_hang`` of the recipe.
         compiled: whether the model is compiled.
+        restarts: whether the launcher can restart it.
     """
 
     run: Path
     on_hang: str
     compiled: bool
+    restarts: bool = True
 
 
 @dataclass
@@ -80,7 +82,7 @@ class HangWatcher:
     Args:
         processes: returns the pid of the worker of every rank here.
         machines: the watchers of the run's machines, if there are several; only that of rank 0 reports.
-        ending: called with the message before the workers are killed.
+        ending: called with the exit code and the message before the workers are killed.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class HangWatcher:
         watched: Watched,
         processes: Callable[[], Mapping[int, int]],
         machines: Machines | None = None,
-        ending: Callable[[str], None] = lambda message: None,
+        ending: Callable[[int, str], None] = lambda code, message: None,
     ) -> None:
         self._watched = watched
         self._processes = processes
@@ -208,14 +210,15 @@ class HangWatcher:
         message = f"the run hangs: {verdict.detail}"
         if ends:
             found = "\n".join([message, *shown, *missing, files])
-            self._ending(found)
+            self._ending(verdict.exit_code, found)
             wait_for_collectives(self._watched.run / "logs", self._asked)
             for pid in pids.values():
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             raise RunHangs(verdict, found)
         if self._decides:
-            goes_on = "it goes on; faults.on_hang: restart would restart it, and stop would end it with exit code 5"
+            other = "restart would restart it, and " if self._watched.restarts else ""
+            goes_on = f"it goes on; faults.on_hang: {other}stop would end it with exit code {verdict.exit_code}"
             say("\n".join([f"warning: {message}", *shown, *missing, files, goes_on]), file=sys.stderr)
 
     def _stacks(self) -> dict[int, str]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainwright import heartbeat
 from trainwright.models.history.context import Context
 from trainwright.models.history.model import HistoryModel, HistoryShape, Steps
 from trainwright.models.history.objective import HistoryObjective
@@ -123,6 +124,7 @@ def play(
         returns[rows, episode] += rewards
         episode = (episode + dones).clamp_(max=episodes)
         step = Steps(states[:, None], actions[:, None], rewards[:, None], dones[:, None])
+        heartbeat.progress()
         if every_step is not None:
             every_step()
         if not full_length and bool((episode == episodes).all()):
