@@ -5,19 +5,30 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from contextlib import ExitStack
+import threading
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
-from trainwright.engine.checkpoints.abandoned import Abandoned
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, step_of
 from trainwright.engine.checkpoints.places import Files, Place
-from trainwright.engine.checkpoints.stored_run import PLAN, RECIPE, EventParts, Part, StoredRun, identity_of
+from trainwright.engine.checkpoints.stored_run import (
+    EVENTS,
+    PLAN,
+    RECIPE,
+    EventParts,
+    Part,
+    StoredRun,
+    identity_of,
+)
+from trainwright.paths import write_file
 
 FINAL = "final"
 _PIECE = 4 * 2**20
+_ABANDONED = ".abandoned"  # in the directory of checkpoints: the step of every place by its root
+_abandoning = threading.Lock()
 
 
 @dataclass
@@ -57,6 +68,69 @@ class Work:
     def digests(self) -> dict[str, dict[str, int | str]]:
         """Size and SHA-256 of every file of the model."""
         return {name: _measured(file) for name, file in self.files}
+
+
+class Abandoned:
+    """The copies in one place that a run has abandoned.
+
+    The place may not be reachable when the run goes back, and this process may end before it is. So a file says what
+    is to be removed, until that is done: a later launch must not resume from these copies.
+
+    Args:
+        checkpoints: directory of the run's checkpoints.
+
+    Attributes:
+        step: copies of this step and later ones are abandoned, as far as this run has written them; None: nothing is.
+    """
+
+    def __init__(self, checkpoints: Path, place: Place) -> None:
+        self._file, self._root, self._events = checkpoints / _ABANDONED, place.root, checkpoints.parent / EVENTS
+        self.step: int | None = _abandoned_in(self._file).get(self._root)
+
+    def add(self, step: int) -> None:
+        """Abandon the copies of ``step`` and later ones."""
+        with _abandoning:
+            self.step = step if self.step is None else min(step, self.step)
+            self._write(self.step)
+
+    def removed(self, step: int) -> None:
+        """Report that the copies of ``step`` and later ones have been removed."""
+        with _abandoning:
+            if self.step == step:
+                self.step = None
+                self._write(None)
+
+    def has(self, step: int, stored: StoredRun | None) -> bool:
+        """Return whether the copy of ``step`` is abandoned. Raises OSError.
+
+        A copy of another machine, which the run has gone on with from there, is not: it has other events.
+        """
+        return self.step is not None and step >= self.step and (stored is None or stored.begins(self._events))
+
+    def _write(self, step: int | None) -> None:
+        known = _abandoned_in(self._file)
+        changed = {name: value for name, value in known.items() if name != self._root}
+        if step is not None:
+            changed[self._root] = step
+        if changed == known:
+            return
+        with suppress(OSError):  # this launch knows it in any case
+            if changed:
+                write_file(self._file, json.dumps(changed))
+            else:
+                self._file.unlink()
+
+
+def forget_abandoned(checkpoints: Path) -> None:
+    """Forget what is abandoned, as the run goes on with the events of another machine. Raises OSError."""
+    (checkpoints / _ABANDONED).unlink(missing_ok=True)
+
+
+def _abandoned_in(file: Path) -> dict[str, int]:
+    try:
+        return {str(root): int(step) for root, step in json.loads(file.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 @dataclass

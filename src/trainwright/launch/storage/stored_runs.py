@@ -101,7 +101,7 @@ def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
         MachineError: the run's directory cannot be written.
         FaultError: the newest copy cannot be read now, or no place can, and the run has no checkpoint of its own.
     """
-    from trainwright.engine.checkpoints.abandoned import Abandoned, forget_abandoned
+    from trainwright.engine.checkpoints.copied import Abandoned, forget_abandoned
     from trainwright.engine.checkpoints.copies import restore
     from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in, step_of
     from trainwright.engine.event_log import append_event
