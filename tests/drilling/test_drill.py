@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from trainwright.drilling import phases
 from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
 from trainwright.drilling.faults import catalog  # noqa: F401
 from trainwright.drilling.faults.disks import disk_size
-from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, schedule
+from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, moved, schedule
 from trainwright.drilling.promises import checkpoints_complete
 from trainwright.drilling.report import cells, notes, rows_of, shown, table
 from trainwright.drilling.scene import Scene, measures_of, undisturbed_seconds
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, setting_of, shortened, spreads_of
+from trainwright.drilling.undisturbed import refusals
 from trainwright.drilling.verdicts import Skipped, Undisturbed
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
@@ -265,14 +267,52 @@ def test_a_run_to_be_resumed_has_whole_checkpoints_whatever_its_recipe_writes_in
 
 
 def test_a_drill_begins_with_a_strategy_that_can_be_trained(tmp_path: Path) -> None:
-    setting = setting_of(shortened(TINY, [ON_ROWS]), tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
-    kind = next(iter(KINDS))
-    refused, good = (Trial(kind, n, 0, Case(("single", processes))) for n, processes in enumerate((2, 1)))
+    spreads = ("single", 2), ("single", 1)
+    setting = setting_of(shortened(TINY, [ON_ROWS]), tmp_path / "recipe.yaml", spreads, tmp_path / "shared")
+    refused, good = (Trial(next(iter(KINDS)), n, 0, Case(spread)) for n, spread in enumerate(spreads))
     undisturbed(Scene(good, tmp_path / "made", setting))
-    assert undisturbed_seconds(setting, [refused, good]) == 3.0
+    assert undisturbed_seconds(setting, [refused]) == undisturbed_seconds(setting, [refused, good]) == 3.0
+    # It is not started again, also where a run would be resumed with it.
+    assert refusals(setting, spreads).keys() == {("single", 2)}
+    (place,) = (file.parent for file in setting.shared.rglob("failure.json"))
+    (place / "output.txt").write_text("not started again")
+    assert not Scene(good, tmp_path / "scene", setting).can_train(("single", 2))
+    assert (place / "output.txt").read_text() == "not started again"
+    # Where nothing can be trained, the next command tries again.
+    only = replace(setting, spreads=spreads[:1])
     with pytest.raises(Undisturbed, match="exit code 2") as found:
-        undisturbed_seconds(setting, [refused])
-    assert found.value.code == 2
+        undisturbed_seconds(only, [refused])
+    assert found.value.code == 2 and not refusals(setting, spreads)
+
+
+def test_trials_move_from_what_the_recipe_cannot_be_trained_with() -> None:
+    trials = schedule(3, 100, CASES)
+    refused = {("ddp", 2), ("single", 1)}
+    others = [spread for spread in SPREADS if spread not in refused]
+    cases = {name: kind.cases(others, phases.ALL) for name, kind in KINDS.items()}
+    found = moved(trials, refused, cases)
+    assert [trial.name for trial in found] == [trial.name for trial in trials]
+    kept = [(one, other) for one, other in zip(trials, found, strict=True) if one.case.spread not in refused]
+    assert len(kept) < len(trials) and all(one == other for one, other in kept)
+    assert all(trial.case in cases[trial.kind] for trial in found)
+    # What has been moved stays when more are refused, unless it is on them: it may have a verdict.
+    more = refused | {("fsdp", 2)}
+    fewer = {name: [case for case in each if case.spread not in more] for name, each in cases.items()}
+    again = moved(trials, more, fewer)
+    assert all(one == other for one, other in zip(found, again, strict=True) if one.case.spread not in more)
+    assert moved(trials, refused, dict.fromkeys(KINDS, ())) == trials
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_strategy_that_the_recipe_cannot_be_trained_with_is_left_out(tmp_path: Path) -> None:
+    """DeepSpeed does not support Muon: no kind is tried with it, and no run is resumed with it."""
+    settings = {"output": tmp_path / "drill", "strategies": ("zero3", "ddp"), "processes": (1, 2)}
+    kinds = ("another*", "processes that leave*", "a clock*")
+    found = tw.drill(TINY, ON_ROWS, "optimizer.name=muon", **settings, kinds=kinds)
+    assert found.held and [row["tries"] for row in found.rows] == [1, 1, 1, 3], found
+    assert set(found.refused) <= {"zero3 on 1", "zero3 on 2"}
+    assert all(f"not tried here: {name}: " in str(found) for name in found.refused)
 
 
 @pytest.mark.slow
