@@ -123,7 +123,8 @@ class Scene:
 
     def reach(self, command: Command) -> None:
         """Wait for the phase of the case, just before the fault."""
-        phases.reach(command, self.run, self.phase, self.draw, self.setting.patience)
+        sight = phases.sight(self.run, self.phase, self.draw, evaluates=self.setting.evaluates)
+        phases.reach(command, sight, self.phase, self.draw, self.setting.patience)
         self.injected = time.time()
 
     def wait_until(self, command: Command, seen: Callable[[], Any]) -> None:
