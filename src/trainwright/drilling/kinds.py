@@ -169,12 +169,13 @@ def moved(trials: Sequence[Trial], refused: Collection[Spread], cases: Mapping[s
     with. Where a kind has no other case, its trials stay as they are.
 
     Args:
-        cases: of each kind, without those on refused spreads.
+        cases: of the kinds of such trials.
     """
 
     def other(trial: Trial) -> Trial:
         # The smallest of numbers drawn for each case: it stays when more spreads are refused, unless it is on them.
-        drawn = {case: random.Random(f"{trial.seed}/{trial.name}/{case}").random() for case in cases[trial.kind]}
+        possible = [case for case in cases[trial.kind] if case.spread not in refused]
+        drawn = {case: random.Random(f"{trial.seed}/{trial.name}/{case}").random() for case in possible}
         return replace(trial, case=min(drawn, key=drawn.__getitem__, default=trial.case))
 
     return [other(trial) if trial.case.spread in refused else trial for trial in trials]
