@@ -194,7 +194,6 @@ def _drill(asked: DrillRequest, progress: bool) -> Drill:
             _perform(asked, recipe, trials, results, setting, begun, progress)
         except Interrupted:
             raise Stopped(f"stopped; to continue, repeat the command with --resume --output {directory}") from None
-        trials, refused = _possible(recipe, trials, setting)
         trials, refused = _possible(trials, recipe, setting)
         found = results.of(trials)
         rows = tuple(row.as_json() for row in rows_of(found))
