@@ -278,13 +278,18 @@ def _perform(
     from trainwright.drilling.campaign import run_trials
 
     stream = sys.stderr if progress else None
-    possible, refused = _possible(trials, recipe, setting)
-    left = _left(possible, results)
-    if not left:
-        return
-    setting = replace(setting, patience=max(setting.patience, 10 * _undisturbed_seconds(setting, left, stream)))
+    refused: Mapping[Spread, Undisturbed] = {}
     done: set[tuple[str, str]] = set()
     of = ""
+
+    def still_left() -> list[Trial]:
+        nonlocal refused
+        possible, refused = _possible(trials, recipe, setting)
+        return [trial for trial in _left(possible, results) if (trial.name, str(trial.case)) not in done]
+
+    if not (left := still_left()):
+        return
+    setting = replace(setting, patience=max(setting.patience, 10 * _undisturbed_seconds(setting, left, stream)))
 
     def over() -> bool:
         return asked.minutes is not None and time.monotonic() - begun >= 60 * asked.minutes
@@ -299,7 +304,7 @@ def _perform(
             text.draw(f"[{len(done) + 1}{of}] {names}", stream, f" … {text.duration(seconds)}")
 
     # That the recipe cannot be trained with a strategy is only known once it has failed: its trials are moved then.
-    while left and not over():
+    while (left := still_left()) and not over():
         of = "" if asked.minutes else f"/{len(done) + len(left)}"
         work = asked.directory / "trials"
         for line in run_trials(left, setting, work, asked.jobs, until=over_or_refused, waiting=waiting):
@@ -309,8 +314,6 @@ def _perform(
                 why = line["why"].splitlines()[0][:200] if line["why"] else ""
                 about = f"{line['trial']} ({line['case']}): {line['verdict']}"
                 say(f"[{len(done)}{of}] {about}  {why}".rstrip(), file=stream)
-        possible, refused = _possible(trials, recipe, setting)
-        left = [trial for trial in _left(possible, results) if (trial.name, str(trial.case)) not in done]
 
 
 def _undisturbed_seconds(setting: Setting, left: Sequence[Trial], stream: TextIO | None) -> float:
