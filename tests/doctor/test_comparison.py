@@ -52,6 +52,16 @@ def test_where_runs_part_the_first_step_and_the_number_are_named(
     assert result.verdict() == f"NOT the same run: {said} (tolerance 1e-05, relative)"
 
 
+def test_a_loss_near_zero_has_the_rounding_of_its_parts(tmp_path: Path) -> None:
+    runs = []
+    for name, loss in (("one", 1e-4), ("other", 1.1e-4)):
+        parts = {"loss": loss, "metrics": {"forget_loss": 4.0, "retain_loss": 4.0, "forget_nll": 900.0}}
+        runs.append(written(tmp_path / name, [parts]))
+    result = Comparison.of_runs(("single", "ddp x 2"), (runs[0], runs[1]), 1e-5)
+    assert result.is_same and result.worst("loss") == pytest.approx(1e-5 / 4)
+    assert not Comparison.of_runs(result.names, (runs[0], runs[1]), 2e-6).is_same
+
+
 def test_half_precision_is_allowed_more(tmp_path: Path) -> None:
     assert compared(tmp_path, [{"loss": 5.05}], tolerance=2e-2).first_difference() is None
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-import trainwright as tw
 from tests.support.commands import PATIENCE, started, wait_for
 from tests.support.runs import ON_ROWS, ROOT, TINY
 from trainwright.api.drilling import Drill, DrillRequest, _drill, _trials
@@ -22,15 +23,16 @@ from trainwright.drilling import phases
 from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
 from trainwright.drilling.faults import catalog  # noqa: F401
 from trainwright.drilling.faults.disks import disk_size
-from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, schedule
-from trainwright.drilling.promises import checkpoints_complete
+from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, moved, schedule
+from trainwright.drilling.promises import checkpoints_complete, complete_and_same
 from trainwright.drilling.report import cells, notes, rows_of, shown, table
 from trainwright.drilling.scene import Scene, measures_of, undisturbed_seconds
 from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, setting_of, shortened, spreads_of
-from trainwright.drilling.verdicts import Skipped, Undisturbed
+from trainwright.drilling.undisturbed import refusals
+from trainwright.drilling.verdicts import Broken, Skipped, Undisturbed
 from trainwright.errors import RequestError
-from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.sections.faults import FaultsSection
 
 SPREADS = (("single", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("zero2", 2))
@@ -79,7 +81,13 @@ def test_the_recipe_is_shortened_and_spread() -> None:
     assert spreads_of(recipe, ["single", "zero3"], [1, 3]) == (("single", 1), ("zero3", 1), ("zero3", 3))
     assert set(spreads_of(recipe, [], [])) >= {("single", 1), ("ddp", 2), ("fsdp", 2)}
     assert phases.GENERATION not in phases_of(recipe) and phases.EVALUATION in phases_of(recipe)
-    assert phases.EVALUATION not in phases_of(shortened(TINY, ["data.validation=null"]))
+    # Texts are generated without validation rows, and learning histories are evaluated without.
+    generating = shortened(TINY, ["data.validation=null", "evaluate.prompts=[a, b]"])
+    assert phases.GENERATION in phases_of(generating) and phases.EVALUATION not in phases_of(generating)
+    assert phases.GENERATION not in phases_of(shortened(TINY, ["data.validation=null"]))
+    distilling = shortened(ROOT / "recipes" / "algorithm_distillation" / "tiny.yaml", [])
+    assert phases.EVALUATION in phases_of(distilling) and phases.GENERATION not in phases_of(distilling)
+    assert generating.evaluate.every == distilling.evaluate.every == phases.EVALUATES_EVERY
     with pytest.raises(RequestError, match="unknown; one of single, ddp"):
         spreads_of(recipe, ["dpp"], [])
     with pytest.raises(RequestError, match="single supports none"):
@@ -106,6 +114,8 @@ def test_every_recipe_can_be_shortened(path: Path, tmp_path: Path, monkeypatch: 
             ["model.dropout=null", "model.config={model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2}"],
             {"model.dropout=0"},
         ),
+        # What is called so elsewhere is not the model's.
+        (["model.dropout=0", "model.config.dropout=null"], set()),
         (
             ["model.dropout=0", "model.adapter={type: lora, rank: 2, dropout: 0.1}"],
             {"model.adapter.dropout=0"},
@@ -254,6 +264,49 @@ def test_a_disk_that_fills_up_has_room_for_the_run_without_a_fault(tmp_path: Pat
         disk_size(scene)
 
 
+def test_texts_that_are_generated_without_an_evaluation_are_seen(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def write(*events: dict[str, Any]) -> None:
+        (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+    start, last = {"event": "start"}, {"event": "step", "step": phases.EVALUATES_EVERY}
+    for evaluates in (True, False):
+        write(start, last)
+        sight = phases.sight(run, phases.GENERATION, random.Random(0), evaluates=evaluates)
+        assert sight() is not evaluates
+        write(start, last, {"event": "evaluate", "step": phases.EVALUATES_EVERY})
+        assert sight()
+
+
+def test_a_loss_near_zero_may_differ_by_the_rounding_of_the_largest(tmp_path: Path) -> None:
+    undisturbed = {"event": "step", "step": 1, "loss": 0.0, "metrics": {"forget_loss": 3.0}}
+    for loss, holds in ((2e-5, True), (4e-5, False)):
+        runs = []
+        for name, step in (("one", {**undisturbed, "loss": loss}), ("other", undisturbed)):
+            runs.append(tmp_path / f"{name}-{loss}")
+            (runs[-1] / "final").mkdir(parents=True)
+            (runs[-1] / "recipe.yaml").write_text(dump_recipe(shortened(TINY, ["train.mixed_precision=no"])))
+            lines = [step, {"event": "finish", "status": "finished"}]
+            (runs[-1] / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with contextlib.nullcontext() if holds else pytest.raises(Broken, match=r"loss is 4e-05, undisturbed 0\.0"):
+            complete_and_same(*runs, exact=False)
+
+
+def test_a_verdict_that_was_cut_loses_no_other(tmp_path: Path) -> None:
+    results = Results(tmp_path / "trials.jsonl")
+    lines = [{"seed": 0, "trial": f"kind/{n}", "case": "single on 1", "verdict": HELD} for n in range(3)]
+    results.add(lines[0])
+    with results.path.open("a") as file:
+        file.write(json.dumps(lines[1])[:-9])
+    results.add(lines[2])
+    assert list(results.read().values()) == [lines[0], lines[2]]
+    with results.path.open("a") as file:
+        file.write(json.dumps(lines[1])[:-9] + json.dumps(lines[1]) + "\n")  # as earlier versions have gone on
+    assert list(results.read().values()) == [lines[0], lines[2]]
+
+
 @pytest.mark.slow
 def test_a_run_to_be_resumed_has_whole_checkpoints_whatever_its_recipe_writes_in_the_background(tmp_path: Path) -> None:
     recipe = shortened(TINY, [ON_ROWS, "checkpoint.background=true"])
@@ -265,14 +318,38 @@ def test_a_run_to_be_resumed_has_whole_checkpoints_whatever_its_recipe_writes_in
 
 
 def test_a_drill_begins_with_a_strategy_that_can_be_trained(tmp_path: Path) -> None:
-    setting = setting_of(shortened(TINY, [ON_ROWS]), tmp_path / "recipe.yaml", SPREADS, tmp_path / "shared")
-    kind = next(iter(KINDS))
-    refused, good = (Trial(kind, n, 0, Case(("single", processes))) for n, processes in enumerate((2, 1)))
+    spreads = ("single", 2), ("single", 1)
+    setting = setting_of(shortened(TINY, [ON_ROWS]), tmp_path / "recipe.yaml", spreads, tmp_path / "shared")
+    refused, good = (Trial(next(iter(KINDS)), n, 0, Case(spread)) for n, spread in enumerate(spreads))
     undisturbed(Scene(good, tmp_path / "made", setting))
-    assert undisturbed_seconds(setting, [refused, good]) == 3.0
+    assert undisturbed_seconds(setting, [refused]) == undisturbed_seconds(setting, [refused, good]) == 3.0
+    # It is not started again, also where a run would be resumed with it.
+    assert refusals(setting, spreads).keys() == {("single", 2)}
+    (place,) = (file.parent for file in setting.shared.rglob("failure.json"))
+    (place / "output.txt").write_text("not started again")
+    assert not Scene(good, tmp_path / "scene", setting).can_train(("single", 2))
+    assert (place / "output.txt").read_text() == "not started again"
+    # Where nothing can be trained, the next command tries again.
+    only = replace(setting, spreads=spreads[:1])
     with pytest.raises(Undisturbed, match="exit code 2") as found:
-        undisturbed_seconds(setting, [refused])
-    assert found.value.code == 2
+        undisturbed_seconds(only, [refused])
+    assert found.value.code == 2 and not refusals(setting, spreads)
+
+
+def test_trials_move_from_what_the_recipe_cannot_be_trained_with() -> None:
+    trials = schedule(3, 100, CASES)
+    refused = {("ddp", 2), ("single", 1)}
+    found = moved(trials, refused, CASES)
+    assert [trial.name for trial in found] == [trial.name for trial in trials]
+    kept = [(one, other) for one, other in zip(trials, found, strict=True) if one.case.spread not in refused]
+    assert len(kept) < len(trials) and all(one == other for one, other in kept)
+    there = [name for name, cases in CASES.items() if {case.spread for case in cases} - refused]
+    assert all((trial.case.spread in refused) is (trial.kind not in there) for trial in found)
+    assert all(trial.case in CASES[trial.kind] for trial in found)
+    # What has been moved stays when more are refused, unless it is on them: it may have a verdict.
+    more = refused | {("fsdp", 2)}
+    again = moved(trials, more, CASES)
+    assert all(one == other for one, other in zip(found, again, strict=True) if one.case.spread not in more)
 
 
 @pytest.mark.slow
@@ -337,43 +414,3 @@ def test_what_is_measured_begins_with_the_fault() -> None:
     told = event("fault", 5.75, kind="hang", rank=0)
     assert measures_of([*steps, told, event("rewind", 7.0, resumed_from=4)], 5.5, []) == {"detection": 0.25, "lost": 1}
     assert measures_of(steps, 5.5, [4.0]) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_sample_holds_and_can_be_continued(tmp_path: Path) -> None:
-    """Five minutes of faults, in two pieces."""
-    output = tmp_path / "drill"
-    settings = {"output": output, "processes": (1, 2), "jobs": 2}
-    first = tw.drill(TINY, ON_ROWS, **settings, minutes=2.5)
-    assert first.held and first.left
-    with pytest.raises(RequestError, match="another recipe"):
-        tw.drill(TINY, ON_ROWS, "train.seed=5", **settings, resume=True)
-    second = tw.drill(TINY, ON_ROWS, **settings, resume=True, minutes=2.5)
-    assert second.held and second.rows[-1]["tries"] > first.rows[-1]["tries"]
-    assert json.loads((output / "drill.json").read_text())["kinds"] == list(second.rows)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("overrides", [("model.adapter=lora",), ("train.mixed_precision=bf16",)], ids=["lora", "bf16"])
-def test_wrong_numbers_hold_in_any_recipe(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    """Frozen weights and copies in bf16 are left alone, and the recipe's own faults and copies are not used."""
-    own = (
-        "faults={on_non_finite: rewind, on_corruption: stop, restarts: off}",
-        f"checkpoint.copies=[{tmp_path / 'copies'}]",
-        "train.max_steps=5000",
-        "optimizer.warmup_steps=2000",
-    )
-    kinds = ("NaN*", "a flipped bit of a weight")
-    found = tw.drill(TINY, ON_ROWS, *overrides, *own, output=tmp_path / "drill", kinds=kinds, tries=2, processes=(2,))
-    assert found.held, found
-    assert not (tmp_path / "copies").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_another_number_of_processes_holds_in_bf16(tmp_path: Path) -> None:
-    settings = (ON_ROWS, "train.mixed_precision=bf16")
-    found = tw.drill(TINY, *settings, output=tmp_path / "drill", kinds=("another*",), tries=2, processes=(1, 2))
-    assert found.held, found

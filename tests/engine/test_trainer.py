@@ -19,9 +19,17 @@ from trainwright.engine.evaluate import _batch_statistics, evaluate
 from trainwright.engine.events import Record
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage
-from trainwright.engine.policies.base import RankReport, RewindRequested, StepGradients, StepPolicy, WrongNumbers
+from trainwright.engine.policies.base import (
+    RankReport,
+    RewindRequested,
+    StepGradients,
+    StepPolicy,
+    Training,
+    WrongNumbers,
+)
 from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, TrainingProgress
 from trainwright.engine.trainer import Trainer
+from trainwright.errors import RequestError
 from trainwright.heartbeat import Heartbeat
 from trainwright.launch.hangs.judge import limit
 from trainwright.parallel.world import World
@@ -331,6 +339,51 @@ def test_a_rewind_has_a_phase_of_its_own_in_which_it_verifies_and_loads(
     assert trainer.progress.step == 1 and set(phases) == {"rewinding"}
     beat = read(tmp_path / "beat")
     assert beat is not None and limit(beat) == 7200.0
+
+
+class _CountsLate(StepPolicy):
+    def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
+        if step > 2:
+            self.state["seen"] = self.state.get("seen", 0.0) + 1
+        return {"seen": self.state.get("seen", 0.0)}
+
+
+def test_a_rewind_takes_back_state_that_no_checkpoint_has_yet(make: Make) -> None:
+    plain, seen = make()
+    trainer = replace(plain, policies=[_CountsLate])
+    state = trainer.task.state
+    state["of the task"] = 1.0
+    trainer._step()
+    trainer._step()
+    trainer._checkpointing.save(required=True)
+    trainer._step()
+    state |= {"of the task": 2.0, "late": 3.0}
+    trainer._rewind(RewindRequested("non_finite", 0, "step 4 is not finite", leave_out=False))
+    assert trainer.progress.step == 2 and state == {"of the task": 1.0}
+    trainer._step()
+    assert last(seen, "step")["metrics"] == {"seen": 1.0}
+
+
+def test_a_policy_that_a_checkpoint_does_not_know_begins_as_it_was_made(make: Make) -> None:
+    class Begins(StepPolicy):
+        def __init__(self, training: Training) -> None:
+            super().__init__(training)
+            self.state = {"begun": 1.0}
+
+    trainer = make()[0]
+    trainer._step()
+    trainer._checkpointing.save(required=True)
+    trainer = replace(trainer, policies=[Begins])
+    found = trainer.newest_checkpoint()
+    assert found is not None
+    trainer.resume(found)
+    assert trainer._policies[-1].state == {"begun": 1.0}
+
+
+def test_policies_of_one_name_are_refused_as_one_would_have_the_others_state(make: Make) -> None:
+    trainer = make()[0]
+    with pytest.raises(RequestError, match=r"step_policies: .*test_trainer:_CountsLate and .* have the same name"):
+        replace(trainer, policies=[_CountsLate, _CountsLate])
 
 
 def test_a_step_that_is_done_again_in_halves_has_no_gradient_of_the_first_try(make: Make) -> None:

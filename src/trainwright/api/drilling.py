@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainwright import text
 from trainwright.activity import Activity
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainwright.drilling.campaign import Results
     from trainwright.drilling.kinds import Spread, Trial
     from trainwright.drilling.setting import Setting
+    from trainwright.drilling.verdicts import Undisturbed
     from trainwright.recipe import schema
     from trainwright.recipe.yaml_text import Tree
 
@@ -60,7 +61,9 @@ class Drill:
             (``median_lost``).
         left: trials without a verdict.
         cells: the table, by row.
-        notes: its notes: trials that did not hold, and kinds that could not be tried here.
+        notes: its notes: trials that did not hold, and kinds, strategies and numbers of processes that could not be
+            tried here.
+        refused: strategies with numbers of processes (`ddp on 2`) that the recipe could not be trained with, and why.
     """
 
     directory: Path
@@ -68,6 +71,7 @@ class Drill:
     left: int
     cells: Sequence[Sequence[str]] = field(repr=False)
     notes: Sequence[str] = field(repr=False)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.table()
@@ -80,7 +84,7 @@ class Drill:
 
     def values(self) -> dict[str, Any]:
         """Return the results as in ``drill.json``."""
-        return {"held": self.held, "left": self.left, "kinds": list(self.rows)}
+        return {"held": self.held, "left": self.left, "kinds": list(self.rows), "refused": dict(self.refused)}
 
     @property
     def held(self) -> bool:
@@ -187,13 +191,15 @@ def _drill(asked: DrillRequest, progress: bool) -> Drill:
     with lock_directory(directory, f"{directory} is used by another drill"), interruptible():
         setting = setting_of(recipe, directory / _RECIPE, spreads, directory / "undisturbed")
         try:
-            _perform(asked, trials, results, setting, begun, progress)
+            _perform(asked, recipe, trials, results, setting, begun, progress)
         except Interrupted:
             raise Stopped(f"stopped; to continue, repeat the command with --resume --output {directory}") from None
+        trials, refused = _possible(trials, recipe, setting)
         found = results.of(trials)
         rows = tuple(row.as_json() for row in rows_of(found))
         left = sum(line is None for line in found.values())
-        result = Drill(directory, rows, left, cells(found), notes(found))
+        why = {f"{strategy} on {processes}": str(failure) for (strategy, processes), failure in refused.items()}
+        result = Drill(directory, rows, left, cells(found), notes(found, why), why)
         write_file(directory / SUMMARY, json.dumps(result.values(), indent=2) + "\n")
     return result
 
@@ -237,48 +243,89 @@ def _trials(asked: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, .
     return trials
 
 
+def _possible(
+    trials: Sequence[Trial], recipe: schema.Recipe, setting: Setting
+) -> tuple[list[Trial], dict[Spread, Undisturbed]]:
+    """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
+    from trainwright.drilling.kinds import KINDS, moved
+    from trainwright.drilling.shortened import phases_of
+    from trainwright.drilling.undisturbed import refusals
+
+    refused = refusals(setting, dict.fromkeys([*setting.spreads, *(trial.case.spread for trial in trials)]))
+    others = [spread for spread in setting.spreads if spread not in refused]
+    kinds = {trial.kind for trial in trials if trial.case.spread in refused}
+    cases = {kind: KINDS[kind].cases(others, phases_of(recipe)) if others else () for kind in kinds}
+    return moved(trials, refused, cases), refused
+
+
+def _left(trials: Sequence[Trial], results: Results) -> list[Trial]:
+    """Return the trials without a verdict, and those that did not hold."""
+    from trainwright.drilling.campaign import BROKEN, MISSED
+
+    return [trial for trial, line in results.of(trials).items() if line is None or line["verdict"] in (BROKEN, MISSED)]
+
+
 def _perform(
     asked: DrillRequest,
+    recipe: schema.Recipe,
     trials: list[Trial],
     results: Results,
     setting: Setting,
     begun: float,
     progress: bool,
 ) -> None:
-    """Perform the trials without a verdict, and those that did not hold, as long as there is time."""
-    from trainwright.drilling.campaign import BROKEN, MISSED, run_trials
-    from trainwright.drilling.scene import undisturbed_seconds
-    from trainwright.drilling.verdicts import Undisturbed
+    """Perform the trials that are left, as long as there is time."""
+    from trainwright.drilling.campaign import run_trials
 
     stream = sys.stderr if progress else None
-    left = [trial for trial, line in results.of(trials).items() if line is None or line["verdict"] in (BROKEN, MISSED)]
-    if not left:
+    refused: Mapping[Spread, Undisturbed] = {}
+    done: set[tuple[str, str]] = set()
+    of = ""
+
+    def still_left() -> list[Trial]:
+        nonlocal refused
+        possible, refused = _possible(trials, recipe, setting)
+        return [trial for trial in _left(possible, results) if (trial.name, str(trial.case)) not in done]
+
+    if not (left := still_left()):
         return
-    try:
-        with Activity(stream, "training once without a fault"):
-            seconds = undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left)
-    except Undisturbed as error:
-        raise _ERRORS.get(error.code, TrainingError)(str(error)) from None
-    setting = replace(setting, patience=max(setting.patience, 10 * seconds))
+    setting = replace(setting, patience=max(setting.patience, 10 * _undisturbed_seconds(setting, left, stream)))
 
     def over() -> bool:
         return asked.minutes is not None and time.monotonic() - begun >= 60 * asked.minutes
 
-    of = "" if asked.minutes else f"/{len(left)}"
-    number = 0
+    def over_or_refused() -> bool:
+        return over() or len(_possible(trials, recipe, setting)[1]) > len(refused)
 
     def waiting(trials: Sequence[Trial], seconds: float) -> None:
         # Drawn from the loop, as processes are forked from this one: a thread could hold a lock meanwhile.
         if stream and text.is_terminal(stream):
             names = ", ".join(trial.name for trial in trials)
-            text.draw(f"[{number + 1}{of}] {names}", stream, f" … {text.duration(seconds)}")
+            text.draw(f"[{len(done) + 1}{of}] {names}", stream, f" … {text.duration(seconds)}")
 
-    lines = run_trials(left, setting, asked.directory / "trials", asked.jobs, until=over, waiting=waiting)
-    for number, line in enumerate(lines, 1):
-        results.add(line)
-        if stream:
-            why = line["why"].splitlines()[0][:200] if line["why"] else ""
-            say(f"[{number}{of}] {line['trial']} ({line['case']}): {line['verdict']}  {why}".rstrip(), file=stream)
+    # That the recipe cannot be trained with a strategy is only known once it has failed: its trials are moved then.
+    while (left := still_left()) and not over():
+        of = "" if asked.minutes else f"/{len(done) + len(left)}"
+        work = asked.directory / "trials"
+        for line in run_trials(left, setting, work, asked.jobs, until=over_or_refused, waiting=waiting):
+            results.add(line)
+            done.add((line["trial"], line["case"]))
+            if stream:
+                why = line["why"].splitlines()[0][:200] if line["why"] else ""
+                about = f"{line['trial']} ({line['case']}): {line['verdict']}"
+                say(f"[{len(done)}{of}] {about}  {why}".rstrip(), file=stream)
+
+
+def _undisturbed_seconds(setting: Setting, left: Sequence[Trial], stream: TextIO | None) -> float:
+    """Return what a run takes without a fault. Raises MachineError, RequestError or TrainingError if none finishes."""
+    from trainwright.drilling.scene import undisturbed_seconds
+    from trainwright.drilling.verdicts import Undisturbed
+
+    try:
+        with Activity(stream, "training once without a fault"):
+            return undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), left)
+    except Undisturbed as error:
+        raise _ERRORS.get(error.code, TrainingError)(str(error)) from None
 
 
 def _stem(source: Path | Tree) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from trainwright import text
 from trainwright.observe.reader import EventRecord, read_events
@@ -44,7 +44,7 @@ class Comparison:
 
     def worst(self, field: str) -> float:
         """Return the largest relative difference of a field over the steps."""
-        return max(difference(one[field], other[field]) for one, other in self.steps)
+        return max(_apart(field, pair) for pair in self.steps)
 
     def first_difference(self) -> str | None:
         """Return a message about the first difference between the runs; None if they are equal."""
@@ -59,7 +59,7 @@ class Comparison:
             if one[field] != other[field]:
                 return f"the {field.replace('_', ' ')} are {one[field]} and {other[field]}"
         for field, name in _CLOSE.items():
-            apart = difference(one[field], other[field])
+            apart = _apart(field, pair)
             if not apart <= self.tolerance:
                 return f"the {name} is {one[field]:.6g} and {other[field]:.6g}, {_short(apart)} apart"
         return None
@@ -104,7 +104,7 @@ class Comparison:
         cells = [str(pair[0]["step"])]
         for field in _CLOSE:
             one, other = (event[field] for event in pair)
-            cells += [f"{one:.6f}", f"{other:.6f}", _short(difference(one, other))]
+            cells += [f"{one:.6f}", f"{other:.6f}", _short(_apart(field, pair))]
         return cells
 
 
@@ -112,7 +112,20 @@ def _short(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def difference(one: float, other: float) -> float:
-    """Return the difference relative to the larger value; 0 for two zeros."""
-    larger = max(abs(one), abs(other))
+def magnitude(events: Iterable[Mapping[str, Any]]) -> float:
+    """Return the largest loss of steps and evaluations, or part of one, which rounding is relative to.
+
+    A loss that is the difference of two parts can be near 0, and has the rounding of both.
+    """
+    found = [0.0]
+    for event in events:
+        values = {"loss": event.get("loss"), **event.get("metrics", {})}
+        found += [abs(value) for name, value in values.items() if name.endswith("loss") and isinstance(value, float)]
+    return max(found)
+
+
+def _apart(field: str, pair: tuple[EventRecord, EventRecord]) -> float:
+    """Return the difference relative to the larger value, of losses also to their larger part; 0 for two zeros."""
+    one, other = (event[field] for event in pair)
+    larger = max(abs(one), abs(other), magnitude(pair) if field == "loss" else 0.0)
     return abs(one - other) / larger if larger else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -33,15 +34,21 @@ class Results:
 
     def read(self) -> dict[str, dict[str, Any]]:
         """Return the verdicts by the trials' keys."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("}")]
-        return {f"{line['seed']}:{line['trial']}:{line['case']}": line for line in found}
+        texts = self.path.read_text().splitlines() if self.path.exists() else []
+        found = {}
+        for text in texts:
+            with contextlib.suppress(ValueError):  # cut by a kill or a full disk
+                line = json.loads(text)
+                found[f"{line['seed']}:{line['trial']}:{line['case']}"] = line
+        return found
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a verdict."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with self.path.open("a+b") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            begins = b"\n" if file.read(1) not in (b"", b"\n") else b""  # the last line was cut
+            file.write(begins + json.dumps(line).encode() + b"\n")
 
     def of(self, trials: Iterable[Trial]) -> dict[Trial, dict[str, Any] | None]:
         """Return the verdict of each trial; None where there is none yet."""

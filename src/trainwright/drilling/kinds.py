@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -162,3 +162,20 @@ def drawn_case(seed: int, kind: str, cases: Sequence[Case], ordinal: int) -> Cas
     order = list(cases)
     random.Random(f"{seed}/{kind}/{ordinal // len(order)}").shuffle(order)
     return order[ordinal % len(order)]
+
+
+def moved(trials: Sequence[Trial], refused: Collection[Spread], cases: Mapping[str, Sequence[Case]]) -> list[Trial]:
+    """Return the trials, with another case drawn by the seed for those on a spread that the recipe cannot be trained
+    with. Where a kind has no other case, its trials stay as they are.
+
+    Args:
+        cases: of the kinds of such trials.
+    """
+
+    def other(trial: Trial) -> Trial:
+        # The smallest of numbers drawn for each case: it stays when more spreads are refused, unless it is on them.
+        possible = [case for case in cases[trial.kind] if case.spread not in refused]
+        drawn = {case: random.Random(f"{trial.seed}/{trial.name}/{case}").random() for case in possible}
+        return replace(trial, case=min(drawn, key=drawn.__getitem__, default=trial.case))
+
+    return [other(trial) if trial.case.spread in refused else trial for trial in trials]

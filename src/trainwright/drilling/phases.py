@@ -25,9 +25,9 @@ _AFTER = {IMPORTS: 0.8, PREPARATION: 0.1, JOINING: 0.2, EVALUATION: 0.02, GENERA
 STEPS, EVALUATES_EVERY, SAVES_EVERY = 24, 12, 6
 
 
-def reach(command: Command, run: Path, phase: str, draw: random.Random, patience: float) -> None:
-    """Return in the phase, a moment drawn after it begins. Missed when the command ended before."""
-    wait_until(command, _sight(run, phase, draw), patience)
+def reach(command: Command, sight: Callable[[], Any], phase: str, draw: random.Random, patience: float) -> None:
+    """Return in the phase, a moment drawn after the sight of it. Missed when the command ended before."""
+    wait_until(command, sight, patience)
     time.sleep(draw.uniform(0, _AFTER.get(phase, 0.005)))
 
 
@@ -60,19 +60,28 @@ def has_event(run: Path, kind: str, step: int | None = None) -> bool:
     return False
 
 
-def _sight(run: Path, phase: str, draw: random.Random) -> Callable[[], Any]:
+def sight(run: Path, phase: str, draw: random.Random, *, evaluates: bool = True) -> Callable[[], Any]:
+    """Return a function that tells whether the phase has begun.
+
+    Args:
+        evaluates: whether texts are generated after an evaluation; else, at the same steps, after the step.
+    """
     evaluated = draw.choice([0, EVALUATES_EVERY])
     saved = draw.choice([SAVES_EVERY, 2 * SAVES_EVERY, 3 * SAVES_EVERY])
     step = draw.randrange(2, STEPS - 3)
     checkpoints = run / "checkpoints"
+
+    def stepped() -> bool:
+        return has_event(run, "step", evaluated) if evaluated else has_event(run, "start")
+
     return {
         IMPORTS: lambda: (run / "recipe.yaml").exists(),
         PREPARATION: lambda: (run / "logs" / "prepare.log").exists(),
         JOINING: lambda: (run / "logs" / "rank-0.log").exists(),
         FIRST_STEP: lambda: has_event(run, "start"),
         STEP: lambda: has_event(run, "step", step),
-        EVALUATION: lambda: has_event(run, "step", evaluated) if evaluated else has_event(run, "start"),
-        GENERATION: lambda: has_event(run, "evaluate", evaluated),
+        EVALUATION: stepped,
+        GENERATION: (lambda: has_event(run, "evaluate", evaluated)) if evaluates else stepped,
         CHECKPOINT: lambda: any(
             checkpoints.glob(f".writing-step-{n:08d}") for n in range(saved, STEPS + 1) if checkpoints.is_dir()
         ),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
 
-from trainwright.doctor.comparison import TOLERANCES
+from trainwright.doctor.comparison import TOLERANCES, magnitude
 from trainwright.drilling.verdicts import Broken, require
 from trainwright.recipe.loading import load_recipe
 
@@ -73,10 +72,10 @@ def complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
     """Require that the run is finished and has every step of the reference once, with its values.
 
     Args:
-        exact: bit for bit, the trained model included; else to rounding.
+        exact: bit for bit, the trained model included; else to rounding, relative to the largest loss.
     """
-    rounding = 0.0 if exact else rounding_of(reference)
     ours, theirs = history(run), history(reference)
+    rounding = 0.0 if exact else rounding_of(reference) * magnitude(_of(theirs, "step") + _of(theirs, "evaluate"))
     steps = [event["step"] for event in ours if event["event"] == "step"]
     wanted = [event["step"] for event in theirs if event["event"] == "step"]
     require(steps == wanted, f"steps are {_spans(steps)}, not {_spans(wanted)}")
@@ -111,11 +110,12 @@ def rounding_of(run: Path) -> float:
 
 
 def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], rounding: float) -> None:
+    """Require that two events have the same values; sums may differ by ``rounding``."""
     found = _compared(kind, one, not rounding)
     for name, theirs in _compared(kind, other, not rounding).items():
         ours, allowed = found.get(name), rounding if name in _SUMS else 0.0
-        same = ours == theirs or (ours is not None and math.isclose(ours, theirs, rel_tol=allowed))
-        to = f" (to {allowed:g})" if allowed else ""
+        same = ours == theirs or (bool(allowed) and ours is not None and abs(ours - theirs) <= allowed)
+        to = f" (to {allowed:.2g})" if allowed else ""
         require(same, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}{to}")
 
 

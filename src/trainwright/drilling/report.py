@@ -65,14 +65,19 @@ def cells(found: Mapping[Trial, dict[str, Any] | None]) -> list[list[str]]:
     return table
 
 
-def notes(found: Mapping[Trial, dict[str, Any] | None]) -> list[str]:
-    """Return the trials that did not hold with their reasons, and the kinds that could not be tried here."""
+def notes(found: Mapping[Trial, dict[str, Any] | None], refused: Mapping[str, str] | None = None) -> list[str]:
+    """Return the trials that did not hold with their reasons, and what could not be tried here.
+
+    Args:
+        refused: strategies with numbers of processes that the recipe could not be trained with, and why.
+    """
     lines = [
         f"\n{line['verdict']}: {trial.name} ({trial.case})\n  {line['why'][:1500]}"
         for trial, line in found.items()
         if line and line["verdict"] in (BROKEN, MISSED)
     ]
     skipped = {(row.kind, why) for row in rows_of(found)[:-1] for why in row.as_json()["skipped_because"]}
+    skipped |= set((refused or {}).items())
     lines += [f"not tried here: {kind}: {why}" for kind, why in sorted(skipped)]
     if left := sum(line is None for line in found.values()):
         lines.append(f"{left} of {len(found)} trials are left")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -12,13 +11,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainwright.drilling import phases, promises
 from trainwright.drilling.commands import TRAINWRIGHT, Command, Ended
-from trainwright.drilling.kinds import KINDS, Case, Trial
+from trainwright.drilling.kinds import KINDS, Case, Spread, Trial
 from trainwright.drilling.setting import Setting
+from trainwright.drilling.undisturbed import REFERENCE, forget_refusals, made_once
 from trainwright.drilling.verdicts import Broken, Missed, Undisturbed, require
 from trainwright.launch.run_directory import override_of, with_directory
 
@@ -122,7 +123,8 @@ class Scene:
 
     def reach(self, command: Command) -> None:
         """Wait for the phase of the case, just before the fault."""
-        phases.reach(command, self.run, self.phase, self.draw, self.setting.patience)
+        sight = phases.sight(self.run, self.phase, self.draw, evaluates=self.setting.evaluates)
+        phases.reach(command, sight, self.phase, self.draw, self.setting.patience)
         self.injected = time.time()
 
     def wait_until(self, command: Command, seen: Callable[[], Any]) -> None:
@@ -234,26 +236,19 @@ class Scene:
 
     def reference(self, overrides: Sequence[str] = ()) -> Path:
         """Return the directory of the run of this case without a fault, made once."""
-        return self._once("undisturbed", overrides, self._make_reference)
+        return self._once(REFERENCE, overrides, self._make_reference)
+
+    def can_train(self, spread: Spread) -> bool:
+        """Return whether the run finishes without a fault on another strategy or number of processes."""
+        try:
+            _reference(self.setting, replace(self.trial, case=Case(spread)))
+        except Undisturbed:
+            return False
+        return True
 
     def _once(self, name: str, overrides: Sequence[str], make: Callable[[Path, Sequence[str]], None]) -> Path:
-        """Return the run that ``make`` makes at a path, one for each spread, recipe and version of the code."""
-        strategy, processes = self.case.spread
-        texts = [name, self.setting.code, strategy, str(processes), *overrides]
         files = [self.work / name for name in self.setting.files]
-        contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-        digest = hashlib.sha256(json.dumps([*texts, *contents]).encode()).hexdigest()[:16]
-        place = self.setting.shared / "runs" / digest
-        place.mkdir(parents=True, exist_ok=True)
-        with (place / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (place / "run").exists():
-                for file in files:
-                    shutil.copy(file, place / file.name)
-                shutil.rmtree(place / "scratch", ignore_errors=True)
-                make(place / "scratch", overrides)
-                (place / "scratch").rename(place / "run")
-        return place / "run"
+        return made_once(self.setting, files, self.case.spread, name, overrides, make)
 
     def _variables(self, cache: Path) -> dict[str, str]:
         """Return the environment of a command: the campaign's variables, and over them the trial's own directories.
@@ -370,18 +365,26 @@ def seconds_of(reference: Path) -> dict[str, float]:
 
 
 def undisturbed_seconds(setting: Setting, trials: Iterable[Trial]) -> float:
-    """Return what a run of these trials takes without a fault, of the first strategy and number of processes with which
-    it finishes. Raises Undisturbed, of the first run, if none does.
+    """Return what a run takes without a fault, of the first strategy and number of processes with which it finishes:
+    those of the trials, then others. Raises Undisturbed, of the first run, if none does; the next call tries all again.
     """
+    every = {trial.case.spread: trial for trial in trials}
+    some = next(iter(every.values()))
+    every |= {spread: replace(some, case=Case(spread)) for spread in setting.spreads if spread not in every}
     first: Undisturbed | None = None
-    for trial in {trial.case.spread: trial for trial in trials}.values():
-        with tempfile.TemporaryDirectory(prefix="trainwright-drill-") as directory:
-            try:
-                return seconds_of(Scene(trial, Path(directory, "scene"), setting).reference())["all"]
-            except Undisturbed as error:
-                first = first or error
+    for trial in every.values():
+        try:
+            return seconds_of(_reference(setting, trial))["all"]
+        except Undisturbed as error:
+            first = first or error
+    forget_refusals(setting, every)
     assert first is not None, "there is a trial"
     raise first
+
+
+def _reference(setting: Setting, trial: Trial) -> Path:
+    with tempfile.TemporaryDirectory(prefix="trainwright-drill-") as directory:
+        return Scene(trial, Path(directory, "scene"), setting).reference()
 
 
 def _listing(directory: Path) -> list[str]:

@@ -23,6 +23,7 @@ class Setting:
         variables: of the environment of commands. The cache and the directory for temporary files are the trial's own
             in any case, HOME only if it is not among them.
         directory: where commands are started; None: in the trial's own directory.
+        evaluates: whether evaluations are in the events; texts are generated without, too.
         halvable: overrides with which smaller micro-batches make no other run.
         patience: how many seconds a command may take.
     """
@@ -32,6 +33,7 @@ class Setting:
     shared: Path
     variables: Mapping[str, str]
     directory: Path | None = None
+    evaluates: bool = True
     halvable: tuple[str, ...] = ()
     patience: float = 150.0
     code: str = field(default_factory=lambda: code_of_the_product())

@@ -47,7 +47,7 @@ def shortened(source: Path | Tree, overrides: Sequence[str]) -> Recipe:
     """Return the recipe as it is trained in trials. Raises RequestError like load_recipe."""
     recipe = load_recipe(source, overrides)
     more = list(_schedule(recipe.optimizer))
-    if recipe.data.validation:
+    if recipe.validates or recipe.evaluate.prompts:
         more.append(f"evaluate.every={phases.EVALUATES_EVERY}")
     return load_recipe(source, [*overrides, *_SHORT, *more])
 
@@ -82,11 +82,9 @@ def spreads_of(recipe: Recipe, strategies: Sequence[str], processes: Sequence[in
 
 def phases_of(recipe: Recipe) -> tuple[str, ...]:
     """Return the phases that a run of the recipe has."""
-    absent: set[str] = set()
-    if not recipe.data.validation:
-        absent = {phases.EVALUATION, phases.GENERATION}
-    elif not recipe.evaluate.prompts:
-        absent = {phases.GENERATION}
+    absent = set() if recipe.validates else {phases.EVALUATION}
+    if not recipe.evaluate.prompts:
+        absent.add(phases.GENERATION)
     return tuple(phase for phase in phases.ALL if phase not in absent)
 
 
@@ -101,6 +99,7 @@ def setting_of(recipe: Recipe, file: Path, spreads: tuple[Spread, ...], shared: 
         shared=shared,
         variables={**os.environ, "PYTHONPATH": path},
         directory=Path.cwd(),
+        evaluates=recipe.validates,
         halvable=tuple(_without_dropout(recipe.model_dump(), "")),
     )
 
@@ -111,7 +110,9 @@ def _without_dropout(section: dict[str, Any], place: str) -> Iterator[str]:
         if isinstance(value, dict):
             yield from _without_dropout(value, f"{place}{key}.")
         # A model without a value of its own has that of its configuration.
-        elif key == "dropout" and (value or (value is None and (section["name"] or section["config"]))):
+        elif key == "dropout" and (
+            value or (value is None and place == "model." and (section["name"] or section["config"]))
+        ):
             yield f"{place}{key}=0"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -127,7 +128,7 @@ def delete_run(scene: Scene) -> None:
     if scene.variant == "moved":
         shutil.rmtree(scene.run, ignore_errors=True)
         scene.run.with_name("elsewhere").rename(scene.run)
-    scene.expect(ended, (FAILED, MACHINE, REQUEST), str(scene.run))
+    scene.expect(ended, (FAILED, MACHINE, REQUEST), re.escape(str(scene.run)))
     if scene.variant == "moved":
         scene.resumes()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from trainwright.drilling import phases, promises
 from trainwright.drilling.commands import Ended
@@ -24,12 +25,13 @@ def not_a_number(scene: Scene) -> None:
     first = 2 if scene.variant.startswith("at") else phases.SAVES_EVERY + 1
     step = scene.draw.randrange(first, first + phases.SAVES_EVERY - 2)
     rank = scene.draw.randrange(scene.case.spread[1])
-    ended = _train(scene, "NotANumber", {"rank": rank, "step": step, "pass": 0})
+    plain = _uncompiled(scene)
+    ended = _train(scene, "NotANumber", {"rank": rank, "step": step, "pass": 0}, *plain)
     scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
     reached = promises.last_step(scene.run)
     require(reached == step - 1, f"step {step} was NaN, and the last one is {reached}")
     promises.none_lost(scene.run)
-    scene.resumes()
+    scene.resumes(overrides=plain)
 
 
 @fault("a flipped bit of a weight", spreads=COPIES, share=2)
@@ -41,7 +43,7 @@ def flipped_weight(scene: Scene) -> None:
 @fault("a flipped bit of an activation", spreads=SEVERAL, share=2)
 def flipped_activation(scene: Scene) -> None:
     """The check of that step finds it and names the rank."""
-    _flipped(scene, "Activation", 2 * _CHECKED_EVERY)
+    _flipped(scene, "Activation", 2 * _CHECKED_EVERY, _uncompiled(scene))
 
 
 @fault("a clock that jumps", spreads=ANY, variants=("+3600", "-3600", "+86400", "-1"), share=1)
@@ -51,13 +53,19 @@ def clock(scene: Scene) -> None:
     scene.stays_undisturbed(_train(scene, "Clock", {"rank": rank, "step": step, "seconds": float(scene.variant)}))
 
 
-def _flipped(scene: Scene, policy: str, step: int) -> None:
+def _flipped(scene: Scene, policy: str, step: int, overrides: Sequence[str] = ()) -> None:
     rank = scene.draw.randrange(scene.case.spread[1])
     where = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
-    scene.stays_undisturbed(_train(scene, policy, where, *_CHECKS))
+    scene.stays_undisturbed(_train(scene, policy, where, *_CHECKS, *overrides), overrides)
     told = [event["rank"] for event in promises.faults(scene.run, "corrupted_weights", "corrupted_computation")]
     require(told, f"{where} was not noticed")
     require(told[-1] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {told}")
+
+
+def _uncompiled(scene: Scene) -> tuple[str, ...]:
+    """Return overrides of a run whose blocks can be changed: compiled ones do not see hooks that are added later."""
+    compiled = load_recipe(scene.reference() / "recipe.yaml").train.compile
+    return ("train.compile=false",) if compiled else ()
 
 
 def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> Ended:

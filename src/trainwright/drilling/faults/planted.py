@@ -47,11 +47,14 @@ class Planted(StepPolicy):
         flip(tensor, self.where["place"], self.where["bit"] % _MANTISSA_BITS[tensor.dtype])
 
     def change_output(self, change: Callable[[torch.Tensor], object]) -> None:
-        """Change what the first block returns, in the pass of this number from now on."""
+        """Change what the first block returns, in the training pass of this number from now on.
+
+        Passes in evaluation mode, which some losses need before, are not compared with those of other ranks.
+        """
         passes = iter(range(1000))
 
         def after_block(module: torch.nn.Module, arguments: object, output: Any) -> None:
-            if next(passes) == self.where["pass"]:
+            if module.training and next(passes) == self.where["pass"]:
                 change((output[0] if isinstance(output, tuple) else output).data)
                 hook.remove()
 

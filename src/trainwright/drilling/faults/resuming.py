@@ -51,9 +51,12 @@ def resumed_twice(scene: Scene) -> None:
 
 
 def _other(scene: Scene, others: list[Spread]) -> Spread:
-    if not others:
+    """Return one of the spreads that the recipe can be trained with."""
+    scene.draw.shuffle(others)
+    found = next(filter(scene.can_train, others), None)
+    if found is None:
         raise Skipped("there is no other number of processes or strategy among those that are tried")
-    return scene.draw.choice(others)
+    return found
 
 
 def _as(spread: Spread) -> tuple[str, str]:

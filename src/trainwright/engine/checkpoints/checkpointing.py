@@ -57,7 +57,10 @@ class Checkpointing:
         self._begun_best: tuple[float | None, int | None] = (None, None)
         self._training = training
         self._checkpoints = checkpoints
-        self._policies = {type(policy).__name__: policy for policy in policies}
+        self._policies = _by_name(policies)
+        # What they begin with: a checkpoint has no state that is set later.
+        self._first_task_state = dict(training.task.state)
+        self._first_states = {name: dict(policy.state) for name, policy in self._policies.items()}
         self._saving = Saving(training.recipe.checkpoint.every, training.recipe.faults.mean_time_between)
         self._background = Background(checkpoints, training.world)
         places = training.recipe.checkpoint.copies if training.world.is_main else []
@@ -298,9 +301,10 @@ class Checkpointing:
             training.strategy.load_state(reader)
         training.strategy.world.barrier()  # some ranks may have read for longer than others
         training.progress = progress
-        training.task.state.update(own)
-        for name in states.keys() & self._policies.keys():
-            self._policies[name].state.update(states[name])
+        # Nothing stays of the steps that a rewind takes back.
+        _replace(training.task.state, self._first_task_state | own)
+        for name, policy in self._policies.items():
+            _replace(policy.state, self._first_states[name] | states.get(name, {}))
         self.step = progress.step
         self._best = progress.best_loss, progress.best_step
 
@@ -361,6 +365,26 @@ def _none_usable(refused: Sequence[CheckpointError]) -> tuple[int, str]:
 def _own_bytes(shards: Mapping[str, Shard]) -> int:
     """Return the bytes of this rank's part of a state."""
     return sum(one.local.numel() * one.local.element_size() for one in own_blocks(shards).values())
+
+
+def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
+    """Return the policies by the names that checkpoints have their state under."""
+    found: dict[str, StepPolicy] = {}
+    for policy in policies:
+        name = type(policy).__name__
+        if name in found:
+            places = " and ".join(f"{type(one).__module__}:{name}" for one in (found[name], policy))
+            raise RequestError(
+                f"train.step_policies: {places} have the same name, under which a checkpoint saves the state of one of "
+                "them; rename a class, or list it once"
+            )
+        found[name] = policy
+    return found
+
+
+def _replace(state: dict[str, float], values: Mapping[str, float]) -> None:
+    state.clear()
+    state.update(values)
 
 
 def _floats(values: dict[str, Any]) -> dict[str, float]:

@@ -122,7 +122,7 @@ class StepPolicy:
     """The base class of step policies, which does nothing. Every rank calls every method in the same order.
 
     Attributes:
-        state: numbers that a checkpoint saves under the policy's name.
+        state: numbers that a checkpoint saves under the name of the class; resuming and rewinding replace them.
     """
 
     def __init__(self, training: Training) -> None:
