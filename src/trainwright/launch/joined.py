@@ -32,7 +32,7 @@ from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import deadline_of
 from trainwright.launch.ending.exit_code import record_begun, record_exit_code
 from trainwright.launch.ending.requests import forget_stops
-from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals
+from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
 from trainwright.launch.group.report_once import should_report
 from trainwright.launch.limits import check_limits
@@ -384,9 +384,8 @@ def _interruptible(failures: FailureReport) -> Iterator[None]:
             raise error
         raise Stopped()
 
-    for number in STOP_SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, interrupt)
+    for number in heeded_signals():
+        signal.signal(number, interrupt)
     failures.interrupting(lambda: _thread.interrupt_main(signal.SIGTERM))
     yield
 
