@@ -17,6 +17,7 @@ from trainwright.launch.ending.deadline import Deadline
 
 STOP_FILE, CHECKPOINT_FILE = "stop", "checkpoint"
 _TAKEN_FILE = "stop.taken"  # what the file becomes, so that the job of the run knows why it has ended
+_REASON_FILE = "stop.reason"  # why the run has stopped, a deadline included, for a launcher that starts it again
 _LOOK_SECONDS = 0.5
 # A step that has begun is finished, then the checkpoint is written, then the processes end.
 _STEPS = 20  # the longest of the last ones counts
@@ -126,6 +127,8 @@ class StopRequests:
         reason = reason_to_stop(self._run, self._deadline, self.needed, self._clock())
         if reason is not None:
             self._tell(f"stopping: {reason}; each worker finishes its step and a checkpoint is written")
+            with suppress(OSError):
+                (self._run / _REASON_FILE).write_text(reason, encoding="utf-8")
             self._stop()
         return reason is not None
 
@@ -197,11 +200,19 @@ def forget_stops(run: Path, begun: float) -> bool:
     Returns:
         Whether another launch, which this one has waited for, was asked to stop since.
     """
-    for name in (STOP_FILE, _TAKEN_FILE, CHECKPOINT_FILE):
+    for name in (STOP_FILE, _TAKEN_FILE, _REASON_FILE, CHECKPOINT_FILE):
         with suppress(OSError):
             if _age(run / name) >= begun:
                 (run / name).unlink()
     return _TAKEN_FILE in _listed(run)
+
+
+def reason_of_last_stop(run: Path) -> str | None:
+    """Return why the last launch of a run has stopped, by the file ``stop`` or a deadline; None if it has not."""
+    try:
+        return (run / _REASON_FILE).read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def _age(path: Path) -> float:
