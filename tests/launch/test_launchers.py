@@ -431,3 +431,13 @@ def test_a_launcher_without_a_run_ends_with_its_own_code(tmp_path: Path) -> None
     with pytest.raises(RequestError, match="COMMAND: nowhere: program not found"):
         run_launcher(["nowhere"])
     assert record_exit_code(EXIT_FAULT) == EXIT_FAULT
+
+
+def test_under_has_torchrun_wait_for_the_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainwright.launch.program import run_launcher
+
+    minutes = ["bash", "-c", "exit $((TORCH_ELASTIC_SHUTDOWN_TIMEOUT / 60))"]
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    assert run_launcher(minutes) == 60
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
+    assert run_launcher(minutes) == 2
