@@ -86,6 +86,18 @@ def test_a_worker_alone_is_a_run_of_one(runs: Runs) -> None:
     assert (start["world_size"], start["strategy"]) == (1, "single")
 
 
+def test_a_stop_before_the_first_checkpoint_says_that_nothing_was_kept(runs: Runs) -> None:
+    (worker,) = start_workers(runs, [{}], STEPS)
+    assert worker.run is not None
+    wait_for((worker.run / "logs" / "rank-0.log").exists)
+    (worker.run / "stop").touch()
+    finished = worker.wait()
+    assert finished.code == 75, finished.stderr
+    assert (
+        f"stopped before the first checkpoint; nothing was kept; continue with --resume {worker.run}" in finished.stderr
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "code", "named"),
     [

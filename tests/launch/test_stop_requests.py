@@ -78,10 +78,10 @@ def test_a_checkpoint_is_requested_once_by_its_file(tmp_path: Path) -> None:
 def test_a_deadline_ends_the_later_attempts_of_torchrun_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests(tmp_path, 1001.0)[0].look()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(Stopped, match="stopped before another step: the run has to end by six; continue with"):
-        refuse_stopped(tmp_path, 60.0, None)
-    with pytest.raises(Stopped, match="the run has to end by seven"):
-        refuse_stopped(tmp_path, 0.0, Deadline(1.0, "seven"))
+    with pytest.raises(Stopped, match="stopped before the next step: the run has to end by six; continue with"):
+        refuse_stopped(tmp_path, 60.0, None, resumed=True)
+    with pytest.raises(Stopped, match="the run has to end by seven; run the same command again"):
+        refuse_stopped(tmp_path, 0.0, Deadline(1.0, "seven"), resumed=False)
 
 
 def test_the_first_attempt_forgets_why_the_run_has_stopped_before(
@@ -89,8 +89,8 @@ def test_the_first_attempt_forgets_why_the_run_has_stopped_before(
 ) -> None:
     assert requests(tmp_path, 1001.0)[0].look()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    refuse_stopped(tmp_path, 60.0, None)  # of another launch, which this one has waited for
-    refuse_stopped(tmp_path, 0.0, None)
+    refuse_stopped(tmp_path, 60.0, None, resumed=True)  # of another launch, which this one has waited for
+    refuse_stopped(tmp_path, 0.0, None, resumed=True)
     assert not list(tmp_path.iterdir())
 
 

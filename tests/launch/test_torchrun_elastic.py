@@ -120,7 +120,7 @@ def test_a_stop_is_not_undone_by_the_restarts_of_torchrun(runs: Runs, tmp_path: 
         assert agent.wait(PATIENCE) == 75, agents.output
     kinds = [event["event"] for event in read_log(agents.run / "events.jsonl").everything]
     assert kinds.count("start") == 1 and kinds[-2:] == ["checkpoint", "finish"]
-    assert "stopped before another step: asked by" in agents.output
+    assert "stopped before the next step: asked by" in agents.output
 
 
 def test_a_run_goes_on_with_the_nodes_that_are_there(runs: Runs, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from trainwright.launch import run_directory
 from trainwright.launch.ending.attempts import refuse_stopped, seconds_since_launch
 from trainwright.launch.ending.deadline import Deadline, deadline_of
 from trainwright.launch.ending.exit_code import record_begun, record_exit_code
+from trainwright.launch.ending.left import left_in_words
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
 from trainwright.launch.group.report_once import should_report
@@ -175,7 +176,7 @@ def run_joined(
             participant.end(code)
         participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
-            say(f"stopped after a checkpoint; continue with --resume {run}", file=terminal)
+            say(f"{left_in_words(run)}; continue with --resume {run}", file=terminal)
         return code, run
 
 
@@ -249,8 +250,8 @@ class _Participant:
         if not self.options.force:
             resolved.plan.refuse_shortage()
         run = held.enter_context(request.opened(resolved))
-        refuse_stopped(run, begun, deadline)
         with request.undone_on_error(run):
+            refuse_stopped(run, begun, deadline, resumed=request.run is not None)
             text = request.record(run, resolved)
             logs = run / "logs"
             logs.mkdir(exist_ok=True)

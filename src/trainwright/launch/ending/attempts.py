@@ -24,14 +24,15 @@ def seconds_since_launch(launcher: int | None, number: int) -> float:
     return 0.0 if number else process_age()
 
 
-def refuse_stopped(run: Path, begun: float, deadline: Deadline | None) -> None:
+def refuse_stopped(run: Path, begun: float, deadline: Deadline | None, *, resumed: bool) -> None:
     """Raise Stopped if the run was asked to stop since the launch began, so many seconds ago, or its time is over."""
     asked = forget_stops(run, begun)
     reason = reason_of_last_stop(run) if _is_repeated() else None
     if reason is None:
         reason = "it was asked to stop since this launch began" if asked else look_before_steps(run, deadline)
     if reason is not None:
-        raise Stopped(f"stopped before another step: {reason}; continue with --resume {run}")
+        how = f"continue with --resume {run}" if resumed else "run the same command again"
+        raise Stopped(f"stopped before the next step: {reason}; {how}")
 
 
 def _is_repeated() -> bool:
