@@ -44,6 +44,21 @@ def test_a_run_that_loses_slots_goes_on_with_fewer_processes_and_the_same_losses
 
 
 @pytest.mark.slow
+def test_a_run_that_waits_for_slots_can_be_stopped_by_its_file(runs: Runs) -> None:
+    started = runs.train(*SETTINGS, "parallel.num_processes={min: 1, max: 2}", "train.max_steps=100000")
+    started.wait_for_step(2)
+    run = started.run
+    assert run is not None
+    (run / "slots").write_text("0")
+    kill(started, 0)  # which looks for the file while it trains
+    (run / "stop").touch()
+    ended = started.wait()
+    assert ended.code == 75, ended.stderr
+    assert "stopping: asked by" in ended.stderr
+    assert sizes(run) == [2]
+
+
+@pytest.mark.slow
 def test_a_run_grows_and_shrinks_as_slots_change_and_when_it_is_resumed(runs: Runs) -> None:
     # With a larger learning rate, training amplifies the rounding of sums.
     settings = (*SETTINGS, "train.max_steps=700", "checkpoint.every=50", "optimizer.learning_rate=1e-6")

@@ -250,6 +250,7 @@ class _Launch:
             crew=crew,
             relaunch=relaunch,
             watched=Watched(run, recipe.faults.on_hang, recipe.train.compile is True),
+            looking=functools.partial(self._looking, run),
         )
         resumed = self.request.run is not None or (crew is not None and crew.has_launched)
         code = launched(functools.partial(work, resumed), processes=self.processes)

@@ -240,8 +240,7 @@ class Nodes:
         """Wait as node 0 until all nodes that are still there have prepared the run, or ended the launch."""
         self.running = False
         self._ended.clear()
-        while self._expected - self._gone.keys() - self.waiting - {0} and not self._stopping.flag.value:
-            self.poll()
+        while self._expected - self._gone.keys() - self.waiting - {0} and not self._stopping.requested:
             time.sleep(_POLL_SECONDS)
 
     def over(self, code: int, text: str = "") -> None:
