@@ -134,6 +134,23 @@ def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> N
     assert not found.look() and found.needed == pytest.approx(1.5 + 0.75 + 3)
 
 
+def test_a_deadline_leaves_time_for_a_batch_of_an_evaluation_or_a_prompt(tmp_path: Path) -> None:
+    now = [0.0]
+    told: dict[str, object] = {"event": "progress"}
+    found = StopRequests(tmp_path, None, 0, lambda: None, lambda line: None, lambda: now[0])
+
+    def longest(*events: tuple[float, dict[str, object]]) -> float:
+        for seconds, event in events:
+            now[0] += seconds
+            found(event)
+        return (found.needed - 3) / 1.5
+
+    assert longest((9.0, {"event": "phase"}), (2.0, told), (6.0, told), (1.0, told)) == 6.0
+    assert longest((60.0, {"event": "step", "step_time": 4.0}), (0.0, {"event": "phase"}), (0.5, told)) == 6.0
+    assert longest(*[(0.0, {"event": "phase"}), (0.5, told)] * 18) == 6.0
+    assert longest((0.0, {"event": "phase"}), (0.5, told)) == 4.0  # the last 20 evaluations and generations count
+
+
 def test_a_deadline_leaves_time_for_what_is_being_written_and_copied(tmp_path: Path) -> None:
     found, _ = requests(tmp_path, None)
     found({"event": "checkpoint", "seconds": 4.0, "blocked_seconds": 0.1})  # the one before may be written still
