@@ -32,7 +32,7 @@ from trainwright.launch.clusters.grace import stop_warning, torchrun_warning
 from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.ending.exit_code import ATTEMPT
 from trainwright.launch.ending.requests import STATE_BYTES, StopRequests
-from trainwright.launch.ending.stop import resize_requested
+from trainwright.launch.ending.stop import resize_requested, take_save_to_resize
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.group.start_event import DTYPES, start_event
 from trainwright.launch.hangs.flight_recorder import keep_collectives
@@ -269,7 +269,7 @@ def run_worker(
         updating=lambda: set_fresh(False),
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
         policies=[*profiling, *(STEP_POLICIES.get(name) for name in recipe.train.step_policies)],
-        save_requested=(lambda: False) if asked is None else asked.take_save,
+        save_requested=(lambda: False) if asked is None else functools.partial(_take_save, asked),
         stop_after=world.broadcast(stop_after),
     )
     events.announce("preparing the training")
@@ -302,6 +302,10 @@ def run_worker(
         heartbeat.finish()
         leave()  # not after a failure: it would wait for the other ranks before the error is reported
     return EXIT_FINISHED if finished else EXIT_STOPPED
+
+
+def _take_save(asked: StopRequests) -> bool:
+    return asked.take_save() | take_save_to_resize()  # each of them forgets what was asked
 
 
 def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:

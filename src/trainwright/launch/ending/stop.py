@@ -52,8 +52,8 @@ class _LocalFlag:
     value = 0
 
 
-# The values of the flag `resize`.
-RESIZE_AT_CHECKPOINT, RESIZE_NOW = 1, 2
+# The values of the flag `resize`: after the next checkpoint, at once, or after a checkpoint that is to be written now.
+RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING = 1, 2, 3
 
 _flag: Flag = _LocalFlag()
 _resize: Flag = _LocalFlag()
@@ -103,6 +103,14 @@ def heeded_signals() -> list[signal.Signals]:
     """Return the stop signals without a SIGHUP that is ignored: with nohup, the run is to outlive the terminal."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP)]
+
+
+def take_save_to_resize() -> bool:
+    """Return whether a checkpoint is to be written to go on with another number of processes; it is asked for once."""
+    asked = _resize.value == RESIZE_SAVING
+    if asked:
+        _resize.value = RESIZE_AT_CHECKPOINT
+    return asked
 
 
 class Stopping:
