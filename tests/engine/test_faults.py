@@ -396,7 +396,7 @@ def test_a_stop_whose_checkpoint_fails_does_not_end_as_if_saved(runs: Runs, coun
     started.kill(signal.SIGTERM)
     ended = started.wait()
     assert ended.code == 4, ended.stdout + ended.stderr
-    assert "stopped by a signal, but the checkpoint of step" in ended.stderr
+    assert "the run was to stop, but the checkpoint of step" in ended.stderr
     assert (
         f"the checkpoint of step {step} is valid" in ended.stderr and "stopped after a checkpoint" not in ended.stderr
     )

@@ -26,6 +26,22 @@ with Stopping() as stopping, stopping.looking(lambda: "asked to"):
 print("still there")
 """
 
+# As `nohup` starts a program: what the lines that follow send to themselves at a logout is ignored.
+_NOHUP = """
+import os, signal, sys
+from pathlib import Path
+from trainwright.launch.ending.stop import Flags, Stopping, follow_launcher, follow_signals, stop_requested
+from trainwright.launch.process import run_in_child
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def log_out():
+    os.kill(os.getpid(), signal.SIGHUP)
+"""
+_UNDER_NOHUP = {
+    "a preparation": "with Stopping() as stopping: run_in_child(log_out, Path('log'), stopping)",
+    "a worker of another launcher": "follow_signals(); log_out(); assert not stop_requested()",
+    "a program that a worker starts": "follow_launcher(Flags(), print); assert os.system('kill -HUP $$') == 0",
+}
+
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
 def test_a_stop_is_taken_with_nobody_to_read_that(name: str) -> None:
@@ -35,6 +51,13 @@ def test_a_stop_is_taken_with_nobody_to_read_that(name: str) -> None:
     ended = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=write, text=True, check=False)
     os.close(write)
     assert (ended.returncode, ended.stdout) == (0, "still there\n")
+
+
+@pytest.mark.parametrize("what", _UNDER_NOHUP)
+def test_nothing_ends_at_a_logout_under_nohup(what: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"{_NOHUP}\n{_UNDER_NOHUP[what]}"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.slow

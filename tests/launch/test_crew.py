@@ -101,6 +101,30 @@ def test_a_lost_node_is_left_out_and_taken_in_again_when_it_is_back(two: Members
     assert back.result().has_launched
 
 
+def test_what_comes_back_on_another_node_is_noticed_while_the_run_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU does that has fallen off the bus."""
+    monkeypatch.setattr(silence, "_EVERY", 0.1)
+    members, there = Members(tmp_path, 2, (2, 4)), [1]
+    first, second = members.all_arrive()
+    first.room, second.room = lambda: 2, lambda: there[0]
+    assert members.together(first.first, second.first) == [1, 1]
+    trains(first)
+    trains(second)
+    elastic = first.elastic
+    assert elastic is not None
+
+    def available() -> int | None:
+        for crew in (second, first):
+            crew.nodes.poll()
+        return elastic.available()
+
+    for there[0], number in ((2, 4), (1, 2)):
+        wait_for(lambda number=number: available() == number)  # type: ignore[misc]
+    members.close()
+
+
 def test_a_silent_node_is_dropped_and_told_so_when_it_wakes(two: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence, "LIMIT", 1.0)
     monkeypatch.setattr(silence, "_EVERY", 0.1)

@@ -12,7 +12,7 @@ from tests.support.commands import wait_for
 from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
 from trainwright.errors import MachineError
-from trainwright.launch.ending.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, Stopping
+from trainwright.launch.ending.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
 from trainwright.launch.group.elastic import Elastic, devices_for
 from trainwright.observe.reader import read_log
 from trainwright.planning.processes import in_words, usable_processes
@@ -44,6 +44,21 @@ def test_a_run_that_loses_slots_goes_on_with_fewer_processes_and_the_same_losses
 
 
 @pytest.mark.slow
+def test_a_run_that_waits_for_slots_can_be_stopped_by_its_file(runs: Runs) -> None:
+    started = runs.train(*SETTINGS, "parallel.num_processes={min: 1, max: 2}", "train.max_steps=100000")
+    started.wait_for_step(2)
+    run = started.run
+    assert run is not None
+    (run / "slots").write_text("0")
+    kill(started, 0)  # which looks for the file while it trains
+    (run / "stop").touch()
+    ended = started.wait()
+    assert ended.code == 75, ended.stderr
+    assert "stopping: asked by" in ended.stderr
+    assert sizes(run) == [2]
+
+
+@pytest.mark.slow
 def test_a_run_grows_and_shrinks_as_slots_change_and_when_it_is_resumed(runs: Runs) -> None:
     # With a larger learning rate, training amplifies the rounding of sums.
     settings = (*SETTINGS, "train.max_steps=700", "checkpoint.every=50", "optimizer.learning_rate=1e-6")
@@ -70,6 +85,32 @@ def test_a_run_grows_and_shrinks_as_slots_change_and_when_it_is_resumed(runs: Ru
         assert ledger[rank].seconds["stopped"] > max(time for time in times if time < starts[back]) - starts[1]
 
 
+@pytest.mark.slow
+def test_a_run_that_cannot_write_a_checkpoint_to_grow_goes_on_as_it_is(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEP_SECONDS", "0.3")  # so that some steps take longer than a change has to last
+    slow = ("train.max_steps=3000", "train.step_policies=['tests.support.slow_steps:SlowSteps']")
+    started = runs.train(*SETTINGS, "parallel.num_processes={min: 1, max: 2}", "checkpoint.background=true", *slow)
+    run = started.run
+    assert run is not None
+    started.wait_for_step(2)
+    (run / "slots").write_text("1")
+    wait_for(lambda: sizes(run)[-1] == 1)
+    started.wait_for_step(column(run, "step")[-1] + 2)
+    # A file where the directories of checkpoints are written.
+    (run / "checkpoints").rename(run / "before")
+    (run / "checkpoints").touch()
+    (run / "slots").unlink()
+    started.wait_for_step(column(run, "step")[-1] + 20)
+    assert sizes(run) == [2, 1] and {fault["action"] for fault in events(run, "fault")} == {"continue"}
+    (run / "checkpoints").unlink()
+    (run / "before").rename(run / "checkpoints")
+    wait_for(lambda: sizes(run)[-1] == 2)
+    started.kill(signal.SIGTERM)
+    assert started.wait().code == 75
+
+
 def test_more_processes_wait_for_a_checkpoint_and_fewer_do_not(tmp_path: Path) -> None:
     now, stopping = [0.0], Stopping()
     elastic = Elastic(tmp_path, (1, 2, 4), devices_for(lambda: None), stopping, lambda: now[0])
@@ -87,7 +128,13 @@ def test_more_processes_wait_for_a_checkpoint_and_fewer_do_not(tmp_path: Path) -
     assert elastic.first() == 2
     slots.write_text("9")
     assert flags(4) == [0, 0, RESIZE_AT_CHECKPOINT, RESIZE_AT_CHECKPOINT]
-    assert flags(70)[-1] == RESIZE_NOW
+    assert flags(70)[-1] == RESIZE_SAVING  # not taken by a worker yet
+    flag.value = RESIZE_AT_CHECKPOINT
+    assert set(flags(70)) == {RESIZE_AT_CHECKPOINT}  # it could not be written
+    slots.write_text("3")
+    assert flags(3)[-1] == 0
+    slots.write_text("4")
+    assert flags(70)[-1] == RESIZE_SAVING
     assert elastic.next() == 4
     slots.write_text("1")
     assert flags(4) == [0, 0, RESIZE_NOW, RESIZE_NOW]

@@ -104,6 +104,18 @@ def test_a_worker_alone_is_a_run_of_one(runs: Runs) -> None:
     assert (start["world_size"], start["strategy"]) == (1, "single")
 
 
+def test_a_stop_before_the_first_checkpoint_says_that_nothing_was_kept(runs: Runs) -> None:
+    (worker,) = start_workers(runs, [{}], STEPS)
+    assert worker.run is not None
+    wait_for((worker.run / "logs" / "rank-0.log").exists)
+    (worker.run / "stop").touch()
+    finished = worker.wait()
+    assert finished.code == 75, finished.stderr
+    assert (
+        f"stopped before the first checkpoint; nothing was kept; continue with --resume {worker.run}" in finished.stderr
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "code", "named"),
     [
@@ -449,3 +461,13 @@ def test_a_launcher_without_a_run_ends_with_its_own_code(tmp_path: Path) -> None
     with pytest.raises(RequestError, match="COMMAND: nowhere: program not found"):
         run_launcher(["nowhere"])
     assert record_exit_code(EXIT_FAULT) == EXIT_FAULT
+
+
+def test_under_has_torchrun_wait_for_the_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainwright.launch.program import run_launcher
+
+    minutes = ["bash", "-c", "exit $((TORCH_ELASTIC_SHUTDOWN_TIMEOUT / 60))"]
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    assert run_launcher(minutes) == 60
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
+    assert run_launcher(minutes) == 2

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import PATIENCE, all_gone, descendants, environment, started, wait_for
 from trainwright.errors import MachineError
-from trainwright.launch.process import prepare_environment, threads_allowed
+from trainwright.launch.ending.stop import Stopping
+from trainwright.launch.nodes.info import NodeFailed
+from trainwright.launch.process import prepare_environment, run_in_child, threads_allowed
 from trainwright.launch.run_worker import _set_precision_of_fp32_products
 
 ENTRIES = str(Path(__file__).parents[1] / "support" / "launch_entries.py")
@@ -61,6 +66,24 @@ def test_a_stop_signal_that_the_preparation_gets_first_is_a_stop(tmp_path: Path)
         child.send_signal(signal.SIGTERM)
         process.wait(PATIENCE)
     assert "Stopped: stopped before the first step" in output.read_text()
+
+
+class _OtherNodeFails(Stopping):
+    @property
+    def requested(self) -> bool:
+        raise NodeFailed("node 1: data.train: no such file", 2)
+
+
+def _prepare(done: Path) -> None:
+    time.sleep(20)
+    done.touch()
+
+
+def test_the_failure_of_another_node_ends_the_preparation_here(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    with pytest.raises(NodeFailed, match=r"data\.train"):
+        run_in_child(functools.partial(_prepare, done), tmp_path / "prepare.log", _OtherNodeFails())
+    assert not multiprocessing.active_children() and not done.exists()
 
 
 def test_preparation_dies_with_a_killed_parent(tmp_path: Path) -> None:

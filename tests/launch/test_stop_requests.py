@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -11,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from tests.support.commands import wait_for
+from tests.support.commands import environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from tests.support.workers import by_hand, start_workers
-from trainwright.errors import RequestError
+from trainwright.errors import RequestError, Stopped
+from trainwright.launch.ending.attempts import refuse_stopped
 from trainwright.launch.ending.deadline import Deadline, deadline_of, earliest
 from trainwright.launch.ending.requests import (
     StopRequests,
@@ -72,6 +75,54 @@ def test_a_checkpoint_is_requested_once_by_its_file(tmp_path: Path) -> None:
     assert found.take_save() and not found.take_save() and not done
 
 
+def test_a_deadline_ends_the_later_attempts_of_torchrun_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert requests(tmp_path, 1001.0)[0].look()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(Stopped, match="stopped before the next step: the run has to end by six; continue with"):
+        refuse_stopped(tmp_path, 60.0, None, resumed=True)
+    with pytest.raises(Stopped, match="the run has to end by seven; run the same command again"):
+        refuse_stopped(tmp_path, 0.0, Deadline(1.0, "seven"), resumed=False)
+
+
+def test_the_first_attempt_forgets_why_the_run_has_stopped_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert requests(tmp_path, 1001.0)[0].look()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    refuse_stopped(tmp_path, 60.0, None, resumed=True)  # of another launch, which this one has waited for
+    refuse_stopped(tmp_path, 0.0, None, resumed=True)
+    assert not list(tmp_path.iterdir())
+
+
+_AGES = """
+import os
+from trainwright.launch.ending.attempts import seconds_since_launch
+from trainwright.machine.usage.sample import process_age
+ages = {"none": 0.0, "own": process_age(), "launcher": process_age(os.getppid())}
+for number in (0, 1):
+    print(min(ages, key=lambda name: abs(ages[name] - seconds_since_launch(None, number))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "since"),
+    [
+        ({}, "own none"),
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, "launcher none"),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, "launcher launcher"),
+    ],
+)
+def test_all_attempts_of_torchrun_are_one_launch(variables: dict[str, str], since: str) -> None:
+    """This process, which has imported torch, is the launcher: the first run of a process, and the second one."""
+    command = [sys.executable, "-c", _AGES]
+    assert subprocess.check_output(command, env=environment(**variables), text=True).split() == since.split()
+
+
+def test_a_time_limit_counts_from_the_begin_of_the_launch() -> None:
+    now, later = deadline_of(None, "1 h"), deadline_of(None, "1 h", 3000.0)
+    assert now is not None and later is not None and now.seconds - later.seconds == pytest.approx(3000.0, abs=60.0)
+
+
 def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> None:
     # Before anything is measured: 3 s for the end, and 400 MB at 200 MB/s with a half more.
     assert requests(tmp_path, 1006.0, 400_000_000)[0].look()
@@ -81,6 +132,23 @@ def test_a_deadline_leaves_time_for_a_step_and_a_checkpoint(tmp_path: Path) -> N
     assert found.look() and "six" in done[0]
     found({"event": "checkpoint", "seconds": 0.5})  # measured: less than assumed
     assert not found.look() and found.needed == pytest.approx(1.5 + 0.75 + 3)
+
+
+def test_a_deadline_leaves_time_for_a_batch_of_an_evaluation_or_a_prompt(tmp_path: Path) -> None:
+    now = [0.0]
+    told: dict[str, object] = {"event": "progress"}
+    found = StopRequests(tmp_path, None, 0, lambda: None, lambda line: None, lambda: now[0])
+
+    def longest(*events: tuple[float, dict[str, object]]) -> float:
+        for seconds, event in events:
+            now[0] += seconds
+            found(event)
+        return (found.needed - 3) / 1.5
+
+    assert longest((9.0, {"event": "phase"}), (2.0, told), (6.0, told), (1.0, told)) == 6.0
+    assert longest((60.0, {"event": "step", "step_time": 4.0}), (0.0, {"event": "phase"}), (0.5, told)) == 6.0
+    assert longest(*[(0.0, {"event": "phase"}), (0.5, told)] * 18) == 6.0
+    assert longest((0.0, {"event": "phase"}), (0.5, told)) == 4.0  # the last 20 evaluations and generations count
 
 
 def test_a_deadline_leaves_time_for_what_is_being_written_and_copied(tmp_path: Path) -> None:
@@ -114,7 +182,8 @@ def test_a_slow_disk_is_noticed_before_the_first_checkpoint(tmp_path: Path, monk
     found, done = requests(tmp_path, 1040.0, 400_000_000)
     found.watch()
     wait_for(lambda: "stop" in done)
-    assert found.needed >= 1.5 * 0.1 * 400_000_000 / 2**20 and not list(tmp_path.iterdir())
+    assert found.needed >= 1.5 * 0.1 * 400_000_000 / 2**20
+    assert [file.name for file in tmp_path.iterdir()] == ["stop.reason"]
 
 
 @pytest.mark.slow

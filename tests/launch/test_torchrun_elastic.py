@@ -112,6 +112,17 @@ def test_a_killed_worker_is_replaced_within_the_restarts_of_torchrun(runs: Runs,
     assert column(agents.run, "loss") == column(undisturbed, "loss")
 
 
+def test_a_stop_is_not_undone_by_the_restarts_of_torchrun(runs: Runs, tmp_path: Path) -> None:
+    agents = Agents(tmp_path, runs.directory / "cache", ("--nproc-per-node=2", "--max-restarts=1"), ())
+    with agents.started() as agent:
+        agents.wait_for_size(2)
+        (agents.run / "stop").touch()
+        assert agent.wait(PATIENCE) == 75, agents.output
+    kinds = [event["event"] for event in read_log(agents.run / "events.jsonl").everything]
+    assert kinds.count("start") == 1 and kinds[-2:] == ["checkpoint", "finish"]
+    assert "stopped before the next step: asked by" in agents.output
+
+
 def test_a_run_goes_on_with_the_nodes_that_are_there(runs: Runs, tmp_path: Path) -> None:
     undisturbed = runs.trained(*LONG, "parallel.num_processes=2")
     with socket.create_server(("127.0.0.1", 0)) as probe:

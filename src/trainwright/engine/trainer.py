@@ -165,10 +165,15 @@ class Trainer:
                 raise StopRequested
 
     def _should_change_plan(self) -> bool:
-        """Return whether the run, which has just been saved, continues with another plan; the same on every rank."""
+        """Return whether the run, which has just been saved, continues with another plan; the same on every rank.
+
+        If the checkpoint cannot be completed, as on a full disk, the run goes on as it is.
+        """
         if self.change_requested is None or self._checkpointing.begun != self.progress.step:
             return False
-        return bool(self.world.broadcast(self.world.is_main and self.change_requested()))
+        if not self.world.broadcast(self.world.is_main and self.change_requested()):
+            return False
+        return self._checkpointing.complete() == self.progress.step
 
     def run_steps(self, steps: int, *, largest: bool = False) -> bool:
         """Take the first steps of the run and keep only their events; return False if a signal stopped it first.

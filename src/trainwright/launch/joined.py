@@ -29,10 +29,11 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.launch import run_directory
-from trainwright.launch.ending.deadline import deadline_of
+from trainwright.launch.ending.attempts import refuse_stopped, seconds_since_launch
+from trainwright.launch.ending.deadline import Deadline, deadline_of
 from trainwright.launch.ending.exit_code import record_begun, record_exit_code
-from trainwright.launch.ending.requests import forget_stops
-from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals
+from trainwright.launch.ending.left import left_in_words
+from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
 from trainwright.launch.group.report_once import should_report
 from trainwright.launch.limits import check_limits
@@ -45,7 +46,6 @@ from trainwright.launch.process import (
 )
 from trainwright.launch.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
 from trainwright.machine.detect import detect
-from trainwright.machine.usage.sample import process_age
 from trainwright.paths import appears
 from trainwright.text import say
 
@@ -146,8 +146,9 @@ def run_joined(
             deadline = None
             if environment.rank == 0:
                 held.enter_context(_interruptible(failures))
-                deadline = deadline_of(options.until, options.time_limit)
-                opened, place = participant.open(translation, held)
+                begun = seconds_since_launch(options.launcher, options.number)
+                deadline = deadline_of(options.until, options.time_limit, 0.0 if options.number else begun)
+                opened, place = participant.open(translation, held, begun, deadline)
             else:
                 opened, place = participant.follow()
         except Exception as error:
@@ -175,7 +176,7 @@ def run_joined(
             participant.end(code)
         participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
-            say(f"stopped after a checkpoint; continue with --resume {run}", file=terminal)
+            say(f"{left_in_words(run)}; continue with --resume {run}", file=terminal)
         return code, run
 
 
@@ -228,7 +229,9 @@ class _Participant:
     failures: FailureReport
     tell: Callable[[int, str], None]
 
-    def open(self, translation: Translation | None, held: ExitStack) -> tuple[Opened, Place]:
+    def open(
+        self, translation: Translation | None, held: ExitStack, begun: float, deadline: Deadline | None
+    ) -> tuple[Opened, Place]:
         """Do on rank 0 everything before the first step that has to be done once."""
         from trainwright.launch.group.members import Member, first_ranks, places
 
@@ -247,8 +250,8 @@ class _Participant:
         if not self.options.force:
             resolved.plan.refuse_shortage()
         run = held.enter_context(request.opened(resolved))
-        forget_stops(run, 0.0 if self.options.number else process_age())
         with request.undone_on_error(run):
+            refuse_stopped(run, begun, deadline, resumed=request.run is not None)
             text = request.record(run, resolved)
             logs = run / "logs"
             logs.mkdir(exist_ok=True)
@@ -384,9 +387,8 @@ def _interruptible(failures: FailureReport) -> Iterator[None]:
             raise error
         raise Stopped()
 
-    for number in STOP_SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, interrupt)
+    for number in heeded_signals():
+        signal.signal(number, interrupt)
     failures.interrupting(lambda: _thread.interrupt_main(signal.SIGTERM))
     yield
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def launch(
     crew: Crew | None = None,
     relaunch: Relaunch | None = None,
     watched: Watched | None = None,
+    looking: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
     """Run `entry` in `processes` workers; return EXIT_FINISHED or EXIT_STOPPED.
 
@@ -78,7 +80,8 @@ def launch(
     it must be picklable. `logs` receives rank-<r>.log, launcher.log, and rank-<r>.error.json for a worker that raised.
     The caller enters `stopping`. With `crew`, this is one of several nodes, each with as many workers. `relaunch`
     decides what to do after a failure, on several nodes on node 0; without it the launch ends.
-    `watched` is the run that the workers train, to notice a hang.
+    `watched` is the run that the workers train, to notice a hang. `looking` makes a context in which `stopping` looks
+    for requests that the workers look for otherwise; it is entered while there are none.
 
     Raises:
         TrainwrightError: the first failure, of the class of its exit code.
@@ -93,12 +96,13 @@ def launch(
             return ended
         decides = crew is None or crew.leads
         event = _decide(ended, stopping, crew, relaunch) if decides else None
-        if crew is not None and not (processes := crew.next()):
-            return crew.code
-        assert relaunch is not None, "node 0 has decided by one"
-        entry = relaunch.resumed(event)
-        if crew is None and elastic is not None and not (processes := elastic.next()):
-            return EXIT_STOPPED
+        with looking():
+            if crew is not None and not (processes := crew.next()):
+                return crew.code
+            assert relaunch is not None, "node 0 has decided by one"
+            entry = relaunch.resumed(event)
+            if crew is None and elastic is not None and not (processes := elastic.next()):
+                return EXIT_STOPPED
 
 
 def launch_once(

@@ -194,9 +194,10 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
     sender.close()
     try:
         answer = _await_answer(receiver, stopping)
+    except BaseException:  # a stop, or `stopping` has heard that another node has failed
+        child.kill()
+        raise
     finally:
-        if child.is_alive() and stopping.requested:
-            child.kill()
         child.join()
     if answer is None and (stopping.requested or -child.exitcode in STOP_SIGNALS):  # or the child got it
         raise Stopped()

@@ -18,13 +18,15 @@ from typing import Any
 
 from trainwright.activity import doing
 from trainwright.errors import RequestError
-from trainwright.launch.ending.exit_code import CODES_FILE, recorded_code
+from trainwright.launch.ending.exit_code import CODES_FILE, SHUTDOWN_TIMEOUT, recorded_code
 from trainwright.launch.ending.stop import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers, and dies of the others.
 _STOPS_OF_LAUNCHERS: Mapping[int, int] = dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU), signal.SIGTERM)
 _RANGE_OF_NODES = re.compile(r"--nnodes[= ]\d+:\d+")
+# By default torchrun kills its workers 30 s after a signal, also while they write the last checkpoint.
+_TIME_TO_STOP = {SHUTDOWN_TIMEOUT: "3600"}
 _SEPARATE_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -64,14 +66,14 @@ def run_launcher(command: Sequence[str]) -> int:
 
 
 def _variables(command: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a launcher.
+    """Return the environment of a launcher, in which the user's own variables count.
 
     If torchrun's nodes may come and go, each round of its rendezvous is to have a store of its own: with the one that
     torch 2.13 shares between rounds, a node that comes later waits in vain for its address
     (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, ``next_rendezvous``).
     """
     words = " ".join([*command, f"--nnodes={os.environ.get('PET_NNODES', '')}"])
-    return {**(_SEPARATE_STORES if _RANGE_OF_NODES.search(words) else {}), **os.environ}
+    return {**_TIME_TO_STOP, **(_SEPARATE_STORES if _RANGE_OF_NODES.search(words) else {}), **os.environ}
 
 
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

@@ -28,11 +28,11 @@ from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
 from trainwright.launch import run_directory
-from trainwright.launch.clusters.grace import stop_warning
+from trainwright.launch.clusters.grace import stop_warning, torchrun_warning
 from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.ending.exit_code import ATTEMPT
 from trainwright.launch.ending.requests import STATE_BYTES, StopRequests
-from trainwright.launch.ending.stop import resize_requested
+from trainwright.launch.ending.stop import resize_requested, take_save_to_resize
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.group.start_event import DTYPES, start_event
 from trainwright.launch.hangs.flight_recorder import keep_collectives
@@ -124,7 +124,7 @@ def train(
         own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert own is not None, "it has begun"
     sampler = Sampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
-    alone = rank_info.size == 1
+    alone, warn = rank_info.size == 1, functools.partial(_stop_warning, launcher)
     with LedgerWriter(run, rank_info.rank, own, sampler), nullcontext() if alone else Stalls(own):
         return run_worker(
             run,
@@ -138,13 +138,13 @@ def train(
             rank_info=rank_info,
             may_change=may_change,
             launcher=launcher,
-            requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user, warn=_stop_warning),
+            requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user, warn=warn),
             stop_after=None if deadline is None else deadline.step,
         )
 
 
-def _stop_warning(needed: float) -> str | None:
-    return stop_warning(needed) or job_warning(needed)
+def _stop_warning(launcher: str, needed: float) -> str | None:
+    return torchrun_warning(needed, launcher) or stop_warning(needed) or job_warning(needed)
 
 
 def _say_to_user(line: str) -> None:
@@ -269,7 +269,7 @@ def run_worker(
         updating=lambda: set_fresh(False),
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
         policies=[*profiling, *(STEP_POLICIES.get(name) for name in recipe.train.step_policies)],
-        save_requested=(lambda: False) if asked is None else asked.take_save,
+        save_requested=(lambda: False) if asked is None else functools.partial(_take_save, asked),
         stop_after=world.broadcast(stop_after),
     )
     events.announce("preparing the training")
@@ -302,6 +302,10 @@ def run_worker(
         heartbeat.finish()
         leave()  # not after a failure: it would wait for the other ranks before the error is reported
     return EXIT_FINISHED if finished else EXIT_STOPPED
+
+
+def _take_save(asked: StopRequests) -> bool:
+    return asked.take_save() | take_save_to_resize()  # each of them forgets what was asked
 
 
 def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
+from trainwright.launch.ending.left import left_in_words
 from trainwright.launch.ending.requests import forget_stops, look_before_steps
-from trainwright.launch.ending.stop import CHECKPOINT, NEWEST, Stopping, job_script_warning
+from trainwright.launch.ending.stop import Stopping, job_script_warning
 from trainwright.launch.group.addresses import in_words
 from trainwright.launch.group.answering_gpus import show_answering_gpus
 from trainwright.launch.group.elastic import Elastic, devices_for
@@ -149,7 +150,7 @@ class _Launch:
                     self.request.discard_unbegun(run)
                 raise
         if code == EXIT_STOPPED:
-            stopped = Stopped(f"{_left(run, self.stopping)}; {_next(run)}")
+            stopped = Stopped(f"{left_in_words(run, self.stopping.left)}; {_next(run)}")
             stopped.run = run
             raise stopped
         if not (run / "final").is_dir():
@@ -249,6 +250,7 @@ class _Launch:
             crew=crew,
             relaunch=relaunch,
             watched=Watched(run, recipe.faults.on_hang, recipe.train.compile is True),
+            looking=functools.partial(self._looking, run),
         )
         resumed = self.request.run is not None or (crew is not None and crew.has_launched)
         code = launched(functools.partial(work, resumed), processes=self.processes)
@@ -295,17 +297,3 @@ def _set_threads(before: int | None, threads: int | None) -> None:
 
 def _next(run: Path) -> str:
     return f"continue with: trainwright train --resume {run}"
-
-
-def _left(run: Path, stopping: Stopping) -> str:
-    """Return how a stopped run ended, and what it can be resumed from."""
-    from trainwright.engine.checkpoints.checkpoint import Checkpoints
-
-    checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
-    steps = checkpoints.steps()
-    if not steps:
-        return "stopped before the first checkpoint; nothing was kept"
-    if stopping.left == CHECKPOINT:
-        return "stopped after a checkpoint"
-    outcome = "killed" if stopping.left == NEWEST else "stopped before another step"
-    return f"{outcome}; the newest complete checkpoint is kept ({checkpoints.path(steps[-1])})"

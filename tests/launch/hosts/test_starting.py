@@ -18,7 +18,8 @@ from tests.support.commands import wait_for
 from tests.support.runs import TINY, events
 from trainwright.api.clusters.hosts import train_on_hosts
 from trainwright.api.training import TrainingRequest
-from trainwright.errors import RequestError
+from trainwright.errors import RequestError, Stopped
+from trainwright.launch.ending import stop
 from trainwright.launch.hosts import starting
 from trainwright.launch.hosts.names import Host
 from trainwright.launch.hosts.starting import Ended, run_on
@@ -280,6 +281,25 @@ def test_a_run_that_is_started_again_says_after_which_step(tmp_path: Path, monke
     assert len(started("one")) == len(started("two")) == 2
     (restart,) = events(run, "restart")
     assert (restart["cause"], restart["after_step"]) == ("node", 9)
+
+
+def test_a_stop_between_two_starts_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = PYTHON.replace("echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch lost\nkill -9 $PPID")
+    (tmp_path / "python").write_text(python.format(python=sys.executable))
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "ssh").write_text(SSH.replace("exec", "if [ -e lost ]; then touch unreachable; exit 255; fi\nexec"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(stop, "_begun", False)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}", "parallel.num_processes=2"))
+    thread = beside(
+        lambda: wait_for(Path("unreachable").exists),
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    with stop.interruptible(), pytest.raises(Stopped, match=f"continue with --resume {tmp_path / 'run'}"):
+        train_on_hosts(asked, "127.0.0.1,127.0.0.2", None)
+    thread.join()
 
 
 def test_an_output_that_was_closed_before_the_command_hangs_no_host(

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, RequestError
+from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, Interrupted, RequestError, Stopped
 from trainwright.launch.ending.requests import was_asked_to_stop
 from trainwright.machine.usage.sample import process_age
 
@@ -31,6 +31,7 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
         RequestError: the request is wrong or a host unknown; nothing is started.
         MachineError: a host cannot take part; nothing is started.
         FaultError: a host was lost, and the run cannot go on with those that are left.
+        Stopped: a stop was requested after a host was lost, before the run was started again.
     """
     from trainwright.launch import run_directory
     from trainwright.launch.hosts.asking import ask
@@ -69,7 +70,10 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
         from trainwright.launch.hosts.again import Again  # imports torch
 
         restarts = restarts or Again(run, request.recipe.faults.restarts, may_lose, begun)
-        found, port = restarts.decide(found, ended.lost)
+        try:
+            found, port = restarts.decide(found, ended.lost)
+        except Interrupted:
+            raise Stopped(f"stopped while no host trained; continue with --resume {run}") from None
         if was_asked_to_stop(run, within=process_age()):  # meanwhile
             break
         if may_lose and asked.rendezvous_timeout is None:

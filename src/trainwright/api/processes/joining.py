@@ -50,6 +50,7 @@ def join(request: TrainingRequest, name: str, progress: bool) -> Path:
 
 def _join(request: JoinRequest) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
+    from trainwright.launch.ending.left import left_in_words
     from trainwright.launch.ending.stop import interruptible
     from trainwright.launch.joined import run_joined
 
@@ -68,7 +69,7 @@ def _join(request: JoinRequest) -> Path:
         raise error_of(*failed[0])
     assert run is not None, "a run that cannot start has failed"
     if code == EXIT_STOPPED:
-        stopped = Stopped(f"stopped after a checkpoint; continue with --resume {run}")
+        stopped = Stopped(f"{left_in_words(run)}; continue with --resume {run}")
         stopped.run = run
         raise stopped
     if code != EXIT_FINISHED:

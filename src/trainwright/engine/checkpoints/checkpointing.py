@@ -168,6 +168,11 @@ class Checkpointing:
         for line in self._copies.recovered():
             self._training.events.emit(Notice(message=line))
 
+    def complete(self) -> int | None:
+        """Complete the checkpoint that is being written; return the step of the newest one that is complete."""
+        self._flush()
+        return self.step
+
     def _flush(self) -> None:
         if self._background.step is not None:
             heartbeat.phase("checkpoint", self._background.step)
@@ -227,7 +232,7 @@ class Checkpointing:
                 else f"the checkpoint of step {self.step} is valid"
             )
             hint = "" if self.step is None else "; free disk space, then --resume this run from it"
-            raise TrainingError(f"stopped by a signal, but the {error}; {earlier}{hint}") from error
+            raise TrainingError(f"the run was to stop, but the {error}; {earlier}{hint}") from error
 
     def _uses_background(self, shards: Mapping[str, Shard]) -> bool:
         """Return whether to write in the background; the same on every rank."""

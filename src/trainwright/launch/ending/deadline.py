@@ -36,21 +36,23 @@ class Deadline:
     step: int | None = None
 
 
-def deadline_of(until: str | None, time_limit: str | None) -> Deadline | None:
-    """Return the earliest of ``until``, ``time_limit`` from now, and the end of this Slurm job; None without any.
+def deadline_of(until: str | None, time_limit: str | None, begun: float = 0.0) -> Deadline | None:
+    """Return the earliest of ``until``, ``time_limit`` from the begin of the launch, and the end of this Slurm job;
+    None without any.
 
     Args:
         until: a date and time in ISO 8601 (``2026-03-01T06:00``), a time of day (``06:00``): its next occurrence, or a
             step (``step 400``).
         time_limit: such as ``4 h`` or ``90 min``.
+        begun: seconds since the launch began, of which this may be a later attempt.
 
     Raises:
-        RequestError: one of them is malformed or in the past.
+        RequestError: one of them is malformed, or was in the past when the launch began.
     """
     now, monotonic = datetime.now().astimezone(), time.monotonic()
     last = _STEP.fullmatch(until or "")
     step = None if last is None else int(last[1])
-    found = earliest(None if last is not None else until, time_limit, now)
+    found = earliest(None if last is not None else until, time_limit, now - timedelta(seconds=begun))
     if found is None:
         return None if step is None else Deadline(math.inf, f"the end of step {step} (--until)", step)
     end, source = found
@@ -58,7 +60,7 @@ def deadline_of(until: str | None, time_limit: str | None) -> Deadline | None:
 
 
 def earliest(until: str | None, time_limit: str | None, now: datetime) -> tuple[datetime, str] | None:
-    """Return the time of `deadline_of` and what it is from. Raises RequestError."""
+    """Return the time of `deadline_of`, for a launch that begins ``now``, and what it is from. Raises RequestError."""
     ends: list[tuple[datetime, str]] = []
     if until is not None:
         ends.append((_time_of(until, now), f"--until {until}"))

@@ -12,6 +12,7 @@ CODES_FILE = "TRAINWRIGHT_EXIT_CODES"
 
 _BEGUN, _OUTWEIGHS = "begun", "!"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's and accelerate's number of the attempt, from 0
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # their seconds from a signal until they kill the processes
 
 
 def record_begun() -> None:

@@ -17,9 +17,10 @@ from trainwright.launch.ending.deadline import Deadline
 
 STOP_FILE, CHECKPOINT_FILE = "stop", "checkpoint"
 _TAKEN_FILE = "stop.taken"  # what the file becomes, so that the job of the run knows why it has ended
+_REASON_FILE = "stop.reason"  # why the run has stopped, a deadline included, for a launcher that starts it again
 _LOOK_SECONDS = 0.5
-# A step that has begun is finished, then the checkpoint is written, then the processes end.
-_STEPS = 20  # the longest of the last ones counts
+# A step, or a batch of an evaluation, that has begun is finished; then a checkpoint is written, and the processes end.
+_STEPS, _EVALUATIONS = 20, 20  # the longest of the last ones counts
 _STEP_FACTOR, _WRITE_FACTOR, _END_SECONDS = 1.5, 1.5, 3.0
 STATE_BYTES = 12  # of a parameter that is trained, in a checkpoint: the weight and two moments
 # Until a checkpoint has been written: what a processor prepares and checks of one, and how much is written to measure
@@ -28,7 +29,11 @@ _BYTES_PER_SECOND, _TRIAL_BYTES, _TRIAL_SECONDS = 200e6, 64 * 2**20, 2.0
 
 
 def seconds_to_stop(step: float, write: float) -> float:
-    """Return the seconds from a request to the end of a run, whose step and checkpoint take so long at most."""
+    """Return the seconds from a request to the end of a run, whose step and checkpoint take so long at most.
+
+    Args:
+        step: also a batch of an evaluation, or a prompt, after which ranks look for a request.
+    """
     return _STEP_FACTOR * step + _WRITE_FACTOR * write + _END_SECONDS
 
 
@@ -83,14 +88,21 @@ class StopRequests:
         self._stop, self._tell = stop, tell
         self._save = False
         self._steps: deque[float] = deque(maxlen=_STEPS)
+        # The longest time between two batches or prompts, in each evaluation or generation.
+        self._batches: deque[float] = deque(maxlen=_EVALUATIONS)
+        self._last_batch, self._first = clock(), True
         self._state_bytes, self._write = state_bytes, state_bytes / _BYTES_PER_SECOND
         self._more = 0.0  # seconds for what is being written or copied when the stop is requested
         self._warn, self._measured = warn, False
 
     def __call__(self, event: Record) -> None:
-        """Take note of how long steps and checkpoints take."""
+        """Take note of how long steps, parts of evaluations, and checkpoints take."""
         if event["event"] == "step":
             self._steps.append(event["step_time"])
+        elif event["event"] == "phase":
+            self._last_batch, self._first = self._clock(), True
+        elif event["event"] == "progress":
+            self._measure_batch()
         elif event["event"] == "checkpoint":
             self._write = event["seconds"]
             in_background = event.get("blocked_seconds", self._write) < self._write / 2
@@ -103,7 +115,7 @@ class StopRequests:
     @property
     def needed(self) -> float:
         """The seconds from a request to the end of the run."""
-        return seconds_to_stop(max(self._steps, default=0.0), self._write) + self._more
+        return seconds_to_stop(max([*self._steps, *self._batches], default=0.0), self._write) + self._more
 
     def watch(self) -> None:
         """Look for requests in a thread until one is found; tell of the deadline, if there is one."""
@@ -126,8 +138,17 @@ class StopRequests:
         reason = reason_to_stop(self._run, self._deadline, self.needed, self._clock())
         if reason is not None:
             self._tell(f"stopping: {reason}; each worker finishes its step and a checkpoint is written")
+            with suppress(OSError):
+                (self._run / _REASON_FILE).write_text(reason, encoding="utf-8")
             self._stop()
         return reason is not None
+
+    def _measure_batch(self) -> None:
+        now = self._clock()
+        if self._first:
+            self._batches.append(0.0)
+        self._batches[-1] = max(self._batches[-1], now - self._last_batch)
+        self._last_batch, self._first = now, False
 
     def _tell_warning(self) -> None:
         if (warning := self._warn(self.needed)) is not None:
@@ -197,11 +218,19 @@ def forget_stops(run: Path, begun: float) -> bool:
     Returns:
         Whether another launch, which this one has waited for, was asked to stop since.
     """
-    for name in (STOP_FILE, _TAKEN_FILE, CHECKPOINT_FILE):
+    for name in (STOP_FILE, _TAKEN_FILE, _REASON_FILE, CHECKPOINT_FILE):
         with suppress(OSError):
             if _age(run / name) >= begun:
                 (run / name).unlink()
     return _TAKEN_FILE in _listed(run)
+
+
+def reason_of_last_stop(run: Path) -> str | None:
+    """Return why the last launch of a run has stopped, by the file ``stop`` or a deadline; None if it has not."""
+    try:
+        return (run / _REASON_FILE).read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def _age(path: Path) -> float:

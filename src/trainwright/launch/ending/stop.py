@@ -52,8 +52,8 @@ class _LocalFlag:
     value = 0
 
 
-# The values of the flag `resize`.
-RESIZE_AT_CHECKPOINT, RESIZE_NOW = 1, 2
+# The values of the flag `resize`: after the next checkpoint, at once, or after a checkpoint that is to be written now.
+RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING = 1, 2, 3
 
 _flag: Flag = _LocalFlag()
 _resize: Flag = _LocalFlag()
@@ -99,6 +99,20 @@ def resize_requested() -> bool:
     return bool(_resize.value)
 
 
+def heeded_signals() -> list[signal.Signals]:
+    """Return the stop signals without a SIGHUP that is ignored: with nohup, the run is to outlive the terminal."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP)]
+
+
+def take_save_to_resize() -> bool:
+    """Return whether a checkpoint is to be written to go on with another number of processes; it is asked for once."""
+    asked = _resize.value == RESIZE_SAVING
+    if asked:
+        _resize.value = RESIZE_AT_CHECKPOINT
+    return asked
+
+
 class Stopping:
     """The launcher's side: while entered, the first stop signal raises the flag and a second SIGINT kills.
 
@@ -118,9 +132,7 @@ class Stopping:
     def __enter__(self) -> Self:
         global _begun
         _begun = True
-        for number in STOP_SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup: the user wants the run to outlive the terminal
+        for number in heeded_signals():
             self._previous[number] = signal.signal(number, self._handle)
         _stop_with_shell()
         return self
@@ -188,11 +200,7 @@ def interruptible() -> Iterator[None]:
         if not _begun:  # otherwise it is handled when all is done
             raise Interrupted
 
-    previous = {
-        number: signal.signal(number, interrupt)
-        for number in STOP_SIGNALS
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-    }
+    previous = {number: signal.signal(number, interrupt) for number in heeded_signals()}
     try:
         yield
     finally:
@@ -212,7 +220,7 @@ def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> No
     _flag, _fresh, _resize = flags.stop, flags.fresh, flags.resize
     read, write = os.pipe()
     os.set_blocking(write, False)
-    for number in STOP_SIGNALS:
+    for number in heeded_signals():
         signal.signal(number, _ignore)
         signal.siginterrupt(number, False)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -223,14 +231,14 @@ def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> No
 
 def follow_signals() -> None:
     """Handle signals in a worker of another launcher (torchrun, srun): any stop signal requests a stop."""
-    for number in STOP_SIGNALS:
+    for number in heeded_signals():
         signal.signal(number, _raise_flag)
 
 
 def restore_default_signals() -> None:
     """Restore the default signal handling, for child processes that do not handle stop requests."""
     signal.set_wakeup_fd(-1)
-    for number in (*STOP_SIGNALS, signal.SIGQUIT):
+    for number in (*heeded_signals(), signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -12,7 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.launch.ending.stop import BEFORE_FIRST_STEP, RESIZE_AT_CHECKPOINT, RESIZE_NOW, Stopping
+from trainwright.launch.ending.stop import (
+    BEFORE_FIRST_STEP,
+    RESIZE_AT_CHECKPOINT,
+    RESIZE_NOW,
+    RESIZE_SAVING,
+    Stopping,
+)
 from trainwright.planning.processes import in_words
 from trainwright.text import say
 
@@ -21,7 +27,8 @@ SLOTS_FILE = "slots"
 _LOOK_SECONDS = 1.0
 # A number has to last before the run is interrupted for it, as each change costs a start.
 _STEADY_SECONDS = 2.0
-# More processes wait for the next checkpoint, but not for longer.
+# More processes wait for the next checkpoint; after this time one is asked for. If that cannot be written, as on a full
+# disk, they wait on: the run can do without them.
 _CHECKPOINT_SECONDS = 60.0
 # How long a run waits for the least number of processes.
 _LEAST_SECONDS = 600.0
@@ -48,6 +55,7 @@ class Elastic:
         self._running = usable[-1]
         self._wanted: int | None = self._running
         self._since = self._looked = clock()
+        self._saves = False  # whether a checkpoint was asked for to have the processes that are wanted
 
     def available(self) -> int | None:
         """Return the largest usable number for which there are devices and slots; None if there are too few."""
@@ -71,14 +79,16 @@ class Elastic:
             return
         self._looked, wanted, flag = now, self.available(), self._stopping.flags.resize
         if wanted != self._wanted:
-            self._wanted, self._since = wanted, now
+            self._wanted, self._since, self._saves = wanted, now, False
         lasted = now - self._since
         if wanted == self._running or lasted < _STEADY_SECONDS:
             flag.value = 0
-        elif wanted is not None and wanted > self._running and lasted < _STEADY_SECONDS + _CHECKPOINT_SECONDS:
-            flag.value = RESIZE_AT_CHECKPOINT
-        else:
+        elif wanted is None or wanted < self._running:
             flag.value = RESIZE_NOW
+        elif lasted >= _STEADY_SECONDS + _CHECKPOINT_SECONDS and not self._saves:
+            flag.value, self._saves = RESIZE_SAVING, True
+        elif not flag.value:
+            flag.value = RESIZE_AT_CHECKPOINT
 
     def next(self) -> int:
         """Return the number of processes of the next launch, waiting for enough devices; 0 if a stop is requested.

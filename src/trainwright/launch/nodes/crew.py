@@ -68,6 +68,8 @@ class Crew:
         if self.leads and self.changes:
             assert self.run is not None, "a script has one number"
             self.elastic = Elastic(self.run, self.usable, self._largest, self.stopping)
+        elif self.changes:
+            self.nodes.room = self.room
         return self._next(None if self.elastic is None else self.elastic.first)
 
     def next(self) -> int:

@@ -70,6 +70,7 @@ class Nodes:
         running: whether workers run here, so that the agent handles a lost node.
         launch: the newest launch; None before the first.
         rooms: how many processes each connected node has room for, if it has prepared the run.
+        room: returns how many this node has room for, which is told while the run is trained; None: it never changes.
         waiting: those of the nodes that wait for the next launch.
     """
 
@@ -81,6 +82,7 @@ class Nodes:
         self.running = False
         self.launch: Launch | None = None
         self.rooms: dict[int, int] = {}
+        self.room: Callable[[], int] | None = None
         self.waiting: set[int] = set()
         self._mine, self._rules, self._stopping = mine, rules, stopping
         self._hosts = hosts
@@ -240,8 +242,7 @@ class Nodes:
         """Wait as node 0 until all nodes that are still there have prepared the run, or ended the launch."""
         self.running = False
         self._ended.clear()
-        while self._expected - self._gone.keys() - self.waiting - {0} and not self._stopping.flag.value:
-            self.poll()
+        while self._expected - self._gone.keys() - self.waiting - {0} and not self._stopping.requested:
             time.sleep(_POLL_SECONDS)
 
     def over(self, code: int, text: str = "") -> None:
@@ -312,7 +313,8 @@ class Nodes:
             self._stop_sent = True
             self.rendezvous.peers.send(_STOP)
         if self._silence.is_time():
-            self.rendezvous.peers.send_direct(_RUNS, time=time.time())
+            room = {} if self.room is None else {"room": self.room()}
+            self.rendezvous.peers.send_direct(_RUNS, time=time.time(), **room)
         watched = self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
         for index in self._silence.silent(watched) if self.launch is not None else ():
             self._is_silent(index)
@@ -330,6 +332,8 @@ class Nodes:
                 self._ended[peer] = message
         elif kind == _RUNS and self.index == 0:
             self._clocks.hear(self._name(peer), self._name(0), float(message["time"]))
+            if peer in self.rooms:
+                self.rooms[peer] = int(message.get("room", self.rooms[peer]))
         elif kind == _READY and self.index == 0:
             self._admit(peer, message)
         elif kind == _LAUNCH:
