@@ -351,7 +351,7 @@ def test_a_disk_that_fills_and_then_a_stop_is_one_message(runs: Runs, tmp_path: 
         ended = started.wait()
     assert ended.code == 4, ended.stdout + ended.stderr
     said = [line for line in ended.stderr.splitlines() if line and not line.startswith("stopping: ")]
-    assert said[0].startswith("error: stopped by a signal, but the checkpoint of step "), ended.stderr
+    assert said[0].startswith("error: the run was to stop, but the checkpoint of step "), ended.stderr
     assert "No space left on device" in said[0] and str(directory / "run" / "checkpoints") in said[0]
     assert "Traceback" not in ended.stderr and "Logging error" not in ended.stderr and len(said) <= 2
 
