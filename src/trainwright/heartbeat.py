@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class _Phase:
 
     __slots__ = (
         *("count", "earlier", "inside", "longest", "name", "now", "outside", "period_begun", "period_count"),
-        *("place", "recent", "written"),
+        *("place", "recent", "seconds_inside", "seconds_outside", "written"),
     )
 
     def __init__(self, name: str, place: int, begun: float) -> None:
@@ -74,6 +74,7 @@ class _Phase:
         self.count = self.period_count = 0
         self.period_begun = begun
         self.longest = self.recent = self.earlier = self.now = self.written = 0.0
+        self.seconds_outside = self.seconds_inside = 0.0  # on the clock of the host, see `Spent`
 
     def took(self, seconds: float, at: float, phase_ended: bool) -> bool:
         """Add the time between two marks, the second ``at``, to the history; return whether it has to be written.
@@ -121,7 +122,7 @@ class Heartbeat:
         self.begun = self._since = self._counted = time.monotonic()
         # By mark: the phase, whether this rank waited in it, whether it has ended, when, and how far a device was.
         self._uncounted: deque[tuple[_Phase, bool, bool, float, DeviceEvent | None]] = deque()
-        self._waited = 0.0
+        self._waited = self._waited_before_device = 0.0
         self._thread = threading.get_ident()  # of training, which makes the marks and counts them
         self._record: Callable[[], DeviceEvent] | None = None
         self._inside = _Inside(self)
@@ -234,10 +235,16 @@ class Heartbeat:
     def _end(self, phase_ended: bool = False) -> None:
         """Note that what this process did since the last mark has ended."""
         now, waiting = time.monotonic(), self._waiting
-        event = None if self._record is None else self._record()
-        self._uncounted.append((self._phase, waiting, phase_ended, now, event))
+        phase, event, seconds = self._phase, None, now - self._since
+        if self._record is not None:
+            event = self._record()
+        elif waiting:
+            phase.seconds_inside += seconds
+        else:
+            phase.seconds_outside += seconds
+        self._uncounted.append((phase, waiting, phase_ended, now, event))
         if waiting:
-            self._waited += now - self._since
+            self._waited += seconds
         self._since = now  # after the sum, so that `waited` in another thread never goes back
         if now - self._counted > _COUNT_SECONDS:
             self._count()
@@ -258,7 +265,8 @@ class Heartbeat:
         while self._uncounted:
             phase, waited, phase_ended, now, event = self._uncounted.popleft()
             seconds, self._counted = now - self._counted, now
-            self._spent.end(phase.inside if waited else phase.outside, seconds, event)
+            if event is not None:
+                self._spent.end(phase.inside if waited else phase.outside, event)
             of = self._waits if waited else phase
             if of.took(seconds, now, phase_ended or waited):
                 of.written = of.longest
@@ -267,6 +275,7 @@ class Heartbeat:
     def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
         """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""
         self._count()
+        self._waited_before_device = self._waited
         self._spent.follow_device(record())
         self._record = record
 
@@ -277,12 +286,25 @@ class Heartbeat:
         """
         if threading.get_ident() == self._thread:
             self._count()
-        return self._spent.read()
+        found = self._spent.read()
+        for phase in list(self._phases.values()):
+            for use, seconds in ((phase.outside, phase.seconds_outside), (phase.inside, phase.seconds_inside)):
+                if seconds:
+                    found[use] = found.get(use, 0.0) + seconds
+        return found
+
+    def seconds_outside(self, names: Iterable[str]) -> float:
+        """Return the seconds of these phases outside collectives, from the thread of training."""
+        if self._record is not None:
+            found = self.seconds()
+            return sum(found.get(Use(name, waiting=False), 0.0) for name in names)
+        phases = (self._phases.get(name) for name in names)
+        return sum(phase.seconds_outside for phase in phases if phase is not None)
 
     @property
     def in_collectives(self) -> float:
         """Seconds inside collectives that have ended."""
-        return self._waited if self._record is None else self._spent.in_collectives
+        return self._waited if self._record is None else self._waited_before_device + self._spent.in_collectives
 
     def waited(self) -> float:
         """Return the seconds inside collectives so far, with those of the present one; for another thread."""

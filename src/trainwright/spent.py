@@ -24,7 +24,7 @@ class DeviceEvent(Protocol):
 
 
 class Spent:
-    """The seconds of this process by use, on the clock of the host or of the device that it drives.
+    """The seconds of the device that a process drives, by use.
 
     A host runs ahead of its GPU, so that its own clock would count most of a step where it waits for the results.
     """
@@ -35,23 +35,18 @@ class Spent:
         self._marks: deque[tuple[Use, DeviceEvent]] = deque()
 
     def follow_device(self, event: DeviceEvent) -> None:
-        """Use the clock of a device from ``event`` on, which marks what it has been given by now."""
+        """Count from ``event`` on, which marks what the device has been given by now."""
         self._marks.append((Use("", waiting=False), event))
 
-    def end(self, use: Use, seconds: float, event: DeviceEvent | None = None) -> None:
-        """Add ``seconds`` of the host to ``use``, or what a device does for it up to ``event`` in place of them."""
-        if event is None:
-            self._add(use, seconds)
-            return
+    def end(self, use: Use, event: DeviceEvent) -> None:
+        """Add to ``use`` what the device does up to ``event``, once it has done it."""
         self._marks.append((use, event))
         while len(self._marks) > 1 and self._marks[1][1].query():
             (_, before), (of, reached) = self._marks.popleft(), self._marks[0]
-            self._add(of, before.elapsed_time(reached) / 1000)
-
-    def _add(self, use: Use, seconds: float) -> None:
-        self._seconds[use] = self._seconds.get(use, 0.0) + seconds
-        if use.waiting:
-            self.in_collectives += seconds
+            seconds = before.elapsed_time(reached) / 1000
+            self._seconds[of] = self._seconds.get(of, 0.0) + seconds
+            if of.waiting:
+                self.in_collectives += seconds
 
     def read(self) -> dict[Use, float]:
         """Return the seconds that are known by now; what a device has not done yet is left out."""

@@ -19,7 +19,6 @@ from trainwright.engine.events import Notice
 from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.machine.usage.causes import Cause, in_words
 from trainwright.machine.usage.own_process import OwnProcess
-from trainwright.spent import Use
 
 # The phases in which ranks are compared, with those of the heartbeat that belong to them; fields of RankReport.
 _PHASES = {
@@ -29,7 +28,6 @@ _PHASES = {
     "optimizer": ("gradient norm", "optimizer"),
     "exchange": (),  # collectives, of which only stalls count
 }
-_USES = [[Use(name, waiting=False) for name in names] for names in _PHASES.values()]
 _seconds_of = attrgetter(*_PHASES)
 # Steps are compared in blocks: a slow process may be slow in some steps only, and a single one proves nothing.
 _BLOCK, _BLOCKS = 4, 4
@@ -44,7 +42,7 @@ _OUTLIER = 4.0
 # It is named again only after it was no slower than this.
 _RECOVERED = 0.05
 _NOISE_WINDOWS = 20
-_SHORT_SECONDS = 1.0  # a shorter window is judged when all its steps are new: that takes part of a millisecond
+_SHORT_SECONDS = 1.0  # a shorter window is judged when all its steps are new, and this is over: it takes a millisecond
 _COUNTED_SECONDS = 2.0  # reading the counters of all threads takes a millisecond
 
 
@@ -75,6 +73,7 @@ class Comparison:
         self._processors_exchange = processors_exchange
         self._seconds: deque[Sequence[Sequence[float]]] = deque(maxlen=WINDOW)
         self._totals: deque[list[float]] = deque(maxlen=WINDOW)
+        self._unjudged = 0.0  # seconds since it was judged
         self._walls: deque[float] = deque(maxlen=WINDOW)
         # Of windows without a slow rank: how much blocks differ, and the seconds of a step.
         self._noise: deque[float] = deque(maxlen=_NOISE_WINDOWS)
@@ -93,12 +92,16 @@ class Comparison:
             return None
         self._seconds.append(seconds)
         self._totals.append(list(map(sum, seconds)))
+        self._unjudged += max(self._totals[-1])
         self._walls.append(wall)
         if self.taken % _BLOCK or len(self._walls) < WINDOW:
             return None
         # The seconds of ranks are the same everywhere, so that all ranks judge at the same steps; walls are not.
         is_short = sum(map(max, self._totals)) < _SHORT_SECONDS
-        return None if is_short and self.taken % WINDOW else self._judge()
+        if is_short and (self.taken % WINDOW or self._unjudged < _SHORT_SECONDS):
+            return None
+        self._unjudged = 0.0
+        return self._judge()
 
     def _judge(self) -> Straggler | None:
         of_ranks = _without_outliers(np.array(self._totals))
@@ -214,6 +217,5 @@ def own_seconds() -> list[float]:
     own = heartbeat.own()
     if own is None:
         return [0.0] * len(_PHASES)
-    spent = own.seconds()
-    *phases, _ = (sum(spent.get(use, 0.0) for use in uses) for uses in _USES)
+    *phases, _ = map(own.seconds_outside, _PHASES.values())
     return [*phases, own.stalled]
