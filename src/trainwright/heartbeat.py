@@ -52,7 +52,7 @@ _FIRST_TIMES, _FIRST_DECAY = 4, 0.5
 _PERIOD_TIMES, _PERIOD_SECONDS = 1000, 2 * 3600.0
 # A longest time that falls is written when it is less than what was written by this part.
 _FALLEN = 0.05
-# Marks are counted at least this often, in seconds.
+# Marks are counted at least this often, in seconds; those of the first times at once, as there are no others.
 _COUNT_SECONDS = 1.0
 
 
@@ -246,7 +246,7 @@ class Heartbeat:
         if waiting:
             self._waited += seconds
         self._since = now  # after the sum, so that `waited` in another thread never goes back
-        if now - self._counted > _COUNT_SECONDS:
+        if phase.count < _FIRST_TIMES or now - self._counted > _COUNT_SECONDS:
             self._count()
 
     def _show(self, step: int, micro_batch: int) -> None:
