@@ -122,7 +122,7 @@ class Heartbeat:
         self.begun = self._since = self._counted = time.monotonic()
         # By mark: the phase, whether this rank waited in it, whether it has ended, when, and how far a device was.
         self._uncounted: deque[tuple[_Phase, bool, bool, float, DeviceEvent | None]] = deque()
-        self._waited = self._waited_before_device = 0.0
+        self._waited = 0.0  # on the clock of the host
         self._thread = threading.get_ident()  # of training, which makes the marks and counts them
         self._record: Callable[[], DeviceEvent] | None = None
         self._inside = _Inside(self)
@@ -240,11 +240,10 @@ class Heartbeat:
             event = self._record()
         elif waiting:
             phase.seconds_inside += seconds
+            self._waited += seconds
         else:
             phase.seconds_outside += seconds
         self._uncounted.append((phase, waiting, phase_ended, now, event))
-        if waiting:
-            self._waited += seconds
         self._since = now  # after the sum, so that `waited` in another thread never goes back
         if phase.count < _FIRST_TIMES or now - self._counted > _COUNT_SECONDS:
             self._count()
@@ -261,7 +260,7 @@ class Heartbeat:
             self.changed(self.use, self._words[STEP], self._words[MICRO_BATCH])
 
     def _count(self) -> None:
-        """Add the times of all marks to the seconds and to the histories."""
+        """Add the times of all marks to the histories, and what a device has done to its seconds."""
         while self._uncounted:
             phase, waited, phase_ended, now, event = self._uncounted.popleft()
             seconds, self._counted = now - self._counted, now
@@ -275,7 +274,6 @@ class Heartbeat:
     def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
         """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""
         self._count()
-        self._waited_before_device = self._waited
         self._spent.follow_device(record())
         self._record = record
 
@@ -304,7 +302,7 @@ class Heartbeat:
     @property
     def in_collectives(self) -> float:
         """Seconds inside collectives that have ended."""
-        return self._waited if self._record is None else self._waited_before_device + self._spent.in_collectives
+        return self._waited + self._spent.in_collectives
 
     def waited(self) -> float:
         """Return the seconds inside collectives so far, with those of the present one; for another thread."""

@@ -239,13 +239,19 @@ def test_a_first_host_that_the_others_cannot_find_is_refused(hosts: str, said: s
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_its_file_asks_to_stop_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = PYTHON.replace("echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch {run}/stop.taken\nkill -9 $PPID")
-    (tmp_path / "python").write_text(python.format(python=sys.executable, run=tmp_path / "run"))
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+def _replace_python(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> None:
+    """Have the run in ``directory`` started with a script in place of Python; its output is restored at the end."""
+    python = directory / "python"
+    python.write_text(script.format(python=sys.executable, run=directory / "run"))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
+
+
+def test_a_run_that_its_file_asks_to_stop_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = PYTHON.replace("echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch {run}/stop.taken\nkill -9 $PPID")
+    _replace_python(monkeypatch, tmp_path, python)
     asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}", "parallel.num_processes=2"))
     assert train_on_hosts(asked, "127.0.0.1,127.0.0.2", None) == 5
     assert len(started("one")) == len(started("two")) == 1
@@ -271,11 +277,7 @@ kill -9 $PPID
 
 def test_a_run_that_is_started_again_says_after_which_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
-    (tmp_path / "python").write_text(TRAINS.format(python=sys.executable, run=run))
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, getattr(sys, name))
+    _replace_python(monkeypatch, tmp_path, TRAINS)
     asked = TrainingRequest(TINY, (f"logging.run_directory={run}", "parallel.num_processes=2"))
     assert train_on_hosts(asked, "127.0.0.1,127.0.0.2", None) == 0
     assert len(started("one")) == len(started("two")) == 2
@@ -285,13 +287,9 @@ def test_a_run_that_is_started_again_says_after_which_step(tmp_path: Path, monke
 
 def test_a_stop_between_two_starts_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = PYTHON.replace("echo $PPID $$ >>$name", "echo $PPID $$ >>$name\ntouch lost\nkill -9 $PPID")
-    (tmp_path / "python").write_text(python.format(python=sys.executable))
-    (tmp_path / "python").chmod(0o755)
+    _replace_python(monkeypatch, tmp_path, python)
     (tmp_path / "ssh").write_text(SSH.replace("exec", "if [ -e lost ]; then touch unreachable; exit 255; fi\nexec"))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(stop, "_begun", False)
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, getattr(sys, name))
     asked = TrainingRequest(TINY, (f"logging.run_directory={tmp_path / 'run'}", "parallel.num_processes=2"))
     thread = beside(
         lambda: wait_for(Path("unreachable").exists),
