@@ -129,6 +129,7 @@ class Heartbeat:
         write_begun(self._memory, self.begun)
         self.newest_step = -1
         self.behind = 0.0  # seconds for which slower ranks have kept this one waiting
+        self.slowed = 0.0  # seconds of passes and updates that checkpoints beside them have taken
         self.stalled = 0.0  # seconds inside collectives in which this process did not run, see `Stalls`
         self.changed: Callable[[Use, int, int], None] | None = None  # told each use with its step and micro-batch
         self._words[PID], self._words[CALL] = os.getpid(), -1

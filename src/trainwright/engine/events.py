@@ -99,6 +99,7 @@ class Step(Event):
     Attributes:
         step_time: seconds.
         memory_bytes: the largest peak of any rank up to this step.
+        resident_bytes: memory of the host that the largest process of a rank has now, after the passes.
         metrics: of the task and of step policies.
     """
 
@@ -113,6 +114,7 @@ class Step(Event):
     tokens_per_second: float
     step_time: float
     memory_bytes: int
+    resident_bytes: int
     metrics: Mapping[str, float] = field(default_factory=dict, metadata=_LEFT_OUT)
 
 
@@ -140,7 +142,8 @@ class Generate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
-    """A checkpoint was written. ``blocked_seconds``: how long training waited for it; ``copy_seconds``: how long the
+    """A checkpoint was written. ``blocked_seconds``: how long training waited for it; ``slowed_seconds``: how much
+    longer the steps beside it took than those before; ``copy_seconds``: how long the
     newest complete one of ``checkpoint.copies`` has taken.
     """
 
@@ -150,6 +153,7 @@ class CheckpointWritten(Event):
     path: Path
     seconds: float
     blocked_seconds: float
+    slowed_seconds: float
     copy_seconds: float | None = field(default=None, metadata=_LEFT_OUT)
 
 

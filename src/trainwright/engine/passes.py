@@ -21,6 +21,7 @@ from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import own_seconds
 from trainwright.engine.task import LossSum
+from trainwright.machine.allocator import ResidentMemory
 from trainwright.parallel.strategy import Independent
 from trainwright.transfer import on_device
 
@@ -57,6 +58,7 @@ class StepPasses:
     requests: Callable[[int], tuple[bool, bool, float]]
     _sums: int = field(default=0, init=False)  # number of the task's statistics; 0 before the first step
     _reported: list[float] = field(default_factory=own_seconds, init=False)
+    _resident: ResidentMemory = field(default_factory=ResidentMemory, init=False)
 
     def gradients(self, step: int, batch: GlobalBatch) -> StepGradients:
         """Return the gradients of a global batch, repeated while a policy asks for it.
@@ -88,7 +90,8 @@ class StepPasses:
             self.requests(step),
             functools.reduce(torch.add, done.losses.unbind()),
         )  # in their order
-        values = [stop, peak_memory(world.device), shortage is not None, save, written, *self._own_seconds()]
+        peak, resident = peak_memory(world.device), self._resident.after_passes()
+        values = [stop, peak, shortage is not None, save, written, resident, *self._own_seconds()]
         host = torch.tensor(values, dtype=torch.float64)
         row = torch.cat([torch.stack([loss]), on_device(host, world.device), done.statistics[: self._sums]])
         # Everything is read at once: the host waits for the device once a step.

@@ -226,7 +226,9 @@ class Trainer:
                 raise self._halving.error(step, found.batch, shortage)
             self.task.after_step(metrics)
         heartbeat.phase("step policies and observers", step)
-        self._record(step, found, learning_rate, metrics, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self._record(step, found, learning_rate, metrics, seconds)
+        self._checkpointing.after_step(seconds, found.batch.tokens)
         for policy in self._policies:
             policy.after(step)
         reports = found.reports
@@ -313,6 +315,7 @@ class Trainer:
                 tokens_per_second=batch.tokens / seconds,
                 step_time=seconds,
                 memory_bytes=memory_bytes,
+                resident_bytes=int(max(rank.resident for rank in found.reports)),
                 metrics=metrics,
             )
         )

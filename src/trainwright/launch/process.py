@@ -35,6 +35,7 @@ from trainwright.launch.ending.stop import (
     set_fresh,
     stop_requested,
 )
+from trainwright.parallel.constants import CACHED_PRODUCTS
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
@@ -54,6 +55,8 @@ __all__ = [
 ]
 
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
+# Of oneDNN and of torch: how many shapes of products they cache code for; 1,024 by default. Read at the first product.
+_PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
@@ -152,6 +155,12 @@ def keep_freed_memory() -> None:
             libc.mallopt(_M_ARENA_MAX, 1)
             libc.mallopt(_M_MMAP_MAX, 0)
             libc.mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+
+
+def limit_product_caches() -> None:
+    """Limit the memory of code for products of varied shapes, unless the user has set a limit (models/padding.py)."""
+    for name in _PRODUCT_CACHES:
+        os.environ.setdefault(name, str(CACHED_PRODUCTS))
 
 
 def threads_allowed() -> int:

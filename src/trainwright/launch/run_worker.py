@@ -41,6 +41,7 @@ from trainwright.launch.limits import open_files_in_words
 from trainwright.launch.process import (
     console,
     keep_freed_memory,
+    limit_product_caches,
     request_stop,
     set_fresh,
     stop_requested,
@@ -317,6 +318,7 @@ def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
     _set_precision_of_fp32_products(recipe.train.tf32)
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
+    limit_product_caches()
     check_library(recipe.parallel.strategy)
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)

@@ -27,6 +27,7 @@ from trainwright.models.losses.linear_cross_entropy import (
     token_statistics,
 )
 from trainwright.models.losses.tied_embedding import shared_gradient
+from trainwright.models.padding import needs_padding, padded_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +97,8 @@ class CausalLM(nn.Module):
         """Return the hidden states [N, H] that predict the batch's targets, with the head that computes the logits."""
         head = self.model.get_output_embeddings()
         with shared_gradient(self.model.get_input_embeddings(), head) as head_weight:
-            hidden = self._hidden(batch)
+            padded = padded_batch(batch) if needs_padding(head.weight) else batch
+            hidden = self._hidden(padded)[:, : batch.input_ids.shape[1]]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
             hidden = hidden.index_select(0, batch.target_index)

@@ -127,10 +127,11 @@ class ConsoleObserver:
         self._write(text.block(event["text"], "    ", width))
 
     def _checkpoint(self, event: EventRecord) -> None:
-        blocked = event.get("blocked_seconds", event["seconds"])
+        blocked, slowed = event.get("blocked_seconds", event["seconds"]), event.get("slowed_seconds", 0.0)
         self._write(
             f"step {event['step']}: checkpoint {event['path']} in {event['seconds']:.1f} s"
             + (f", training waited {blocked:.1f} s" if blocked < event["seconds"] else "")
+            + (f" and its steps took {slowed:.1f} s longer" if slowed >= 0.05 else "")
         )
 
     def _profile(self, event: EventRecord) -> None:

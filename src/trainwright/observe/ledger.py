@@ -74,12 +74,13 @@ _TAIL_BYTES = 2**16
 _LONGEST_END = 10.0  # seconds; after an older line, the rank could not write its last one
 
 
-def by_category(spent: Mapping[Use, float], behind: float) -> dict[str, float]:
+def by_category(spent: Mapping[Use, float], behind: float, slowed: float = 0.0) -> dict[str, float]:
     """Return seconds by category.
 
     Args:
         spent: by phase, and whether inside a collective.
         behind: the part of the collectives of steps in which slower ranks kept this one waiting.
+        slowed: the part of the passes and updates that checkpoints beside them have taken.
     """
     found: dict[str, float] = defaultdict(float)
     for (phase, waiting), seconds in spent.items():
@@ -90,6 +91,11 @@ def by_category(spent: Mapping[Use, float], behind: float) -> dict[str, float]:
     waited = min(behind, found[EXCHANGE])
     found[EXCHANGE] -= waited
     found[WAITING] += waited
+    passes = sum(found[name] for name in TRAINING)
+    share = min(1.0, max(0.0, slowed) / passes) if passes > 0.0 else 0.0
+    for name in TRAINING:
+        found["checkpoint"] += share * found[name]
+        found[name] *= 1.0 - share
     return {name: found[name] for name in CATEGORIES if found[name] > 0.0}
 
 
@@ -136,7 +142,7 @@ class LedgerWriter:
         # What has not ended yet, on a device what it has not done yet, belongs to what this rank does now.
         open_seconds = now - self._started - sum(spent.values())
         spent[use] = spent.get(use, 0.0) + max(0.0, open_seconds)
-        seconds = {name: round(value, 4) for name, value in by_category(spent, self._own.behind).items()}
+        seconds = {name: round(value, 4) for name, value in by_category(spent, self._own.behind, self._own.slowed).items()}
         line = {
             "format": FORMAT,
             "launch": self._launch,

@@ -149,6 +149,7 @@ def _words(event: EventRecord) -> str:
     if kind == "checkpoint":
         return (
             f"written in {event.get('seconds', 0.0):.1f} s, training waited {event.get('blocked_seconds', 0.0):.1f} s"
+            f" and its steps took {event.get('slowed_seconds', 0.0):.1f} s longer"
         )
     if kind == "fault":
         return f"{event.get('kind')} on rank {event.get('rank')}: {event.get('detail')} ({event.get('action')})"

@@ -143,6 +143,9 @@ def seconds_by_kind(run: RunFigures) -> dict[str, float]:
         if event["event"] in _TAKES:
             kind, field = _TAKES[event["event"]]
             found[kind] += float(event.get(field, 0.0))
+        slowed = float(event.get("slowed_seconds", 0.0))  # of a checkpoint, in steps beside it
+        found["checkpoints"] += slowed
+        found["steps"] -= slowed
     for before, event in pairwise(events):
         if event["event"] == "start":
             found["paused"] += max(0.0, event["time"] - before["time"])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import torch
 
 from trainwright import heartbeat
 from trainwright.engine.checkpoints.background import Background
@@ -25,11 +29,15 @@ from trainwright.engine.events import CheckpointWritten, Fault, Notice
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.engine.progress import TrainingProgress
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestError, TrainingError, error_of
+from trainwright.machine.detect import detect
 from trainwright.parallel.available_memory import fits_host
 from trainwright.parallel.shards import Shard
 
 # checkpoint.background: auto. Below, writing takes less than a process of its own is worth.
 _BACKGROUND_BYTES = 64 * 2**20
+# From this share of the time of writing on, in which a processor computes, it takes that time from the training.
+_COMPUTING = 0.5
+_RATES = 20  # of the last steps, with which those beside a checkpoint are compared
 
 
 class Checkpointing:
@@ -68,6 +76,8 @@ class Checkpointing:
         self._worth: bool | None = None  # whether background writing is worth it; None: not known yet
         self._is_ready = False
         self._blocked = 0.0  # seconds that training has waited for the checkpoint that is being written
+        self._slowed = _SlowedSteps()
+        self._waits_for_disk = False  # whether writing has mostly waited for the disk
         if training.recipe.checkpoint.background is True and training.task.base is not None:
             raise RequestError(
                 "checkpoint.background: true cannot be used with an adapter, whose checkpoints are small and compared "
@@ -112,6 +122,7 @@ class Checkpointing:
             self._saving.begun()
             self._blocked = time.monotonic() - begun
             return
+        used = time.process_time()
         try:
             saved = self._checkpoints.save(training.world, step, shards, self._state(), training.recipe_text)
             if training.task.base is not None:
@@ -122,6 +133,7 @@ class Checkpointing:
         else:
             self._saving.begun()
             self._blocked = time.monotonic() - begun
+            self._note_share(shards, (time.process_time() - used) / self._blocked)
             self._saved(step, saved)
 
     def before_update(self) -> None:
@@ -139,6 +151,12 @@ class Checkpointing:
         if not self._is_ready:
             self._get_ready()
         self._conclude(lambda: self._background.advance(reports))
+
+    def after_step(self, seconds: float, tokens: int) -> None:
+        """Count what the checkpoint that is being written has cost a step; call it before ``advance``."""
+        more = self._slowed.add(seconds, tokens, beside=self._background.step is not None)
+        if (own := heartbeat.own()) is not None:
+            own.slowed += more
 
     def _get_ready(self) -> None:
         """Start the process that writes in the background, once the state has its size: after the first step."""
@@ -208,19 +226,21 @@ class Checkpointing:
             self._tell_of_copies()
         self._training.world.barrier()  # it may have removed for long
         self._blocked += time.monotonic() - begun
-        self._saving.took(self._blocked - waited)
+        slowed = self._slowed.take()
+        self._saving.took(self._blocked - waited + slowed)
         self._training.events.emit(
             CheckpointWritten(
                 step=step,
                 path=saved.path,
                 seconds=saved.seconds,
                 blocked_seconds=self._blocked,
+                slowed_seconds=slowed,
                 copy_seconds=self._copies.seconds,
             )
         )
 
     def _failed(self, step: int, error: CheckpointError, seconds: float, required: bool) -> None:
-        self._saving.failed(seconds)
+        self._saving.failed(seconds + self._slowed.take())
         progress = self._training.progress
         if progress.best_step == step:  # which is lost: the one before is the best that there is
             progress.best_loss, progress.best_step = self._best
@@ -234,6 +254,26 @@ class Checkpointing:
             hint = "" if self.step is None else "; free disk space, then --resume this run from it"
             raise TrainingError(f"the run was to stop, but the {error}; {earlier}{hint}") from error
 
+    def _note_share(self, shards: Mapping[str, Shard], computing: float) -> None:
+        """Note whether writing a large checkpoint has mostly waited for the disk, on every rank.
+
+        Args:
+            computing: share of the time for which this rank has computed.
+        """
+        world = self._training.world
+        if world.device.type == "cpu" and self._training.recipe.checkpoint.background == "auto":
+            largest = max(world.gather((_own_bytes(shards), computing)))
+            self._waits_for_disk = largest[0] >= _BACKGROUND_BYTES and largest[1] < _COMPUTING
+            self._worth = None
+
+    def _has_room(self) -> bool:
+        """Return whether writing beside the training takes nothing from it: it runs on a GPU, leaves a core to each
+        process that writes, or writing mostly waits for the disk.
+        """
+        world = self._training.world
+        left = detect().cpu_cores - world.local_size * torch.get_num_threads()
+        return world.device.type != "cpu" or left >= world.local_size or self._waits_for_disk
+
     def _uses_background(self, shards: Mapping[str, Shard]) -> bool:
         """Return whether to write in the background; the same on every rank."""
         asked = self._training.recipe.checkpoint.background
@@ -244,7 +284,8 @@ class Checkpointing:
         if self._worth is None:
             own = _own_bytes(shards)
             world = self._training.world
-            self._worth = max(world.gather(own)) >= _BACKGROUND_BYTES and fits_host(world, own)
+            sizes, room = zip(*world.gather((own, self._has_room())), strict=True)
+            self._worth = max(sizes) >= _BACKGROUND_BYTES and all(room) and fits_host(world, own)
         return self._worth
 
     def newest(self, before: int | None = None, *, phase: str = "resuming") -> Checkpoint | None:
@@ -394,3 +435,25 @@ def _replace(state: dict[str, float], values: Mapping[str, float]) -> None:
 
 def _floats(values: dict[str, Any]) -> dict[str, float]:
     return {str(name): float(value) for name, value in values.items()}
+
+
+class _SlowedSteps:
+    """How much longer steps take beside a checkpoint that is being written than without one."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=_RATES)  # tokens per second of steps without one
+        self._seconds = 0.0
+
+    def add(self, seconds: float, tokens: int, *, beside: bool) -> float:
+        """Count a step; return by how many seconds it was slower, negative if it was faster."""
+        if not beside:
+            self._rates.append(tokens / seconds)
+            return 0.0
+        more = seconds - tokens / median(self._rates) if self._rates else 0.0
+        self._seconds += more
+        return more
+
+    def take(self) -> float:
+        """Return the seconds since the last call; 0 if the steps were faster, as by chance."""
+        seconds, self._seconds = self._seconds, 0.0
+        return max(0.0, seconds)

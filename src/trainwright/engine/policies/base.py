@@ -32,6 +32,7 @@ class RankReport(NamedTuple):
     out_of_memory: float  # whether memory ran out
     save: float  # whether a checkpoint is due; rank 0's counts
     written: float = 0.0  # how far its part of the checkpoint in the background is
+    resident: float = 0.0  # bytes of its process in the host's memory now
     # Its seconds in these phases since its last report, without those in collectives; of those only in which it did not
     # run.
     data: float = 0.0

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainwright.models.padding import padded_rows
+
 # Bytes of the logits of one chunk, in the model's precision; on a GPU as many as the hidden states have, if these are
 # more: large products use it best, and the memory is small beside that of the activations. (As torch's
 # LinearCrossEntropyOptions, whose chunks follow the hidden states at every size.)
@@ -58,7 +60,7 @@ def token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, t
     hidden, weight, bias, softcap, logit_scale = head
     losses, correct = [], []
     for part in chunks(len(targets), weight):
-        chunk = torch.nn.functional.linear(hidden[part], weight, bias)
+        chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
         for rows in row_blocks(chunk):
             loss, right = _loss_and_correct(chunk[rows], targets[part][rows], softcap, logit_scale)
             losses.append(loss)
@@ -87,7 +89,7 @@ def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tens
     hidden, weight, bias, softcap, logit_scale = head
     found = [hidden.new_zeros(0, dtype=torch.float32)]
     for part in chunks(len(targets), weight):
-        chunk = torch.nn.functional.linear(hidden[part], weight, bias)
+        chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
         for rows in row_blocks(chunk):
             logs = finished(chunk[rows], softcap, logit_scale).log_softmax(1)
             chances = logs.exp()
@@ -116,13 +118,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
         for part in chunks(len(targets), weight):
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
             weights = None if target_weights is None else target_weights[part]
-            for rows in row_blocks(logits):
+            for rows in row_blocks(logits[:count]):
                 each = None if weights is None else weights[rows]
                 total += _loss_to_gradient(logits[rows], targets[part][rows], softcap, logit_scale, each, z_loss)
             if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[part])
+                set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
         ctx.save_for_backward(grad_hidden, *grads.result())
         ctx.spent = False
@@ -145,8 +147,9 @@ class HeadGradients:
         self._sums: list[torch.Tensor | None] = [None, None]
 
     def add(self, delta: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add the gradients of a chunk."""
+        """Add the gradients of a chunk: of its logits [n, V], which may be padded with zeros, and hidden states."""
         weight, bias = self._like
+        hidden = padded_rows(hidden)
         if weight is not None:
             before = self._sums[0]
             if before is None:
@@ -166,6 +169,22 @@ class HeadGradients:
             None if like is None else torch.zeros_like(like) if total is None else total.to(like.dtype)
             for like, total in zip(self._like, self._sums, strict=True)
         ]
+
+
+def padded_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the raw logits of ``hidden`` [n, H], with rows of zeros after them where products need that."""
+    logits = torch.nn.functional.linear(padded_rows(hidden), weight, bias)
+    if bias is not None:
+        logits[len(hidden) :] = 0
+    return logits
+
+
+def set_hidden_gradient(gradient: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> None:
+    """Write the gradient of hidden states [n, H], from that of their logits, which may be padded."""
+    if len(delta) == len(gradient):
+        torch.mm(delta, weight, out=gradient)
+    else:
+        gradient.copy_(torch.mm(delta, weight)[: len(gradient)])
 
 
 def _loss_to_gradient(

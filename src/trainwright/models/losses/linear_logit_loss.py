@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from trainwright.models.losses.linear_cross_entropy import Head, HeadGradients, chunks, finished, row_blocks
+from trainwright.models.losses.linear_cross_entropy import (
+    Head,
+    HeadGradients,
+    chunks,
+    finished,
+    padded_logits,
+    row_blocks,
+    set_hidden_gradient,
+)
 
 # Maps logits [n, V], targets [n] and a teacher's logits [n, V] or None to the loss of each position [n].
 LogitLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -53,13 +61,13 @@ class _LinearLogitLoss(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         each, losses = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(len(targets), dtype=dtype)
         for part in chunks(len(targets), weight):
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            for rows in row_blocks(logits):
-                place = slice(part.start + (rows.start or 0), part.start + (rows.stop or len(logits)))
+            logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
+            for rows in row_blocks(logits[:count]):
+                place = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))
                 taught = None if teacher is None else _teacher_logits(teacher, place)
                 _block(logits[rows], targets[place], loss, head, taught, each[place], losses[place])
             if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[part])
+                set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
         ctx.save_for_backward(grad_hidden, *grads.result())
         ctx.mark_non_differentiable(each, losses)
@@ -93,5 +101,6 @@ def _block(
 
 
 def _teacher_logits(teacher: Head, rows: slice) -> torch.Tensor:
-    raw = torch.nn.functional.linear(teacher.hidden[rows], teacher.weight, teacher.bias)
+    hidden = teacher.hidden[rows]
+    raw = padded_logits(hidden, teacher.weight, teacher.bias)[: len(hidden)]
     return finished(raw, teacher.softcap, teacher.logit_scale)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trainwright.machine.describe import Cluster
-from trainwright.parallel.constants import CACHED_ELEMENTS
+from trainwright.parallel.constants import CACHED_ELEMENTS, CACHED_PRODUCTS, PRODUCT_BYTES
 from trainwright.planning.memory.inventory import (
     Inventory,
     by_unit,
@@ -257,7 +257,8 @@ def _overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict
     slack = {"allocator slack": int(_SLACK[cluster.device] * max(0, most - lasting))}
     if cluster.device == "cpu":
         library = choice.spec.library
-        return {"process and libraries": _PROCESS + (library.process_bytes if library else 0), **slack}
+        process = {"process and libraries": _PROCESS + (library.process_bytes if library else 0), **slack}
+        return {**process, "code of products": CACHED_PRODUCTS * PRODUCT_BYTES} if choice.width == 2 else process
     several = choice.num_processes > 1
     between = choice.num_processes > cluster.devices_per_node
     nccl = _NCCL_IN_NODE * several + _NCCL_BETWEEN_NODES * between
