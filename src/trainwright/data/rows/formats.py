@@ -38,7 +38,8 @@ _ROLES = {
 _CALLS = ("function_call", "function-call", "tool_call")
 _A_TURN = 'a turn is {"role": "user", "content": "…"}'
 # Keys of a turn that are read; _TRAINED lists keys of OpenAI and axolotl for whether a turn is a target.
-_READ = {"role", "from", *CONTENTS, "tool_calls", "function_call", "name", "tool_call_id"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the reasoning before an answer
+_READ = {"role", "from", *CONTENTS, *_REASONING, "tool_calls", "function_call", "name", "tool_call_id"}
 _TRAINED = ("target", "weight", "train", "training")
 # The conversation format of Anthropic's HH-RLHF and its derivatives.
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
@@ -75,7 +76,8 @@ class RowReader:
             NoTarget, RequestError: as in ``to_example``.
         """
         found = self.convert(row, layout, remarks)
-        if remarks is not None and (more := unread_fields(row, layout.used)):
+        columns = [column for column in layout.used if column != layout.column("tools")]
+        if remarks is not None and (more := unread_fields(row, columns)):
             remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
         return found
 
@@ -86,6 +88,20 @@ def one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> l
 
 
 EXAMPLES = RowReader("examples", SINGLE, one_sequence)
+
+
+def by_turn(sequences: list[tuple[int, Example]]) -> list[list[tuple[int, Example]]]:
+    """Return one example for each turn of a conversation that is a target, with the turns before it as its prompt."""
+    ((role, example),) = sequences
+    if isinstance(example, str):
+        return [sequences]
+    answers = [at for at, turn in enumerate(example) if turn["role"] == "assistant" and turn.get("target", True)]
+    return [[(role, [*as_prompt(example[:at]), example[at]])] for at in answers]
+
+
+def as_prompt(turns: Sequence[Message]) -> list[Message]:
+    """Return turns that are not trained on."""
+    return [{**turn, "target": False} if turn["role"] == "assistant" else turn for turn in turns]
 
 
 def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Example:
@@ -142,8 +158,15 @@ def _joined(messages: list[Message], remarks: set[str]) -> list[Message]:
             joined.append(message)
             continue
         calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-        text = "\n\n".join(turn["content"] for turn in (last, message) if turn["content"].strip())
-        joined[-1] = {**last, "content": text, **({"tool_calls": calls} if calls else {})}
+        texts = {
+            key: "\n\n".join(turn[key] for turn in (last, message) if turn.get(key, "").strip())
+            for key in ("content", "reasoning")
+            if key in last or key in message
+        }
+        joined[-1] = {**last, **texts, **({"tool_calls": calls} if calls else {})}
+        if last.get("name") != message.get("name"):
+            joined[-1].pop("name", None)
+            remarks.add("have turns of one role with different names one after another, which are joined without them")
         if "tool_calls" not in message:  # text followed by a call is one turn in all formats
             remarks.add("have turns of one role one after another, which are joined with an empty line between them")
     return joined
@@ -320,9 +343,6 @@ def _turn(item: Any, place: str) -> Message:
     if role is None:
         known = ", ".join((*_ROLES, *_CALLS))
         raise RequestError(f"{place} has the unknown role {named!r}; choose from {known}")
-    for extra in ("reasoning_content", "thinking"):
-        if item.get(extra):
-            raise RequestError(f"{place} has {extra}, which is not supported; write it into the content")
     calls = calls_of(item, place)
     if calls and role != "assistant":
         raise RequestError(f"{place} is a {role} turn with tool_calls; only assistant turns may have them")
@@ -331,9 +351,24 @@ def _turn(item: Any, place: str) -> Message:
     if not text.strip() and role not in ("system", "assistant"):
         raise RequestError(f"{place}, a {role} turn, is empty; fill it in or remove the row")
     message: Message = {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}
-    if role == "tool":
-        message |= {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
+    for key in ("name", "tool_call_id") if role == "tool" else ("name",):
+        if isinstance(item.get(key), str) and item[key]:
+            message[key] = item[key]
+    if role == "assistant" and (reasoning := _reasoning_of(item, place)):
+        message["reasoning"] = reasoning
     return {**message, "target": False} if role == "assistant" and not _is_trained_on(item, place) else message
+
+
+def _reasoning_of(item: Row, place: str) -> str:
+    """Return the reasoning of an assistant turn, or ""; raise RequestError if two fields of it differ."""
+    given = {key: item[key] for key in _REASONING if item.get(key) not in (None, "")}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise RequestError(f"{place} has {key} that should be text, not {kind_of(value)}")
+    texts = list(dict.fromkeys(text for text in given.values() if text.strip()))
+    if len(texts) > 1:
+        raise RequestError(f"{place} has {' and '.join(given)}, which differ; keep one of them")
+    return texts[0] if texts else ""
 
 
 def _is_trained_on(item: Row, place: str) -> bool:
