@@ -16,6 +16,7 @@ from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.text_encoding import TextEncoder
 from trainwright.data.rows.vocabulary import unknown_token
+from trainwright.data.sources.media import media_notes
 from trainwright.data.sources.reading import iterate_source, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
@@ -149,7 +150,8 @@ def check_rows(
     if work is not None:
         found.notes += [*work.encoder.notes, *to_keep(work.encoder.ways(), accepted=accepted)]
     if not found.wrong:
-        read_rows(source, limit, key, documents)  # checks that each column has one type
+        table = read_rows(source, limit, key, documents, functools.partial(kind.narrowing, wanted))  # checks the types
+        found.notes += media_notes(table, unused)
     return found
 
 

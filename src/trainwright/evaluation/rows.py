@@ -16,7 +16,7 @@ import numpy as np
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.chat_templates import TurnsError
-from trainwright.data.rows.formats import Example, Message, NoTarget, to_example
+from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, to_example
 from trainwright.data.rows.layouts import SINGLE, columns_not_used, layout_of
 from trainwright.data.rows.remarks import Remarks
 from trainwright.data.rows.text_encoding import TextEncoder
@@ -119,7 +119,8 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
     Raises:
         RequestError: the source, its layout or a row is invalid, or a row has no reference, with its file and line.
     """
-    table = read_rows(source.source, source.limit, key, source.format == "documents")
+    narrowing = functools.partial(EXAMPLES.narrowing, source.format)
+    table = read_rows(source.source, source.limit, key, source.format == "documents", narrowing)
     first = table[:8]
     rows_of_first = [dict(zip(first, values, strict=True)) for values in zip(*first.values(), strict=True)]
     try:

@@ -42,8 +42,8 @@ _DATE = (
     "{%- endmacro -%}"
 )
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Variables that transformers and inference servers set themselves.
-_STANDARD = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+# Variables and functions that transformers provides.
+_STANDARD = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 # ``reasoning`` is also passed as reasoning_content and thinking by transformers.
 _KEYS = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning")
 
@@ -92,9 +92,8 @@ def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
 
 def arguments_in(template: str) -> list[str]:
     """Return the names of the variables that a template reads besides the conversation, such as enable_thinking."""
-    from jinja2 import Environment, meta
+    from jinja2 import Environment, meta, nodes
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.nodes import CallBlock
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
@@ -102,11 +101,15 @@ def arguments_in(template: str) -> list[str]:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
     parsed = Environment(extensions=[loopcontrols, Generation]).parse(template)  # noqa: S701 (text, not HTML)
-    names = meta.find_undeclared_variables(parsed) - _STANDARD - {"raise_exception", "strftime_now", "namespace", "dict"}
-    return sorted(name for name in names if not name.endswith("_token") and name != "range")
+    # A variable that a branch sets counts as undeclared; it is one of the template's own if nothing tests for it.
+    tested = (each.node for each in (*parsed.find_all(nodes.Test), *parsed.find_all(nodes.Filter)))
+    asked = {node.name for node in tested if isinstance(node, nodes.Name)}
+    assigned = {each.target.name for each in parsed.find_all(nodes.Assign) if isinstance(each.target, nodes.Name)}
+    names = meta.find_undeclared_variables(parsed) - _STANDARD - (assigned - asked)
+    return sorted(name for name in names if not name.endswith("_token"))
 
 
 def _literal(value: Any) -> str:

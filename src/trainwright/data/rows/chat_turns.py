@@ -20,6 +20,7 @@ from trainwright.data.rows.chat_templates import ChatTemplate, TurnsError
 from trainwright.data.rows.formats import Message
 
 Span: TypeAlias = tuple[int, int]
+_TAIL = 16  # characters of a prompt that tell whether only white space follows it
 _PROBE = "Xq7turnZ"  # only letters and a digit, which no template changes
 
 
@@ -170,24 +171,34 @@ class TurnFinder:
         if shared < len(before) and not before[shared:].isspace():
             return self._shared(text, prompt)
         # Without a generation prompt, the model writes the space between the user's turn and the answer.
-        if len(prompt) < len(before) and text.startswith(prompt) and before[len(prompt) :].isspace():
-            return len(prompt)
-        return shared
+        bare = before.rstrip()
+        return min(shared, len(bare)) if not self._prompts and bare.endswith(prompt[-_TAIL:]) else shared
 
     def _shared(self, text: str, prompt: str) -> int | None:
         """Return how much of the generation prompt precedes an answer, if the text before the prompt's header does."""
         if self._header and text.startswith(prompt.removesuffix(self._header)) and prompt.endswith(self._header):
-            return len(_common(text, prompt))
+            length = len(_common(text, prompt))
+            inside = (match.start() for match in self._control.finditer(prompt) if match.start() < length < match.end())
+            return next(inside, length)
         return None
 
     def _up_to(self, text: str, prompt: str, row: list[Message], turn: int) -> Span | None:
         """Return the range of a turn that calls tools or reasons, from the rendering of the turns up to it."""
         if not {"tool_calls", "reasoning"} & row[turn].keys():
             return None
-        until = self.template.render([row[: turn + 1]], generation_prompt=True)[0]
-        end = len(until.removesuffix(self._header).rstrip())
-        start = len(prompt) if text.startswith(prompt) else self._shared(text, prompt)
-        return (start, end) if start is not None and start < end and text.startswith(until[:end]) else None
+        try:
+            (until,) = self.template.render([row[: turn + 1]], generation_prompt=True)
+        except TurnsError:
+            return None
+        start = begin = self._start(until, prompt, prompt)
+        if begin is None:
+            return None
+        body = until.removesuffix(self._header)[begin:].rstrip()
+        if not text.startswith(until[:begin]):  # later turns change earlier ones: keep those of the next user
+            next_user = next((at for at in range(turn, len(row)) if row[at]["role"] == "user"), len(row))
+            (probe,) = self._probes([[*_replaced(row[: turn + 1], turn), *row[next_user:]]])
+            start = self._start(text, prompt, probe.partition(_PROBE)[0]) if _PROBE in probe else None
+        return (start, start + len(body)) if start is not None and body and text.startswith(body, start) else None
 
     def _prompt_only(self, text: str, prompt: str) -> str:
         """Return the end of the generation prompt that the text lacks although all before the header is the same."""

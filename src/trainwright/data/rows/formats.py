@@ -11,6 +11,7 @@ line between them.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ from typing import Any, TypeAlias
 
 from trainwright.data.rows.layouts import SINGLE, RowLayout, layout_of
 from trainwright.data.rows.tool_calls import calls_of, calls_of_content, tools_of
-from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, text_of
+from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, not_text, text_of
 from trainwright.errors import RequestError
 
 # {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as from ``calls_of``, and
@@ -69,6 +70,14 @@ class RowReader:
         """Return the layout of a source's rows; raise RequestError if they fit none."""
         return layout_of(columns, first_rows, wanted, self.layouts)
 
+    def narrowing(self, wanted: str, columns: Sequence[str], first_rows: Sequence[Row]) -> Callable[[Row], Row]:
+        """Return a function that reduces rows to the columns and the keys of turns that are used.
+
+        The values of other keys of turns become text, so that they do not differ in type.
+        """
+        layout = self.layout(columns, first_rows, wanted)
+        return functools.partial(_only_used, layout.used)
+
     def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
         """Return a row as ``(role, text or conversation)`` of each sequence of an example; rows have equally many.
 
@@ -80,6 +89,22 @@ class RowReader:
         if remarks is not None and (more := unread_fields(row, columns)):
             remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
         return found
+
+
+def _only_used(columns: Sequence[str], row: Row) -> Row:
+    def used(turn: Any) -> Any:
+        if not isinstance(turn, dict):
+            return turn
+        return {
+            key: value if key in _READ or key in _TRAINED or value is None else json.dumps(value)
+            for key, value in turn.items()
+        }
+
+    return {
+        name: [used(turn) for turn in value] if isinstance(value, list) else value
+        for name, value in row.items()
+        if name in columns
+    }
 
 
 def one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
@@ -332,8 +357,9 @@ def _turn(item: Any, place: str) -> Message:
         raise RequestError(f"{place} should be an object with role and content, not {kind_of(item)}; {_A_TURN}")
     named = item.get("role") if item.get("role") is not None else item.get("from")
     content = item.get("content") if item.get("content") is not None else item.get("value")
-    if isinstance(item.get("function_call"), dict) and not item.get("tool_calls"):  # OpenAI's API before tools
-        item = {**item, "tool_calls": [item["function_call"]]}
+    call = item.get("function_call")  # OpenAI's API before tools; JSON text from a row file
+    if isinstance(call, dict | str) and call and not item.get("tool_calls"):
+        item = {**item, "tool_calls": f"[{call}]" if isinstance(call, str) else [call]}
     if named is None or (content is None and not item.get("tool_calls")):
         missing = "role (or from)" if named is None else "content (or value)"
         raise RequestError(f"{place} has no {missing}; it has {names_of(item)}; {_A_TURN}")
@@ -385,7 +411,7 @@ def _text_of_content(content: Any, place: str) -> str:
     if isinstance(content, list):
         if (text := text_of(content)) is not None:
             return text
-        raise RequestError(f"{place} has content that is not text (an image?); only text is supported")
+        raise RequestError(f"{place}.content {not_text(content)}")
     raise RequestError(f"{place} has content that should be text, not {kind_of(content)}")
 
 

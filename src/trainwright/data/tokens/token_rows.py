@@ -23,6 +23,7 @@ from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.text_encoding import TextEncoder
 from trainwright.data.sources.reading import place_of, read_rows, source_notes
+from trainwright.data.sources.media import media_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.dataset import TokenSpool, header
 from trainwright.errors import RequestError
@@ -251,7 +252,7 @@ def tokenize_source(
             has a target.
     """
     name, documents = source.source, source.format == "documents"
-    rows = read_rows(name, source.limit, key, documents)
+    rows = read_rows(name, source.limit, key, documents, functools.partial(kind.narrowing, source.format))
     columns = rows.column_names
     try:
         layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.format)
@@ -262,6 +263,7 @@ def tokenize_source(
     found.notes += source_notes(name, key, documents)
     if unused := layout.unused(columns):
         found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
+    found.notes += media_notes(rows, unused)
     rows = rows.remove_columns(unused)
     encoder = TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer)
     place = functools.partial(place_of, name, documents=documents, key=key)
