@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.data.test_templates import CHATML, DEEPSEEK, IM, LLAMA_3, QWEN_3, byte_level, said
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from tests.data.test_templates import CHATML, DEEPSEEK, IM, LLAMA_3, QWEN_3, byte_level, said
 from trainwright.data.check import check_rows
 from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.rows.chat_templates import arguments_in, with_defaults
@@ -19,7 +19,9 @@ from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.recipe.sections.data import DataSection
 
-KEEPING = QWEN_3.replace("loop.index0 > ns.last", "loop.index0 > ns.last or (keep_thinking is defined and keep_thinking)")
+KEEPING = QWEN_3.replace(
+    "loop.index0 > ns.last", "loop.index0 > ns.last or (keep_thinking is defined and keep_thinking)"
+)
 # As in gpt-oss: reasoning in a channel of its own, under its own name, and a tool turn must follow a call.
 CHANNELS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -104,7 +106,11 @@ def test_an_argument_of_the_template_that_keeps_reasoning_is_found() -> None:
 
 def test_templates_that_write_everything_have_no_remarks() -> None:
     quoted = {"role": "user", "content": '  Say "Hi"\n\tto \\ them  '}
-    for template in (CHATML, LLAMA_3.replace("bos_token", "''"), CHATML.replace("m['content']", "m['content'] | tojson")):
+    for template in (
+        CHATML,
+        LLAMA_3.replace("bos_token", "''"),
+        CHATML.replace("m['content']", "m['content'] | tojson"),
+    ):
         assert remarks(byte_level(IM, template, eos_token="<|im_end|>"), quoted, PLAIN) == set()
     assert remarks(qwen(), USER, THOUGHT) == set()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.data.test_templates import CHATML, GEMMA, HELLO, IM, LLAMA_3, byte_level
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from tests.data.test_templates import CHATML, GEMMA, HELLO, IM, LLAMA_3, byte_level
 from trainwright.data.rows.text_encoding import TextEncoder
 from trainwright.inference.prompts import PromptEncoder
 

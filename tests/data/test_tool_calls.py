@@ -167,7 +167,10 @@ def test_arguments_are_passed_as_the_template_needs_them(tmp_path: Path, templat
 
 
 def test_a_null_that_the_row_writes_is_kept() -> None:
-    turns = [{"from": "human", "value": "When?"}, {"from": "function_call", "value": '{"name": "clock", "arguments": {"zone": null}}'}]
+    turns = [
+        {"from": "human", "value": "When?"},
+        {"from": "function_call", "value": '{"name": "clock", "arguments": {"zone": null}}'},
+    ]
     messages = to_example({"conversations": turns}, "conversations")
     assert arguments_of(messages[1]["tool_calls"][0]) == {"zone": None}
 

@@ -25,6 +25,7 @@ from trainwright.text import plural, they
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
     from trainwright.recipe.schema import Recipe
     from trainwright.recipe.sections.data import SourceSection
 
@@ -221,7 +222,7 @@ def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, found: Checked, 
         if isinstance(encoded, RequestError):
             found.problem(f"{place}: {encoded}")
             continue
-        found.encoding.add(remarks, lambda place=place: place)
+        found.encoding.add(remarks, functools.partial(str, place))
         tokens = [token for ids, _ in encoded for token in ids]
         if wrong := unknown_token(max(tokens, default=-1), work.tokenizer, work.embeddings):
             found.problem(f"{place}: {wrong}")
@@ -235,7 +236,7 @@ def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, found: Checked, 
 def _encoded(
     taken: list[tuple[str, list[Any], int]], encoder: ChatEncoder | TextEncoder
 ) -> Iterator[tuple[list[Encoded] | RequestError, set[str]]]:
-    """Yield the encoding of each row with its remarks: all rows at once or, if that fails, one by one with the errors."""
+    """Yield the encoding of each row and its remarks: all rows at once or, if that fails, one by one with errors."""
     texts = [text for _, row, _ in taken for text in row]
     remarks: list[set[str]] = [set() for _ in texts]
     try:

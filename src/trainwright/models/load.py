@@ -270,7 +270,9 @@ def _set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
     for argument in arguments:
         if not any(argument in each for each in variables.values()):
             read = ", ".join(sorted(set().union(*variables.values()))) or "no arguments"
-            raise RequestError(f"model.template_arguments.{argument}: the chat template does not read it; it reads {read}")
+            raise RequestError(
+                f"model.template_arguments.{argument}: the chat template does not read it; it reads {read}"
+            )
     written = {
         name: with_defaults(text, {key: value for key, value in arguments.items() if key in variables[name]})
         for name, text in several.items()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.chat_templates import ChatTemplate, TurnsError, arguments_in, fixed_date, install_template
@@ -132,9 +132,7 @@ class ChatEncoder:
             self.notes = list(dict.fromkeys(self.notes))
         return self._finders[text]
 
-    def _located(
-        self, conversations: Sequence[Sequence[Message]], remarks: Sequence[set[str]] | None
-    ) -> list[Located]:
+    def _located(self, conversations: Sequence[Sequence[Message]], remarks: Sequence[set[str]] | None) -> list[Located]:
         located: dict[int, Located] = {}
         by_finder: dict[TurnFinder, list[int]] = {}
         for index, conversation in enumerate(conversations):

@@ -96,14 +96,14 @@ def arguments_in(template: str) -> list[str]:
     from jinja2.ext import Extension, loopcontrols
 
     class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+        tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
-    parsed = Environment(extensions=[loopcontrols, Generation]).parse(template)  # noqa: S701 (text, not HTML)
+    parsed = Environment(extensions=[loopcontrols, Generation]).parse(template)
     # A variable that a branch sets counts as undeclared; it is one of the template's own if nothing tests for it.
     tested = (each.node for each in (*parsed.find_all(nodes.Test), *parsed.find_all(nodes.Filter)))
     asked = {node.name for node in tested if isinstance(node, nodes.Name)}
@@ -202,7 +202,7 @@ class ChatTemplate:
             objects = [value for call in calls if (value := arguments_of(call))]
             if not objects:  # nothing to tell the forms apart
                 continue
-            texts = []
+            texts: list[str | None] = []
             for as_json in (False, True):
                 self._as_json = as_json
                 try:

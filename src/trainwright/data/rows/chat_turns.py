@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from trainwright.data.rows.chat_templates import ChatTemplate, TurnsError

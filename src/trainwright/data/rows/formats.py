@@ -117,8 +117,8 @@ EXAMPLES = RowReader("examples", SINGLE, one_sequence)
 
 def by_turn(sequences: list[tuple[int, Example]]) -> list[list[tuple[int, Example]]]:
     """Return one example for each turn of a conversation that is a target, with the turns before it as its prompt."""
-    ((role, example),) = sequences
-    if isinstance(example, str):
+    role, example = sequences[0]
+    if isinstance(example, str) or len(sequences) > 1:  # a text, or answers to compare
         return [sequences]
     answers = [at for at, turn in enumerate(example) if turn["role"] == "assistant" and turn.get("target", True)]
     return [[(role, [*as_prompt(example[:at]), example[at]])] for at in answers]
@@ -183,7 +183,7 @@ def _joined(messages: list[Message], remarks: set[str]) -> list[Message]:
             joined.append(message)
             continue
         calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-        texts = {
+        texts: Message = {
             key: "\n\n".join(turn[key] for turn in (last, message) if turn.get(key, "").strip())
             for key in ("content", "reasoning")
             if key in last or key in message

@@ -112,4 +112,3 @@ def _texts_of(value: Any) -> Iterator[str]:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-

@@ -18,12 +18,12 @@ import numpy.typing as npt
 from trainwright.activity import progress
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.chat_templates import TurnsError
-from trainwright.data.rows.formats import NoTarget, RowReader, by_turn
+from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, by_turn
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.text_encoding import TextEncoder
-from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.sources.media import media_notes
+from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.dataset import TokenSpool, header
 from trainwright.errors import RequestError
@@ -39,7 +39,7 @@ _BATCH = 256  # rows rendered and tokenized at a time
 _BATCH_CHARACTERS = 2**20  # limit on the text of a batch, unless one row is longer
 _DIGEST = 16  # bytes
 _SKIPPED = "have parts of data.max_length tokens without a target, which are skipped"
-_SAME_TOKENS = "the tokens of its sequences are the same within data.max_length"
+_SAME_TOKENS = "the tokens of its answers are the same within data.max_length"
 
 
 class Hashes(Sequence[bytes]):
@@ -105,9 +105,12 @@ class TokenRows:
         return len(self.spool) // self.sequences_per_example
 
     def add(self, index: int, examples: Sequence[Sequence[Encoded]], roles: Sequence[int]) -> None:
-        """Add the examples of row ``index`` of the source, each of as many sequences as ``roles``: cut or split those that are too long.
+        """Add the examples of row ``index`` of the source: cut or split those that are too long.
 
         An example is left out if one of its sequences keeps no target, or if all of them are the same.
+
+        Args:
+            roles: of the sequences of each example.
         """
         self.rows += 1
         self.sequences_per_example = len(roles)
@@ -123,7 +126,8 @@ class TokenRows:
                 ends = windows_of(len(tokens[0]), self.max_length)
             else:
                 cut += sum(max(0, len(ids) - self.max_length) for ids in tokens)
-                tokens, targets = ([each[: self.max_length] for each in arrays] for arrays in (tokens, targets))
+                tokens = [ids[: self.max_length] for ids in tokens]
+                targets = [flags[: self.max_length] for flags in targets]
             # Nothing precedes the first token to predict it from.
             kept = [(begin, end) for begin, end in ends if all(flags[begin + 1 : end].any() for flags in targets)]
             if len(tokens) > 1 and kept and all(np.array_equal(ids, tokens[0]) for ids in tokens):
@@ -258,6 +262,8 @@ def tokenize_source(
         layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.format)
     except RequestError as error:
         raise RequestError(f"{key}: {name}: {error}") from None
+    if data.example_per_turn and (kind.name != EXAMPLES.name or layout == "text"):
+        raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
     splits = splits_long(data.long_documents, layout)
     found = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
     found.notes += source_notes(name, key, documents)
@@ -327,11 +333,11 @@ def _take_in(
         raise RequestError(f"{key}: {place(owners[error.index])}: {error}") from None
     pairs = zip(owners, encoded, remarks, strict=True)
     for index, several in groupby(pairs, lambda pair: pair[0]):
-        _, of_row, changes = zip(*several, strict=True)
-        each = len(roles[index])
-        examples = [of_row[at : at + each] for at in range(0, len(of_row), each)]
-        found.add(index, examples, roles[index])
-        found.encoding.add(set().union(*changes), functools.partial(place, index))
+        of_row = list(several)
+        each, answers = len(roles[index]), [one for _, one, _ in of_row]
+        found.add(index, [answers[at : at + each] for at in range(0, len(answers), each)], roles[index])
+        changes: set[str] = set().union(*(changed for _, _, changed in of_row))
+        found.encoding.add(changes, functools.partial(place, index))
 
 
 def _nothing_left(found: TokenRows) -> str:

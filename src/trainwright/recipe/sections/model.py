@@ -110,8 +110,8 @@ class ModelSection(Section):
     )
     template_arguments: dict[str, Any] = Field(
         default_factory=dict,
-        description="Values of variables that the chat template reads, such as enable_thinking: false. They are saved as "
-        "defaults in the template of the trained model.",
+        description="Values of variables that the chat template reads, such as enable_thinking: false. They are saved "
+        "as defaults in the template of the trained model.",
     )
     dropout: BelowOne | None = Field(
         None,
