@@ -443,7 +443,7 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
     here = ""
     for here, row in rows:
         for field, value in leaves("", row):
-            if field.endswith(_PARTS) and isinstance(value, list) and (why := not_text(value)):
+            if field.endswith(_PARTS) and isinstance(value, list) and (why := not_text(value, named=True)):
                 return RequestError(f"{here}: {field} {why}")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 return RequestError(f"{here}: {field} is a number of more than 64 bits; write it as text")

@@ -342,13 +342,20 @@ def text_of(parts: list[Any]) -> str | None:
     return "".join(known) if len(known) == len(texts) else None
 
 
-def not_text(parts: list[Any]) -> str:
-    """Return a message about the first part of a content that is not text, or "" if all are."""
+def not_text(parts: list[Any], *, named: bool = False) -> str:
+    """Return a message about the first part of a content that is not text, or "" if all are.
+
+    Args:
+        named: ignore parts without a type, such as an image has.
+    """
     for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else None
-            what = f"has a part of type {kind}" if isinstance(kind, str) else f"has {kind_of(part)} as a part"
-            return f"{what}, which is not text; remove the part or the row"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            continue
+        if isinstance(kind, str):
+            return f"has a part of type {kind}, which is not text; remove the part or the row"
+        if not named:
+            return f'has a part that is not text; a part is {{"type": "text", "text": "…"}}, not {kind_of(part)}'
     return ""
 
 
