@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.commands import trainwright
 from trainwright.data.rows import bounded
 from trainwright.data.rows.bounded import TokenizerError
-from trainwright.data.rows.chat_encoding import encode_messages, encode_texts
+from trainwright.data.rows.chat_encoding import encode_messages
+from trainwright.data.rows.text_encoding import TextEncoder
 from trainwright.data.tokens.shard_writer import settings_of
 from trainwright.data.tokens.token_worker import Encoder
 from trainwright.errors import RequestError
@@ -31,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def test_a_panic_is_told_in_words(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(TokenizerError, match=r"the tokenizer fails: .*retry-limit.*use another tokenizer"):
-        encode_texts(tokenizer, [PANICS])
+        TextEncoder(tokenizer).encode([PANICS])
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     turns = [{"role": "user", "content": PANICS}, {"role": "assistant", "content": "b"}]
     with pytest.raises(TokenizerError, match="retry-limit"):
@@ -43,7 +44,7 @@ def test_a_panic_is_told_in_words(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_what_does_not_end_is_given_up(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded, "SECONDS", 0.2)
     with pytest.raises(TokenizerError, match="takes more than 0 s of CPU time for 440 characters"):
-        encode_texts(tokenizer, [SLOW])
+        TextEncoder(tokenizer).encode([SLOW])
 
 
 def test_what_goes_wrong_otherwise_is_raised_as_it_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ from tokenizers import processors
 
 from tests.data.test_tokenize import made, rows, text
 from trainwright.data.rows.chat_encoding import ChatEncoder, _flags
+from trainwright.data.rows.pairs import PAIRS
 from trainwright.data.sources.shards import tokenizer_fingerprint
+from trainwright.data.stream.dataset_cache import prepare
 from trainwright.data.stream.windows import WindowDataset, divided, everything
 from trainwright.data.tokens.token_rows import windows_of
 from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.data import DataSection
 
 
 @pytest.mark.parametrize("longest", [2, 3, 7])
@@ -64,3 +68,27 @@ def test_windows_are_known_by_their_length_and_where_they_begin(tmp_path: Path) 
     spans = [everything(shards, length, contiguous=contiguous) for length in (16, 17) for contiguous in (True, False)]
     found = {WindowDataset.of([each], None).fingerprint for each in (*spans, *sides)}
     assert len(found) == 6
+
+
+def test_pairs_that_are_the_same_after_the_cut_are_left_out_and_counted(tmp_path: Path) -> None:
+    long = "The same beginning of both answers, and then "
+    rows = [
+        {"prompt": "a", "chosen": f"{long}yes", "rejected": f"{long}no"},
+        {"prompt": "a", "chosen": "yes", "rejected": "no"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataSection(train=str(tmp_path / "pairs.jsonl"), validation=None, max_length=48)
+    found = prepare(section, bytes_tokenizer(), PAIRS, seed=0, cache=tmp_path / "cache")
+    assert len(found.train) == 1
+    why = "1 row left out: the tokens of its answers are the same within data.max_length"
+    assert any(why in line for line in found.summary)
+
+
+def test_the_numbers_of_held_out_rows_count_the_rows_that_are_left_out(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {number}", "completion": "" if number in (0, 2) else "yes"} for number in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataSection(train=str(tmp_path / "rows.jsonl"), validation=2)
+    found = prepare(section, bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
+    assert found.validation is not None
+    for place, (_, number) in enumerate(found.held_out().tolist()):
+        assert f"question {number}" in bytes_tokenizer().decode(found.validation.sequence(place)[0])

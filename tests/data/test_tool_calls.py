@@ -10,6 +10,7 @@ import pytest
 from trainwright.data.rows.formats import to_example
 from trainwright.data.rows.preparing import prepare_raw
 from trainwright.data.rows.style import style
+from trainwright.data.rows.tool_calls import arguments_of
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
 from trainwright.models.tokenization.bytes import bytes_tokenizer
@@ -105,7 +106,8 @@ def test_arguments_may_be_text_and_calls_bare() -> None:
         messages = to_example(
             {**row(), "messages": [ROWS[2]["messages"][0], {"role": "assistant", "tool_calls": given}]}, "messages"
         )
-        assert messages[1]["tool_calls"] == [{"id": "c1", **call("weather", city="Rome")}]
+        (found,) = messages[1]["tool_calls"]
+        assert (found["id"], found["function"]["name"], arguments_of(found)) == ("c1", "weather", {"city": "Rome"})
 
 
 def test_a_column_of_objects_loses_the_keys_that_other_rows_have() -> None:
@@ -149,3 +151,57 @@ def test_a_template_that_leaves_tools_out_is_refused(tmp_path: Path) -> None:
     without = {"messages": ROWS[0]["messages"]}
     with pytest.raises(RequestError, match="does not write calls of tools, such as weather"):
         run(tmp_path, [without], None)
+
+
+# As DeepSeek's, whose template concatenates the arguments with text; and one that writes them as they are.
+CONCATENATED = TEMPLATE.replace("(c.function.arguments | tojson)", "c.function.arguments")
+WRITTEN = TEMPLATE.replace("+ ' ' + (c.function.arguments | tojson) }}", "+ ' ' }}{{ c.function.arguments }}")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, CONCATENATED, WRITTEN], ids=["object", "concatenated", "written"])
+def test_arguments_are_passed_as_the_template_needs_them(tmp_path: Path, template: str) -> None:
+    as_text = call("weather") | {"function": {"name": "weather", "arguments": '{"city": "Rome", "zone": null}'}}
+    found = run(tmp_path, [row(as_text), row(call("weather", city="Rome", zone=None))], template)
+    expected = '<tool_call>weather {"city": "Rome", "zone": null}</tool_call><|im_end|>'
+    assert [learned(found, index)[0].lstrip("\n") for index in range(2)] == [expected] * 2
+
+
+def test_a_null_that_the_row_writes_is_kept() -> None:
+    turns = [
+        {"from": "human", "value": "When?"},
+        {"from": "function_call", "value": '{"name": "clock", "arguments": {"zone": null}}'},
+    ]
+    messages = to_example({"conversations": turns}, "conversations")
+    assert arguments_of(messages[1]["tool_calls"][0]) == {"zone": None}
+
+
+def test_rows_with_tools_use_the_template_for_tools(tmp_path: Path) -> None:
+    tokenizer = bytes_tokenizer()
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = {"default": plain, "tool_use": TEMPLATE}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in ROWS))
+    section = DataSection(train=str(tmp_path / "a.jsonl"), validation=None)
+    found = prepare(section, tokenizer, seed=0, cache=tmp_path / "cache")
+    assert [[text.lstrip("\n") for text in learned(found, index)] for index in range(3)] == LEARNED
+
+
+# As Mistral's v0.3: no generation prompt, a space before a text and none before a call, and the tools before the last
+# question.
+SPACED = (
+    "{% set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% if tools and m == last %}{{ (tools | tojson) }}{% endif %}"
+    "{{ '[INST] ' + m.content + '[/INST]' }}{% elif m.tool_calls %}"
+    "{{ '[TOOL_CALLS] ' + (m.tool_calls[0].function | tojson) + '<|im_end|>' }}"
+    "{% elif m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
+    "{% endif %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}"
+    "{% else %}{{ ' ' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_call_without_the_space_of_texts_is_located(tmp_path: Path) -> None:
+    several = row(call("weather", city="Rome"))
+    several["messages"] += [{"role": "user", "content": "Thanks"}, {"role": "assistant", "content": "Welcome"}]
+    found = run(tmp_path, [row(call("weather", city="Rome")), several], SPACED)
+    called = '[TOOL_CALLS] {"name": "weather", "arguments": {"city": "Rome"}}<|im_end|>'
+    assert learned(found, 0) == [called, " It is 21.<|im_end|>"]
+    assert learned(found, 1) == [called, " It is 21.<|im_end|>", " Welcome<|im_end|>"]

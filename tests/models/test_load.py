@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
 from trainwright.errors import RequestError
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization.stored import tokenizer_from
 from trainwright.models.weights import empty_model
 from trainwright.recipe.sections.model import ModelSection
 
@@ -200,3 +202,33 @@ def test_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(load_config(fresh(LLAMA))).save_pretrained(tmp_path)
     with pytest.raises(RequestError, match=r"model\.name: .* has no tokenizer .*set model\.tokenizer"):
         load_tokenizer(ModelSection(name=str(tmp_path)))
+
+
+def test_template_arguments_are_defaults_of_the_saved_template(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking is defined and not thinking %}no{% endif %}"
+    )
+    section = ModelSection(
+        config={"model_type": "llama"},
+        tokenizer="bytes",
+        chat_template=template,
+        template_arguments={"thinking": False},
+    )
+    load_tokenizer(section).save_pretrained(tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    question = [{"role": "user", "content": "Hi "}]
+    assert saved.apply_chat_template(question, tokenize=False) == "Hi no"
+    assert saved.apply_chat_template(question, tokenize=False, thinking=True) == "Hi "
+    wrong = section.model_copy(update={"template_arguments": {"thinkin": True}})
+    with pytest.raises(
+        RequestError, match=r"model.template_arguments.thinkin: the chat template does not read it; it reads thinking"
+    ):
+        load_tokenizer(wrong)
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed, so the file is read")
+def test_a_sentencepiece_model_alone_names_the_package(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(RequestError, match=r"only tokenizer.model, which is read with the package sentencepiece"):
+        tokenizer_from(tmp_path, "model.name")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.bounded import TokenizerError
-from trainwright.data.rows.formats import NoTarget, RowReader
+from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
+from trainwright.data.rows.formats import NoTarget, RowReader, by_turn
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
+from trainwright.data.rows.remarks import Remarks, to_keep
+from trainwright.data.rows.text_encoding import TextEncoder
+from trainwright.data.rows.vocabulary import unknown_token
+from trainwright.data.sources.media import media_notes
 from trainwright.data.sources.reading import iterate_source, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
@@ -21,7 +26,6 @@ from trainwright.text import plural, they
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainwright.data.rows.chat_encoding import Encoded
     from trainwright.recipe.schema import Recipe
     from trainwright.recipe.sections.data import SourceSection
 
@@ -44,6 +48,7 @@ class Checked:
     problems: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     remarks: Counter[str] = field(default_factory=Counter)
+    encoding: Remarks = field(default_factory=Remarks)  # what their text or their template changes
     notes: list[str] = field(default_factory=list)
 
     def problem(self, text: str) -> None:
@@ -62,21 +67,30 @@ class Checked:
         found = [f"{self.source}: {rows} of {self.layout}: {examples}{counted}"]
         if self.longer:
             found.append(f"  {plural(self.longer, 'row')} longer than {max_length:,} tokens")
+        found += [f"  {line}" for line in self.encoding.lines()]
         found += [f"  {note}" for note in self.notes]
         found += [f"  {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
         found += [f"  {they(count, 'row', what)}" for what, count in self.remarks.items()]
         return found
 
 
-def check_sources(recipe: Recipe, kind: RowReader, tokenizer: PreTrainedTokenizerBase) -> list[Checked]:
-    """Check all sources of a recipe's training and validation data."""
+def check_sources(
+    recipe: Recipe, kind: RowReader, tokenizer: PreTrainedTokenizerBase, embeddings: int | None = None
+) -> list[Checked]:
+    """Check all sources of a recipe's training and validation data, for a model with ``embeddings``."""
     data = recipe.data
     sources = list(zip(data.source_keys, data.sources, strict=True))
     if data.validation_source is not None:
         sources.append(("data.validation", data.validation_source))
     if recipe.spec.corpus:
         return [check_corpus(one, tokenizer, key=key) for key, one in sources]
-    asked: dict[str, Any] = {"tokenizer": tokenizer, "max_length": data.max_length}
+    asked: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_length": data.max_length,
+        "embeddings": embeddings,
+        "each_turn": data.example_per_turn,
+        "accepted": data.accept_omissions,
+    }
     return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **asked) for key, one in sources]
 
 
@@ -89,6 +103,9 @@ def check_rows(
     limit: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_length: int | None = None,
+    embeddings: int | None = None,
+    each_turn: bool = False,
+    accepted: bool = False,
 ) -> Checked:
     """Read all of ``source`` and convert each row to an example and, with a ``tokenizer``, to tokens.
 
@@ -98,6 +115,9 @@ def check_rows(
         wanted: ``data.format``.
         key: names the source in messages.
         max_length: in tokens; longer rows are counted.
+        embeddings: of the model; rows with other tokens are invalid.
+        each_turn: whether each assistant turn is one example.
+        accepted: whether the user accepts what the chat template leaves out.
 
     Raises:
         RequestError: the source is missing, or its rows have no known layout.
@@ -111,12 +131,15 @@ def check_rows(
     columns = list(dict.fromkeys(name for _, row in first for name in row))
     layout_for = functools.partial(_layout, kind, [row for _, row in first], wanted, f"{key}: {source}")
     found.layout = layout_for(columns)
-    encode = None if tokenizer is None else _encoder(tokenizer, found.layout)
+    work = None
+    if tokenizer is not None:
+        encoder = TextEncoder(tokenizer) if found.layout == "text" else ChatEncoder(tokenizer)
+        work = _Encoding(encoder, tokenizer, max_length, embeddings, each_turn)
     try:
         everything = chain(first, rows)
         while batch := list(islice(everything, _BATCH)):
             columns = list(dict.fromkeys(chain(columns, *(row for _, row in batch))))
-            _check_batch(batch, kind, found, encode, max_length)
+            _check_batch(batch, kind, found, work)
     except RequestError as error:  # an error of the file, not of a row
         found.problem(str(error))
     found.notes += source_notes(source, key, documents)
@@ -125,8 +148,11 @@ def check_rows(
         found.notes.append(f"read: {layout.read_as}")
     if unused := layout.unused(columns):
         found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
+    if work is not None:
+        found.notes += [*work.encoder.notes, *to_keep(work.encoder.ways(), accepted=accepted)]
     if not found.wrong:
-        read_rows(source, limit, key, documents)  # checks that each column has one type
+        table = read_rows(source, limit, key, documents, functools.partial(kind.narrowing, wanted))  # checks the types
+        found.notes += media_notes(table, unused)
     return found
 
 
@@ -157,13 +183,15 @@ def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, k
     return found
 
 
-Encode = Callable[[list[Any]], "list[Encoded]"]
+@dataclass(frozen=True)
+class _Encoding:
+    """How rows become tokens; see ``check_rows``."""
 
-
-def _encoder(tokenizer: PreTrainedTokenizerBase, layout: str) -> Encode:
-    from trainwright.data.rows.chat_encoding import ChatEncoder, encode_texts
-
-    return functools.partial(encode_texts, tokenizer) if layout == "text" else ChatEncoder(tokenizer).encode
+    encoder: ChatEncoder | TextEncoder
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int | None
+    embeddings: int | None
+    each_turn: bool
 
 
 def _layout(kind: RowReader, first: list[Row], wanted: str, where: str, columns: list[str]) -> RowLayout:
@@ -173,43 +201,56 @@ def _layout(kind: RowReader, first: list[Row], wanted: str, where: str, columns:
         raise RequestError(f"{where}: {error}") from None
 
 
-def _check_batch(
-    batch: list[tuple[str, Row]], kind: RowReader, found: Checked, encode: Encode | None, max_length: int | None
-) -> None:
-    taken: list[tuple[str, list[Any]]] = []
+def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, found: Checked, work: _Encoding | None) -> None:
+    taken: list[tuple[str, list[Any], int]] = []  # (place, sequences, sequences of an example)
     for place, row in batch:
         found.rows += 1
         try:
-            taken.append((place, [text for _, text in kind.sequences(row, found.layout, found.remarks)]))
+            sequences = kind.sequences(row, found.layout, found.remarks)
         except NoTarget as reason:
             found.left_out[str(reason)] += 1
+            continue
         except RequestError as error:
             found.problem(f"{place}: {error}")
-    if encode is None:
+            continue
+        examples = by_turn(sequences) if work is not None and work.each_turn else [sequences]
+        taken.append((place, [text for each in examples for _, text in each], len(sequences)))
+    if work is None:
         found.examples += len(taken)
         return
-    for place, encoded in _encoded(taken, encode):
+    for (place, _, each), (encoded, remarks) in zip(taken, _encoded(taken, work.encoder), strict=True):
         if isinstance(encoded, RequestError):
             found.problem(f"{place}: {encoded}")
             continue
-        lengths = [len(ids) for ids, _ in encoded]
-        found.examples += 1
-        found.tokens += sum(lengths)
-        found.longer += max_length is not None and max(lengths) > max_length
+        found.encoding.add(remarks, functools.partial(str, place))
+        tokens = [token for ids, _ in encoded for token in ids]
+        if wrong := unknown_token(max(tokens, default=-1), work.tokenizer, work.embeddings):
+            found.problem(f"{place}: {wrong}")
+            continue
+        found.examples += len(encoded) // each
+        found.tokens += len(tokens)
+        longest = max(len(ids) for ids, _ in encoded)
+        found.longer += work.max_length is not None and longest > work.max_length
 
 
-def _encoded(taken: list[tuple[str, list[Any]]], encode: Encode) -> Iterator[tuple[str, list[Encoded] | RequestError]]:
-    """Yield the encoding of each row: all rows at once or, if that fails, one by one with the errors."""
+def _encoded(
+    taken: list[tuple[str, list[Any], int]], encoder: ChatEncoder | TextEncoder
+) -> Iterator[tuple[list[Encoded] | RequestError, set[str]]]:
+    """Yield the encoding of each row and its remarks: all rows at once or, if that fails, one by one with errors."""
+    texts = [text for _, row, _ in taken for text in row]
+    remarks: list[set[str]] = [set() for _ in texts]
     try:
-        all_of_them = iter(encode([text for _, texts in taken for text in texts]))
+        pairs = iter(zip(encoder.encode(texts, remarks), remarks, strict=True))
     except TokenizerError:  # concerns all rows
         raise
     except RequestError:
-        for place, texts in taken:
+        for _, row, _ in taken:
+            changes: list[set[str]] = [set() for _ in row]
             try:
-                yield place, encode(texts)
+                yield encoder.encode(row, changes), set().union(*changes)
             except RequestError as error:
-                yield place, error
+                yield error, set()
         return
-    for place, texts in taken:
-        yield place, list(islice(all_of_them, len(texts)))
+    for _, row, _ in taken:
+        encoded, changes = map(list, zip(*islice(pairs, len(row)), strict=True))
+        yield encoded, set().union(*changes)

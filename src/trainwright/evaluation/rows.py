@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded, TurnsError, encode_texts
-from trainwright.data.rows.formats import Example, Message, NoTarget, to_example
+from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
+from trainwright.data.rows.chat_templates import TurnsError
+from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, to_example
 from trainwright.data.rows.layouts import SINGLE, columns_not_used, layout_of
+from trainwright.data.rows.remarks import Remarks
+from trainwright.data.rows.text_encoding import TextEncoder
 from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.token_rows import splits_long, windows_of
@@ -115,7 +119,8 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
     Raises:
         RequestError: the source, its layout or a row is invalid, or a row has no reference, with its file and line.
     """
-    table = read_rows(source.source, source.limit, key, source.format == "documents")
+    narrowing = functools.partial(EXAMPLES.narrowing, source.format)
+    table = read_rows(source.source, source.limit, key, source.format == "documents", narrowing)
     first = table[:8]
     rows_of_first = [dict(zip(first, values, strict=True)) for values in zip(*first.values(), strict=True)]
     try:
@@ -222,7 +227,8 @@ def encode(
     encoder = ChatEncoder(tokenizer) if rows.conversations else None
     pairs: list[Encoded] = []
     windows, last_turn, called, cut, split = [], [], {}, 0, 0
-    for place, (ids, flags) in enumerate(_encoded(rows, tokenizer, encoder, key)):
+    remarks = Remarks()
+    for place, (ids, flags) in enumerate(_encoded(rows, tokenizer, encoder, key, remarks)):
         is_text = isinstance(rows.examples[place], str)
         ends = [(0, len(ids))]
         if max_length is not None and len(ids) > max_length:
@@ -243,7 +249,7 @@ def encode(
             called[place] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
     dataset = TokenDataset.from_examples(pairs, fingerprint(pairs))
     prompts = RowPrompts() if encoder is None else _prompts(rows, encoder, asked, called, key)
-    notes = [*rows.notes, *([] if encoder is None else encoder.notes)]
+    notes = [*rows.notes, *([] if encoder is None else encoder.notes), *remarks.lines()]
     return EncodedRows(dataset, windows, last_turn, prompts, cut, split, notes)
 
 
@@ -256,18 +262,27 @@ def fingerprint(pairs: Sequence[Encoded]) -> str:
 
 
 def _encoded(
-    rows: EvaluationRows, tokenizer: PreTrainedTokenizerBase, encoder: ChatEncoder | None, key: str
+    rows: EvaluationRows,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: ChatEncoder | None,
+    key: str,
+    remarks: Remarks,
 ) -> Iterator[Encoded]:
     start = 0
+    texts: TextEncoder | None = None
     for is_text, alike in groupby(rows.examples, lambda example: isinstance(example, str)):
         while batch := list(islice(alike, _BATCH)):
+            changes: list[set[str]] = [set() for _ in batch]
             try:
                 if is_text or encoder is None:
-                    yield from encode_texts(tokenizer, [example for example in batch if isinstance(example, str)])
+                    texts = texts or TextEncoder(tokenizer)
+                    yield from texts.encode([example for example in batch if isinstance(example, str)], changes)
                 else:
-                    yield from encoder.encode([example for example in batch if not isinstance(example, str)])
+                    yield from encoder.encode([example for example in batch if not isinstance(example, str)], changes)
             except TurnsError as error:
                 raise RequestError(f"{key}: {rows.place(start + error.index)}: {error}") from None
+            for number, change in enumerate(changes, start):
+                remarks.add(change, functools.partial(rows.place, number))
             start += len(batch)
 
 

@@ -69,6 +69,12 @@ def new_token_limit(model: PreTrainedModel, prompt: Sequence[int], sampling: Sam
     """Return the maximum number of tokens of an answer to ``prompt``. Raises RequestError if it is 0."""
     if not prompt:
         raise RequestError("the prompt is empty")
+    embeddings = model.config.get_text_config().vocab_size
+    if max(prompt) >= embeddings:
+        raise RequestError(
+            f"the prompt has the token {max(prompt):,} of the tokenizer, but the model has only {embeddings:,} "
+            "embeddings; use the tokenizer of the model"
+        )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     left = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - len(prompt))
     if left < 1:
@@ -112,7 +118,8 @@ def _write(
 ) -> None:
     takes = inspect.signature(model.forward).parameters
     cache = _new_cache(model)
-    inputs, mask = _left_padded(prompts, tokenizer.pad_token_id or 0, model.device)
+    embeddings = model.config.get_text_config().vocab_size
+    inputs, mask = _left_padded(prompts, padding_token(tokenizer, embeddings), model.device)
     positions = (mask.cumsum(1) - 1).clamp_(min=0)
     step = 0
     while rows:
@@ -138,6 +145,12 @@ def _write(
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         positions = positions[:, -1:] + 1
         step += 1
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int:
+    """Return the padding token or, if the model has no embedding for it, 0; padding is masked."""
+    pad: int | None = tokenizer.pad_token_id
+    return pad if pad is not None and pad < embeddings else 0
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainwright.data.rows.bounded import tokenized
-from trainwright.data.rows.chat_encoding import ChatEncoder, TurnsError
+from trainwright.data.rows.chat_encoding import ChatEncoder
+from trainwright.data.rows.chat_templates import TurnsError
 from trainwright.data.rows.formats import Message, to_example
 from trainwright.data.rows.layouts import RowLayout, check_format
+from trainwright.data.rows.text_encoding import text_ids
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, read_text
 from trainwright.errors import RequestError
@@ -112,7 +113,7 @@ class PromptEncoder:
         """Return the token ids of a question. Raises RequestError if the template rejects the conversation."""
         if self._encoder is None or isinstance(question, str):
             text = question if isinstance(question, str) else str(question[-1]["content"])
-            return list(tokenized(self._tokenizer, [text])["input_ids"][0])
+            return text_ids(self._tokenizer, [text])[0]
         try:
             return self._encoder.prompts([self._opened(question)])[0]
         except TurnsError as error:

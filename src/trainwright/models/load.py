@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,8 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
         tokenizer = tokenizer_from(source.directory, "model.name")
     if model.chat_template is not None:
         tokenizer.chat_template = _chat_template(model.chat_template)
+    if model.template_arguments:
+        _set_arguments(tokenizer, model.template_arguments)
     return tokenizer
 
 
@@ -253,6 +256,28 @@ def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         )
     for name in SPECIAL_IDS:
         setattr(config, name, getattr(tokenizer, name))
+
+
+def _set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+    """Write default values of variables into the chat template of a tokenizer, or into each of several."""
+    from trainwright.data.rows.chat_templates import arguments_in, with_defaults
+
+    template = tokenizer.chat_template
+    if template is None:
+        raise RequestError("model.template_arguments: the tokenizer has no chat template; set model.chat_template")
+    several = template if isinstance(template, dict) else {"": template}
+    variables = {name: arguments_in(text) for name, text in several.items()}
+    for argument in arguments:
+        if not any(argument in each for each in variables.values()):
+            read = ", ".join(sorted(set().union(*variables.values()))) or "no arguments"
+            raise RequestError(
+                f"model.template_arguments.{argument}: the chat template does not read it; it reads {read}"
+            )
+    written = {
+        name: with_defaults(text, {key: value for key, value in arguments.items() if key in variables[name]})
+        for name, text in several.items()
+    }
+    tokenizer.chat_template = written if isinstance(template, dict) else written[""]
 
 
 def _chat_template(text: str) -> str:

@@ -14,6 +14,8 @@ from torch import nn
 
 from trainwright.data.preflight import refuse_unused_template
 from trainwright.data.rows.kinds import kind_of_rows
+from trainwright.data.rows.vocabulary import unknown_token
+from trainwright.data.sources.reading import place_of
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream
@@ -22,7 +24,7 @@ from trainwright.data.tokens.lengths import remember
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.errors import RequestError
 from trainwright.evaluation.questions import ValidationQuestions
-from trainwright.inference.generation import answer_batch, new_token_limit
+from trainwright.inference.generation import answer_batch, new_token_limit, padding_token
 from trainwright.inference.loading import probe
 from trainwright.inference.prompts import PromptEncoder
 from trainwright.inference.sampling import Sampling
@@ -76,6 +78,7 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     positions = max_positions(recipe.model, tokenizer)
     kind, seed = kind_of_rows(recipe), recipe.train.seed
     prepared = prepare(recipe.data, tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
+    check_tokens(recipe, [one for one in (prepared.train, prepared.validation) if one is not None], tokenizer)
     check_prepared(recipe, prepared, cache)
     return prepared
 
@@ -87,6 +90,23 @@ def check_prepared(recipe: Recipe, prepared: PreparedData, cache: Path) -> None:
     _check_packs(recipe, datasets)
     per_example = recipe.spec.needs(recipe).sequences_per_example
     remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, per_example)
+
+
+def embeddings_of(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens that the model has embeddings for."""
+    size: int = load_config(section, tokenizer).get_text_config().vocab_size
+    return size
+
+
+def check_tokens(recipe: Recipe, datasets: Sequence[TokenDataset], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise RequestError, with the row, if the model has no embedding for a token of the data."""
+    size = embeddings_of(recipe.model, tokenizer)
+    for dataset in datasets:
+        for part in dataset.report.get("parts", [dataset.report]):
+            token, index = part["largest_token"]
+            if wrong := unknown_token(token, tokenizer, size):
+                place = place_of(part["source"], index, recipe.data.format == "documents")
+                raise RequestError(f"{place}: {wrong}")
 
 
 def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:
@@ -142,7 +162,7 @@ class LanguageModelTask:
         self._tokenizer = tokenizer
         self._prepared = prepared
         self._packed = recipe.data.pack_length is not None
-        self._pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self._pad = padding_token(tokenizer, embeddings_of(recipe.model, tokenizer))
         self.prompts: Sequence[str] = recipe.evaluate.prompts
         self.stream = self._stream(prepared.train, planned_examples(recipe, prepared.train), shuffle=True)
         self.validation = (

@@ -93,11 +93,13 @@ def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_le
 
     if Path(asked).suffix in _RECIPES or model is not None:
         from trainwright.models.load import load_tokenizer
+        from trainwright.tasks.language_model import embeddings_of
 
         with _keys_as_options(model):
             recipe = _recipe(asked, overrides or [], model, max_length)
             kind = ANY if model is not None else kind_of_rows(recipe)
-            found = check_sources(recipe, kind, load_tokenizer(recipe.model))
+            tokenizer = load_tokenizer(recipe.model)
+            found = check_sources(recipe, kind, tokenizer, embeddings_of(recipe.model, tokenizer))
         _report(found, recipe.data.max_length)
         return
     if overrides or max_length is not None:

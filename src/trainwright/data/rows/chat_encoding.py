@@ -1,18 +1,8 @@
 """Encode conversations as tokens, and mark the tokens of assistant turns as targets.
 
-The whole conversation is rendered and tokenized once, exactly as at inference; nothing is concatenated from parts.
-Each assistant turn is then located in the rendered text:
-
-- by the template's own ``{% generation %}`` markers if it has them, otherwise
-- a turn starts where the rendering of all earlier turns plus the generation prompt ends. If that rendering is not a
-  prefix of the whole (a template that rewrites earlier turns, or has no generation prompt), the turn starts at its
-  content;
-- its content ends where the rendered text no longer changes when the content is replaced;
-- the stop follows: up to the first control token that the template writes before the next turn or, if it writes none,
-  the text that closes every turn.
-
-A token is a target if any of its characters belong to a turn. White space after the stop is not a target, and neither
-is text that the template appends to the end of a conversation: the model has stopped by then.
+The whole conversation is rendered and tokenized once, exactly as at inference; nothing is concatenated from parts. A
+token is a target if any of its characters belong to a turn, which ``chat_turns`` locates. White space after the stop is
+not a target, and neither is text that the template appends to the end of a conversation: the model has stopped by then.
 """
 
 from __future__ import annotations
@@ -20,76 +10,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from trainwright.data.rows.bounded import tokenized
+from trainwright.data.rows.chat_templates import ChatTemplate, TurnsError, arguments_in, fixed_date, install_template
+from trainwright.data.rows.chat_turns import Located, Span, TurnFinder
 from trainwright.data.rows.formats import Message
+from trainwright.data.rows.omissions import Omission, omissions
 from trainwright.data.rows.tool_calls import names_in
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# As in https://huggingface.co/docs/transformers/chat_templating
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-_PLAIN = (
-    "{% for message in messages %}"
-    "{{ message['role'] | capitalize + ': ' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ END }}{% endif %}{{ '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)
-
-# Some templates write the current date. The same data must give the same tokens every day, so the date is fixed to the
-# one Llama 3.1's template falls back to.
-_DATE = (
-    "{%- macro strftime_now(format) -%}"
-    "{{ {'%d %b %Y': '26 Jul 2024', '%B %d, %Y': 'July 26, 2024', '%d %B %Y': '26 July 2024'}"
-    ".get(format, '2024-07-26') }}"
-    "{%- endmacro -%}"
-)
 Encoded: TypeAlias = tuple[list[int], list[bool]]  # (ids, targets) of one example, of equal length
-Span: TypeAlias = tuple[int, int]
-_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = "Xq7turnZ"  # only letters and a digit, which no template changes
-
-
-def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Set a plain chat template on a tokenizer without one, in place; return a message about it, or None.
-
-    The template is ChatML if the vocabulary has its two tokens, otherwise ``User: …`` and ``Assistant: …`` lines with
-    the end-of-text token after each answer.
-    """
-    if tokenizer.chat_template is not None:
-        return None
-    if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys():
-        tokenizer.chat_template = CHATML
-        return "the tokenizer has no chat template: ChatML is used, because it has ChatML tokens"
-    opens = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    end = "eos_token" if tokenizer.eos_token is not None else "''"
-    tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + _PLAIN.replace("END", end)
-    return "the tokenizer has no chat template: plain 'User:' and 'Assistant:' lines are used"
-
-
-def fixed_date(template: str, notes: list[str]) -> str:
-    """Return the template with a fixed date if it writes the current one; add a line about it to ``notes``."""
-    if "strftime_now" not in template:
-        return template
-    notes.append("the chat template contains the current date: 26 July 2024 is used, so that the data stay the same")
-    return _DATE + template
-
-
-class TurnsError(RequestError):
-    """A conversation that the template cannot render or whose turns cannot be located; ``index`` is its batch index."""
-
-    def __init__(self, message: str, index: int) -> None:
-        super().__init__(message)
-        self.index = index
 
 
 def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Encoded:
@@ -97,21 +31,8 @@ def encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
     return ChatEncoder(tokenizer).encode([messages])[0]
 
 
-def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
-    """Tokenize plain texts and append the end-of-text token to each; all tokens are targets.
-
-    If the tokenizer prepends a beginning-of-text token, it does so here too.
-    """
-    eos = tokenizer.eos_token_id
-    encoded = []
-    for ids in tokenized(tokenizer, texts, return_attention_mask=False, verbose=False)["input_ids"]:
-        ids = ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-        encoded.append((ids, [True] * len(ids)))
-    return encoded
-
-
 class ChatEncoder:
-    """Encodes conversations with a tokenizer's chat template.
+    """Encodes conversations with a tokenizer's chat template, or its one for tools if it has several.
 
     A tokenizer without a template gets a plain one, in place, so that saving and generating use the same one. ``notes``
     reports this and other messages about the template.
@@ -127,17 +48,29 @@ class ChatEncoder:
                 f"the tokenizer {self.name} has no character offsets; use a fast tokenizer (tokenizer.json)"
             )
         self.notes: list[str] = []
-        self.folded = 0  # conversations whose system turn was merged into the first user turn
         if note := install_template(tokenizer):
             self.notes.append(note)
         self._tokenizer = tokenizer
-        self._template = fixed_date(tokenizer.get_chat_template(), self.notes)
-        self._marked = bool(_MARKERS.search(self._template))
         self._control = _control_pattern(tokenizer)
-        self._examine()
+        self._stripping = _stripping(tokenizer)
+        self._finders: dict[str, TurnFinder] = {}
+        self._tried: set[str] = set()
+        self._ways: dict[str, None] = {}  # settings with which the template writes what it leaves out
+        if not self._finder([]).stop:
+            self.notes.append(f"the chat template of {self.name} writes no stop token after an assistant turn")
 
-    def encode(self, conversations: Sequence[Sequence[Message]]) -> list[Encoded]:
+    @property
+    def stop(self) -> str:
+        """Return the text that ends an assistant turn."""
+        return self._finder([]).stop
+
+    def encode(
+        self, conversations: Sequence[Sequence[Message]], remarks: Sequence[set[str]] | None = None
+    ) -> list[Encoded]:
         """Return ``(ids, targets)`` of each conversation.
+
+        Args:
+            remarks: for each conversation, collects what its rendered text lacks or changes, as verb phrases.
 
         Raises:
             TurnsError: the template refuses a conversation, or its turns cannot be located; the message names the
@@ -145,21 +78,20 @@ class ChatEncoder:
         """
         if not conversations:
             return []
-        rows = [self._prepared(conversation) for conversation in conversations]
-        texts, spans = self._marked_spans(rows) if self._marked else self._found_spans(rows)
-        for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
-            self._check_tools(row, text, index)
+        located = self._located(conversations, remarks)
         encoded = tokenized(
             self._tokenizer,
-            texts,
+            [one.text for one in located],
             add_special_tokens=False,  # the template writes them
             return_offsets_mapping=True,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
         )
-        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
-        return [(list(ids), _flags(offsets, turns)) for ids, offsets, turns in pairs]
+        return [
+            (list(ids), _flags(self._exact(ids, offsets, one.text), one.spans))
+            for ids, offsets, one in zip(encoded["input_ids"], encoded["offset_mapping"], located, strict=True)
+        ]
 
     def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Return the token ids of each conversation with the generation prompt appended.
@@ -169,18 +101,55 @@ class ChatEncoder:
         """
         if not conversations:
             return []
-        texts = self._render([self._prepared(one) for one in conversations], generation_prompt=True)
+        texts = []
+        for index, conversation in enumerate(conversations):
+            finder = self._finder(conversation)
+            try:
+                texts += finder.template.render([_prepared(conversation, finder)], generation_prompt=True)
+            except TurnsError as error:
+                raise TurnsError(str(error), index) from None
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         encoded = tokenized(self._tokenizer, texts, **options)
         return [list(ids) for ids in encoded["input_ids"]]
 
-    def _prepared(self, conversation: Sequence[Message]) -> list[Message]:
-        if not self._folds_system or conversation[0]["role"] != "system":
-            return list(conversation)
-        self.folded += 1
-        system, first, *rest = conversation
-        text = f"{system['content']}\n\n{first['content']}" if system["content"].strip() else first["content"]
-        return [{**system, **first, "content": text}, *rest]
+    def ways(self) -> list[str]:
+        """Return the settings that keep what the template left out of a row, or nothing if it left nothing out."""
+        return [*self._ways, "another model.chat_template"] if self._tried else []
+
+    def _finder(self, conversation: Sequence[Message]) -> TurnFinder:
+        """Return what locates turns in the template of a conversation: tool_use, if it has tools and there is one."""
+        tools = next((turn["tools"] for turn in conversation if "tools" in turn), None)
+        try:
+            text = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError:  # several templates, and none of them is the default
+            names = ", ".join(sorted(self._tokenizer.chat_template))
+            raise RequestError(
+                f"the tokenizer {self.name} has the chat templates {names} and no default; set model.chat_template"
+            ) from None
+        if text not in self._finders:
+            template = ChatTemplate(self._tokenizer, fixed_date(text, self.notes), self.name)
+            self._finders[text] = TurnFinder(template, self._control)
+            self.notes = list(dict.fromkeys(self.notes))
+        return self._finders[text]
+
+    def _located(self, conversations: Sequence[Sequence[Message]], remarks: Sequence[set[str]] | None) -> list[Located]:
+        located: dict[int, Located] = {}
+        by_finder: dict[TurnFinder, list[int]] = {}
+        for index, conversation in enumerate(conversations):
+            by_finder.setdefault(self._finder(conversation), []).append(index)
+        for finder, indices in by_finder.items():
+            rows = [_prepared(conversations[index], finder) for index in indices]
+            try:
+                texts = finder.find(rows)
+            except TurnsError as error:
+                raise TurnsError(str(error), indices[error.index]) from None
+            for index, row, one in zip(indices, rows, texts, strict=True):
+                located[index] = one
+                self._check_tools(row, one.text, index)
+                if remarks is not None:
+                    folded = len(row) < len(conversations[index])
+                    remarks[index].update(self._remarks(finder, row, one, folded=folded))
+        return [located[index] for index in range(len(conversations))]
 
     def _check_tools(self, conversation: list[Message], text: str, index: int) -> None:
         """Raise TurnsError if the template omits tools or tool calls, which the model would then not learn."""
@@ -192,154 +161,69 @@ class ChatEncoder:
                     index,
                 )
 
-    def _examine(self) -> None:
-        """Render short conversations to find what the template writes around a turn."""
-        user, assistant = {"role": "user", "content": "Q"}, {"role": "assistant", "content": _PROBE}
-        bare, prompted = self._render([[user]]), self._render([[user]], generation_prompt=True)
-        self._prompts = bare != prompted
-        header = prompted[0][len(_common(bare[0], prompted[0])) :]
-        after = self._render([[user, assistant]], generation_prompt=True)[0].partition(_PROBE)[2]
-        # The text that closes a turn when another turn follows.
-        self._closing = after.removesuffix(header) if header else after
-        if not self._stop(self._render([[user, assistant]])[0].partition(_PROBE)[2], last=True):
-            self.notes.append(f"the chat template of {self.name} writes no stop token after an assistant turn")
-        try:
-            system = self._render([[{"role": "system", "content": _PROBE}, user, assistant | {"content": "A"}]])
-            self._folds_system = _PROBE not in system[0]
-        except TurnsError:
-            self._folds_system = True
-
-    def _render(self, conversations: Sequence[Sequence[Message]], *, generation_prompt: bool = False) -> list[str]:
-        def render(some: Sequence[Sequence[Message]]) -> Any:
-            return self._tokenizer.apply_chat_template(
-                [_plain(one) for one in some],
-                tools=_tools(some[0]),
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
+    def _remarks(self, finder: TurnFinder, row: list[Message], located: Located, *, folded: bool) -> set[str]:
+        found = set()
+        if folded:
+            found.add(
+                f"have a system turn, which the chat template of {self.name} does not support: its text is prepended "
+                "to the first user turn"
             )
+        if located.prompt_only:
+            found.add(
+                f"have answers that do not follow {located.prompt_only!r}, with which the generation prompt of "
+                f"{self.name} ends: the model generates after text that it is not trained on"
+            )
+        for omission in self._omissions(finder, row, located.text):
+            role = row[omission.turn]["role"]
+            turns = "" if omission.what == "parts of tools" else f" in {role} turns"
+            what = f"have {omission.what}{turns} that the chat template of {self.name} does not write"
+            if what not in self._tried:
+                self._tried.add(what)
+                self._try_ways(finder, row, omission)
+            found.add(what)
+        return found
 
-        try:
-            if any(_tools(one) for one in conversations):  # tools belong to one conversation, so render one at a time
-                return [text for one in conversations for text in render([one])]
-            return list(render(conversations))
-        except Exception as error:  # a template may raise anything; find the conversation that fails
-            for index, conversation in enumerate(conversations):
-                try:
-                    render([conversation])
-                except Exception as one:
-                    raise self._refusal(str(one) or repr(one), index) from None
-            raise self._refusal(str(error), 0) from None
+    def _omissions(self, finder: TurnFinder, row: list[Message], text: str) -> list[Omission]:
+        return omissions(row, text, lambda turn: finder.writes_name(row, turn))
 
-    def _marked_spans(self, rows: list[list[Message]]) -> tuple[list[str], list[list[Span]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def _try_ways(self, finder: TurnFinder, row: list[Message], omission: Omission) -> None:
+        """Find the settings with which the template writes what it leaves out of a row."""
+        template = finder.template
 
-        texts, marks = [], []
-        for index, row in enumerate(rows):
-            variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
+        def lacks(conversation: list[Message], **arguments: bool) -> bool:
             try:
-                result: Any = render_jinja_template(
-                    [_plain(row)],
-                    tools=_tools(row),
-                    chat_template=self._template,
-                    return_assistant_tokens_mask=True,
-                    **variables,
-                )
-            except Exception as error:
-                raise self._refusal(str(error) or repr(error), index) from None
-            (text,), (found,) = result
-            turns = [m for m in row if m["role"] == "assistant"]
-            if len(found) != len(turns):
-                raise self._not_located(index, f"{len(turns)} turns, {len(found)} marked as generated")
-            texts.append(text)
-            spans = [span for span, turn in zip(found, turns, strict=True) if turn.get("target", True)]
-            marks.append([self._closed(text, span) for span in spans])
-        return texts, marks
+                (text,) = template.render([conversation], arguments=arguments)
+            except TurnsError:
+                return True
+            return omission in self._omissions(finder, conversation, text)
 
-    def _closed(self, text: str, span: Span) -> Span:
-        """Extend a marked span by its stop if that lies outside, and strip trailing white space."""
-        start, end = span
-        turn = text[start:end].rstrip()
-        if any(match.end() == len(turn) for match in self._control.finditer(turn)):
-            return start, start + len(turn)
-        return start, end + self._stop(text[end:], last=False)
+        if row[omission.turn]["role"] == "assistant" and not lacks(row[: omission.turn + 1]):
+            self._ways["data.example_per_turn=true"] = None
+        for name in arguments_in(template.text):
+            for value in (True, False):
+                if not lacks(row, **{name: value}):
+                    self._ways[f"model.template_arguments.{name}={str(value).lower()}"] = None
 
-    def _found_spans(self, rows: list[list[Message]]) -> tuple[list[str], list[list[Span]]]:
-        texts = self._render(rows)
-        places = [
-            (index, turn)
-            for index, row in enumerate(rows)
-            for turn, message in enumerate(row)
-            if message["role"] == "assistant" and message.get("target", True)
-        ]
-        spans: list[list[Span]] = [[] for _ in rows]
-        if not places:
-            return texts, spans
-        befores = [rows[index][:turn] for index, turn in places]
-        replaced = [_replaced(rows[index], turn) for index, turn in places]
-        try:
-            prompts = self._render(befores, generation_prompt=True)
-            probes = self._render(replaced)
-        except TurnsError as error:
-            raise TurnsError(str(error), places[error.index][0]) from None
-        for (index, turn), prompt, probe in zip(places, prompts, probes, strict=True):
-            before, _, after = probe.partition(_PROBE)
-            text, last = texts[index], turn == len(rows[index]) - 1
-            end = len(text) - len(after)
-            start = self._start(text, prompt, before)
-            if probe.count(_PROBE) != 1 or not text.endswith(after) or start is None or start > end:
-                raise self._not_located(index, f"turn {turn} is not in the rendered text")
-            spans[index].append((start, end + self._stop(after, last=last)))
-        return texts, spans
-
-    def _start(self, text: str, prompt: str, before: str) -> int | None:
-        """Return the offset at which the model starts to write: after the generation prompt, or at the content."""
-        if self._prompts and text.startswith(prompt):
-            return len(prompt)
-        if not text.startswith(before):
-            return None
-        # Without a generation prompt, the model writes the space between the user's turn and the answer.
-        if len(prompt) < len(before) and text.startswith(prompt) and text[len(prompt) : len(before)].isspace():
-            return len(prompt)
-        return len(before)
-
-    def _stop(self, after: str, *, last: bool) -> int:
-        """Return how many characters of ``after``, the text after a turn's content, belong to its stop."""
-        closing = after if last and self._prompts else _common(after, self._closing)
-        if match := self._control.search(closing):
-            return match.end()
-        # Text that only starts like the closing belongs to the next turn.
-        return len(closing.rstrip()) if last or closing == self._closing else 0
-
-    def _not_located(self, index: int, why: str) -> TurnsError:
-        return TurnsError(
-            f"the chat template of {self.name}: the turns cannot be located ({why}); set model.chat_template to one "
-            "that marks them with {% generation %}",
-            index,
-        )
-
-    def _refusal(self, why: str, index: int) -> TurnsError:
-        return TurnsError(f"the chat template of {self.name} rejects the conversation: {why}", index)
+    def _exact(self, ids: Sequence[int], offsets: Sequence[Span], text: str) -> list[Span]:
+        """Return the offsets without the white space that some special tokens swallow, which belongs to the turns."""
+        if not self._stripping:
+            return list(offsets)
+        exact = []
+        for token, (begin, end) in zip(ids, offsets, strict=True):
+            if token in self._stripping:
+                part = text[begin:end]
+                begin, end = end - len(part.lstrip()), begin + len(part.rstrip())
+            exact.append((begin, end))
+        return exact
 
 
-def _plain(conversation: Sequence[Message]) -> list[Message]:
-    """Keep only the keys of each turn that templates read."""
-    keys = ("role", "content", "tool_calls", "name", "tool_call_id")
-    return [{key: turn[key] for key in keys if key in turn} for turn in conversation]
-
-
-def _tools(conversation: Sequence[Message]) -> list[Any] | None:
-    return next((turn["tools"] for turn in conversation if "tools" in turn), None)
-
-
-def _common(one: str, other: str) -> str:
-    """Return the common prefix of two texts."""
-    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    return min(one, other, key=len) if length is None else one[:length]
-
-
-def _replaced(conversation: list[Message], turn: int) -> list[Message]:
-    return [*conversation[:turn], {"role": "assistant", "content": _PROBE}, *conversation[turn + 1 :]]
+def _prepared(conversation: Sequence[Message], finder: TurnFinder) -> list[Message]:
+    """Return a conversation with its system text in the first user turn, if the template does not support it."""
+    if not finder.folds_system or conversation[0]["role"] != "system":
+        return list(conversation)
+    system, first, *rest = conversation
+    text = f"{system['content']}\n\n{first['content']}" if system["content"].strip() else first["content"]
+    return [{**system, **first, "content": text}, *rest]
 
 
 def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
@@ -347,6 +231,12 @@ def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     longest = sorted((token for token in tokens if token.strip()), key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest)) or "(?!)")
+
+
+def _stripping(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the added tokens that swallow the white space around them."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {token for token, content in added if (content.lstrip or content.rstrip) and content.content.strip()}
 
 
 def _flags(offsets: Sequence[Span], turns: Sequence[Span]) -> list[bool]:

@@ -11,6 +11,7 @@ line between them.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ from typing import Any, TypeAlias
 
 from trainwright.data.rows.layouts import SINGLE, RowLayout, layout_of
 from trainwright.data.rows.tool_calls import calls_of, calls_of_content, tools_of
-from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, text_of
+from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, not_text, text_of
 from trainwright.errors import RequestError
 
 # {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as from ``calls_of``, and
@@ -38,7 +39,8 @@ _ROLES = {
 _CALLS = ("function_call", "function-call", "tool_call")
 _A_TURN = 'a turn is {"role": "user", "content": "…"}'
 # Keys of a turn that are read; _TRAINED lists keys of OpenAI and axolotl for whether a turn is a target.
-_READ = {"role", "from", *CONTENTS, "tool_calls", "function_call", "name", "tool_call_id"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the reasoning before an answer
+_READ = {"role", "from", *CONTENTS, *_REASONING, "tool_calls", "function_call", "name", "tool_call_id"}
 _TRAINED = ("target", "weight", "train", "training")
 # The conversation format of Anthropic's HH-RLHF and its derivatives.
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
@@ -68,6 +70,14 @@ class RowReader:
         """Return the layout of a source's rows; raise RequestError if they fit none."""
         return layout_of(columns, first_rows, wanted, self.layouts)
 
+    def narrowing(self, wanted: str, columns: Sequence[str], first_rows: Sequence[Row]) -> Callable[[Row], Row]:
+        """Return a function that reduces rows to the columns and the keys of turns that are used.
+
+        The values of other keys of turns become text, so that they do not differ in type.
+        """
+        layout = self.layout(columns, first_rows, wanted)
+        return functools.partial(_only_used, layout.used)
+
     def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
         """Return a row as ``(role, text or conversation)`` of each sequence of an example; rows have equally many.
 
@@ -75,9 +85,26 @@ class RowReader:
             NoTarget, RequestError: as in ``to_example``.
         """
         found = self.convert(row, layout, remarks)
-        if remarks is not None and (more := unread_fields(row, layout.used)):
+        columns = [column for column in layout.used if column != layout.column("tools")]
+        if remarks is not None and (more := unread_fields(row, columns)):
             remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
         return found
+
+
+def _only_used(columns: Sequence[str], row: Row) -> Row:
+    def used(turn: Any) -> Any:
+        if not isinstance(turn, dict):
+            return turn
+        return {
+            key: value if key in _READ or key in _TRAINED or value is None else json.dumps(value)
+            for key, value in turn.items()
+        }
+
+    return {
+        name: [used(turn) for turn in value] if isinstance(value, list) else value
+        for name, value in row.items()
+        if name in columns
+    }
 
 
 def one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
@@ -86,6 +113,20 @@ def one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> l
 
 
 EXAMPLES = RowReader("examples", SINGLE, one_sequence)
+
+
+def by_turn(sequences: list[tuple[int, Example]]) -> list[list[tuple[int, Example]]]:
+    """Return one example for each turn of a conversation that is a target, with the turns before it as its prompt."""
+    role, example = sequences[0]
+    if isinstance(example, str) or len(sequences) > 1:  # a text, or answers to compare
+        return [sequences]
+    answers = [at for at, turn in enumerate(example) if turn["role"] == "assistant" and turn.get("target", True)]
+    return [[(role, [*as_prompt(example[:at]), example[at]])] for at in answers]
+
+
+def as_prompt(turns: Sequence[Message]) -> list[Message]:
+    """Return turns that are not trained on."""
+    return [{**turn, "target": False} if turn["role"] == "assistant" else turn for turn in turns]
 
 
 def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Example:
@@ -142,8 +183,15 @@ def _joined(messages: list[Message], remarks: set[str]) -> list[Message]:
             joined.append(message)
             continue
         calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-        text = "\n\n".join(turn["content"] for turn in (last, message) if turn["content"].strip())
-        joined[-1] = {**last, "content": text, **({"tool_calls": calls} if calls else {})}
+        texts: Message = {
+            key: "\n\n".join(turn[key] for turn in (last, message) if turn.get(key, "").strip())
+            for key in ("content", "reasoning")
+            if key in last or key in message
+        }
+        joined[-1] = {**last, **texts, **({"tool_calls": calls} if calls else {})}
+        if last.get("name") != message.get("name"):
+            joined[-1].pop("name", None)
+            remarks.add("have turns of one role with different names one after another, which are joined without them")
         if "tool_calls" not in message:  # text followed by a call is one turn in all formats
             remarks.add("have turns of one role one after another, which are joined with an empty line between them")
     return joined
@@ -309,8 +357,9 @@ def _turn(item: Any, place: str) -> Message:
         raise RequestError(f"{place} should be an object with role and content, not {kind_of(item)}; {_A_TURN}")
     named = item.get("role") if item.get("role") is not None else item.get("from")
     content = item.get("content") if item.get("content") is not None else item.get("value")
-    if isinstance(item.get("function_call"), dict) and not item.get("tool_calls"):  # OpenAI's API before tools
-        item = {**item, "tool_calls": [item["function_call"]]}
+    call = item.get("function_call")  # OpenAI's API before tools; JSON text from a row file
+    if isinstance(call, dict | str) and call and not item.get("tool_calls"):
+        item = {**item, "tool_calls": f"[{call}]" if isinstance(call, str) else [call]}
     if named is None or (content is None and not item.get("tool_calls")):
         missing = "role (or from)" if named is None else "content (or value)"
         raise RequestError(f"{place} has no {missing}; it has {names_of(item)}; {_A_TURN}")
@@ -320,9 +369,6 @@ def _turn(item: Any, place: str) -> Message:
     if role is None:
         known = ", ".join((*_ROLES, *_CALLS))
         raise RequestError(f"{place} has the unknown role {named!r}; choose from {known}")
-    for extra in ("reasoning_content", "thinking"):
-        if item.get(extra):
-            raise RequestError(f"{place} has {extra}, which is not supported; write it into the content")
     calls = calls_of(item, place)
     if calls and role != "assistant":
         raise RequestError(f"{place} is a {role} turn with tool_calls; only assistant turns may have them")
@@ -331,9 +377,24 @@ def _turn(item: Any, place: str) -> Message:
     if not text.strip() and role not in ("system", "assistant"):
         raise RequestError(f"{place}, a {role} turn, is empty; fill it in or remove the row")
     message: Message = {"role": role, "content": text, **({"tool_calls": calls} if calls else {})}
-    if role == "tool":
-        message |= {key: item[key] for key in ("name", "tool_call_id") if isinstance(item.get(key), str)}
+    for key in ("name", "tool_call_id") if role == "tool" else ("name",):
+        if isinstance(item.get(key), str) and item[key]:
+            message[key] = item[key]
+    if role == "assistant" and (reasoning := _reasoning_of(item, place)):
+        message["reasoning"] = reasoning
     return {**message, "target": False} if role == "assistant" and not _is_trained_on(item, place) else message
+
+
+def _reasoning_of(item: Row, place: str) -> str:
+    """Return the reasoning of an assistant turn, or ""; raise RequestError if two fields of it differ."""
+    given = {key: item[key] for key in _REASONING if item.get(key) not in (None, "")}
+    for key, value in given.items():
+        if not isinstance(value, str):
+            raise RequestError(f"{place} has {key} that should be text, not {kind_of(value)}")
+    texts = list(dict.fromkeys(text for text in given.values() if text.strip()))
+    if len(texts) > 1:
+        raise RequestError(f"{place} has {' and '.join(given)}, which differ; keep one of them")
+    return texts[0] if texts else ""
 
 
 def _is_trained_on(item: Row, place: str) -> bool:
@@ -350,7 +411,7 @@ def _text_of_content(content: Any, place: str) -> str:
     if isinstance(content, list):
         if (text := text_of(content)) is not None:
             return text
-        raise RequestError(f"{place} has content that is not text (an image?); only text is supported")
+        raise RequestError(f"{place}.content {not_text(content)}")
     raise RequestError(f"{place} has content that should be text, not {kind_of(content)}")
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainwright.data.sources.row_files import MESSAGES_NAMES, Row
+from trainwright.data.sources.row_files import CHOSEN_NAMES, MESSAGES_NAMES, REJECTED_NAMES, Row
 from trainwright.errors import RequestError
 
 # In order of detection: more specific layouts first.
@@ -59,8 +59,8 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "output": _ANSWERED,
     "completion": _ANSWERED,
     "text": ("content", "document", "raw_content", "article", "code"),
-    "chosen": ("chosen_response", "response_chosen", "preferred", "preferred_output", "response_j"),
-    "rejected": ("rejected_response", "response_rejected", "dispreferred", "non_preferred_output", "response_k"),
+    "chosen": CHOSEN_NAMES,
+    "rejected": REJECTED_NAMES,
     "system": ("system_prompt", "system_message"),
     "tools": ("functions",),
 }

@@ -20,6 +20,7 @@ from trainwright.data.rows.formats import (
     NoTarget,
     RowReader,
     answer_field,
+    as_prompt,
     conversation,
     one_sequence,
     text_field,
@@ -111,18 +112,18 @@ def _prompt_and_answers(row: Row, layout: RowLayout) -> tuple[list[Message], tup
         return _prompt(row, layout), (chosen, rejected)
     common = sum(1 for _ in takewhile(lambda turns: turns[0] == turns[1], zip(chosen, rejected, strict=False)))
     _check_beginning(row, layout, dict(zip(sides, (chosen, rejected), strict=True)), common)
-    return _not_trained_on(chosen[:common]), (chosen[common:], rejected[common:])
+    return as_prompt(chosen[:common]), (chosen[common:], rejected[common:])
 
 
 def _prompt(row: Row, layout: RowLayout) -> list[Message]:
     field = layout.column("prompt")
     given = row.get(field)
     if isinstance(given, dict) and isinstance(given.get("messages"), list) and not given.get("tools"):
-        return _not_trained_on(turns_field(given, "messages"))  # OpenAI's format
+        return as_prompt(turns_field(given, "messages"))  # OpenAI's format
     if isinstance(given, list):
-        return _not_trained_on(turns_field(row, field))
+        return as_prompt(turns_field(row, field))
     text = with_input(row, layout, text_field(row, field))
-    return _not_trained_on(transcript(text) or [{"role": "user", "content": text}])
+    return as_prompt(transcript(text) or [{"role": "user", "content": text}])
 
 
 def _check_beginning(row: Row, layout: RowLayout, sides: Mapping[str, Sequence[Message]], common: int) -> None:
@@ -154,10 +155,6 @@ def _check_beginning(row: Row, layout: RowLayout, sides: Mapping[str, Sequence[M
         raise RequestError(
             f"the field {column} differs from the beginning of {' and '.join(sides)}; remove or correct it"
         )
-
-
-def _not_trained_on(turns: Sequence[Message]) -> list[Message]:
-    return [{**turn, "target": False} if turn["role"] == "assistant" else turn for turn in turns]
 
 
 def _assistant(text: str) -> Message:

@@ -22,7 +22,7 @@ def tools_of(row: Row, field: str = "tools") -> list[Any]:
 
 
 def calls_of(turn: Row, place: str) -> list[Any]:
-    """Return the calls of a turn, with arguments as objects; raise RequestError if they are invalid."""
+    """Return the calls of a turn, with arguments as the row has them; raise RequestError if they are invalid."""
     return [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(_objects(turn.get("tool_calls"), place))]
 
 
@@ -37,7 +37,16 @@ def calls_of_content(content: Any, place: str) -> list[Any]:
             f'{place} is a function call, whose value should be JSON such as {{"name": …, "arguments": {{…}}}}; '
             "correct it, or make it an assistant (gpt) turn with text"
         )
-    return calls_of({"tool_calls": given if isinstance(given, list) else [given]}, place)
+    calls = given if isinstance(given, list) else [given]
+    # As text, values of null stay: the writer has put them there.
+    return calls_of({"tool_calls": json.dumps(calls) if isinstance(content, str) else calls}, place)
+
+
+def arguments_of(call: Row) -> dict[str, Any]:
+    """Return the arguments of a call from ``calls_of`` as an object."""
+    value = call["function"]["arguments"]
+    parsed: dict[str, Any] = json.loads(value) if isinstance(value, str) else value
+    return parsed
 
 
 def names_in(turns: Sequence[Row]) -> tuple[list[str], list[str]]:
@@ -68,14 +77,14 @@ def _call(call: Row, place: str) -> Row:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
         raise RequestError(f'{place} has no name; a call is {{"function": {{"name", "arguments"}}}}')
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{place}.arguments are not JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{place}.arguments should be an object, not {kind_of(arguments)}")
+    given = function.get("arguments", {})
+    arguments = {} if given in ("", None) else given
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{place}.arguments are not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{place}.arguments should be an object, not {kind_of(value)}")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
 

@@ -17,7 +17,7 @@ from trainwright.paths import user_path
 if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection, SourceSection
 
-VERSION = 7  # raised when the code that determines the prepared data changes
+VERSION = 8  # raised when the code that determines the prepared data changes
 
 
 def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
@@ -29,6 +29,8 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
         "sources": each if len(each) > 1 else each[0][:2],
         "max_length": data.max_length,
         "long_documents": data.long_documents,
+        "example_per_turn": data.example_per_turn,
+        "accept_omissions": data.accept_omissions,
         "validation": "source" if isinstance(data.validation, str) else data.validation,
         "seed": seed if isinstance(data.validation, (int, float)) else None,
     }

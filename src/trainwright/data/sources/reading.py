@@ -20,6 +20,7 @@ others      sources that packages register as entry points ``trainwright.sources
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -34,7 +35,17 @@ from trainwright.data.sources.hub import hub_rows, is_hub_id
 from trainwright.data.sources.local_files import FoundFiles, find, missing
 from trainwright.data.sources.opening import TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.registry import registered_rows, registered_source
-from trainwright.data.sources.row_files import CONTENTS, MESSAGES_NAMES, Row, iterate_rows, kind_of, leaves, text_of
+from trainwright.data.sources.row_files import (
+    ANSWERS_NAMES,
+    CONTENTS,
+    MESSAGES_NAMES,
+    Row,
+    iterate_rows,
+    kind_of,
+    leaves,
+    not_text,
+    text_of,
+)
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 
@@ -42,17 +53,29 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
-PlacedRow: TypeAlias = tuple[Path, int, Row]  # (file, line, row)
+PlacedRow: TypeAlias = tuple[str, Row]  # (file and line, or file and row number; row)
+# Returns the part of a row that is used, for the columns and the first rows of a source.
+Narrowing: TypeAlias = Callable[[Sequence[str], Sequence[Row]], Callable[[Row], Row]]
 
 _CHECKED_ROWS = 1000
 _FEW = 256  # rows may be as long as a book
-_TURN_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", *MESSAGES_NAMES)  # with lists of turns
+_FIRST = 8  # rows that determine the layout
+_PARTS = tuple(f"[].{name}" for name in CONTENTS)
+# Columns with lists of turns, and with lists of tools.
+_TURN_COLUMNS = ("messages", "prompt", "completion", *MESSAGES_NAMES, *ANSWERS_NAMES)
+_TOOL_COLUMNS = ("tools", "functions")
 _CHUNK_ROWS = 2000
 _CHUNK_CHARACTERS = 8 * 2**20
 _SPILL_BYTES = 64 * 2**20  # kept in memory before it is written to a memory-mapped file
 
 
-def read_rows(source: str, limit: int | None = None, key: str = "data.train", documents: bool = False) -> Dataset:
+def read_rows(
+    source: str,
+    limit: int | None = None,
+    key: str = "data.train",
+    documents: bool = False,
+    narrowing: Narrowing | None = None,
+) -> Dataset:
     """Return the rows of ``source``, at most the first ``limit``, as one Arrow table; large ones are memory-mapped.
 
     In JSON rows, lists of text parts are joined and tools become JSON text, so that each column has one type.
@@ -61,9 +84,11 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train", do
         key: the recipe key that names the source, for messages.
         documents: a text file is one row instead of one row per paragraph, and a directory is read with its
             subdirectories.
+        narrowing: reduces the rows to what is used, if they do not fit one table otherwise; unused columns are then
+            empty.
 
     Raises:
-        RequestError: the source is missing, empty or not parseable, or a column's values differ in type.
+        RequestError: the source is missing, empty or not parseable, or the values of a column differ in type.
     """
     if registered_source(source, key) is not None:
         from datasets import Dataset
@@ -75,7 +100,10 @@ def read_rows(source: str, limit: int | None = None, key: str = "data.train", do
     files = list(found.usable())
     if not files:
         raise _nothing_usable(found, key)
-    table = _table(files, limit) if _are_tables(files) else _row_table(files, limit, found.documents)
+    if _are_tables(files) and not any(map(_has_json, files)):
+        table = _table(files, limit, narrowing)
+    else:
+        table = _row_table(files, limit, found.documents, narrowing)
     if not table.num_rows or not table.num_columns:
         raise RequestError(f"{key}: {source} has no rows")
     return _dataset(table)
@@ -99,7 +127,7 @@ def iterate_source(
     elif _are_tables(found.files):
         placed = chain.from_iterable(map(_table_rows, found.usable()))
     else:
-        placed = ((f"{file}:{line}", row) for file, line, row in _placed_rows(found.usable(), found.documents))
+        placed = _placed_rows(found.usable(), found.documents)
     return islice(placed, limit)
 
 
@@ -143,8 +171,8 @@ def place_of(source: str, index: int, documents: bool = False, key: str = "data"
             if index < count:
                 return f"{file}: row {index + 1}"
             index -= count
-    for file, line, _ in islice(_placed_rows(found.usable(), found.documents), index, None):
-        return f"{file}:{line}"
+    for place, _ in islice(_placed_rows(found.usable(), found.documents), index, None):
+        return place
     return source  # the file has become shorter since
 
 
@@ -189,21 +217,25 @@ def _are_tables(files: Sequence[Path]) -> bool:
 def _first_rows(file: Path, documents: bool) -> list[Row]:
     if suffix_of(file) in TABLES:
         return [row for table in islice(_batches(file, 8), 1) for row in _to_rows(file, table)]
-    return [row for _, _, row in islice(_placed_rows([file], documents), _CHECKED_ROWS)]
+    return [row for _, row in islice(_placed_rows([file], documents), _CHECKED_ROWS)]
 
 
-def _row_table(files: Sequence[Path], limit: int | None, documents: bool) -> pa.Table:
+def _row_table(files: Sequence[Path], limit: int | None, documents: bool, narrowing: Narrowing | None) -> pa.Table:
     def read() -> Iterator[PlacedRow]:
         return islice(_placed_rows(files, documents), limit)
 
     if next(read(), None) is None:
         raise RequestError(f"{', '.join(map(str, files))}: no rows")
-    return table_of_rows(read)
+    return table_of_rows(read, narrowing)
 
 
 def _placed_rows(files: Iterable[Path], documents: bool) -> Iterator[PlacedRow]:
     read = document_files.read_document if documents else iterate_rows
-    return ((file, line, with_text_content(row)) for file in files for line, row in read(file))
+    for file in files:
+        if suffix_of(file) in TABLES:
+            yield from _table_rows(file)
+        else:
+            yield from ((f"{file}:{line}", with_text_content(row)) for line, row in read(file))
 
 
 def _batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
@@ -242,14 +274,49 @@ def _table_rows(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _to_rows(file: Path, table: pa.Table) -> list[Row]:
+    decode = {column.name: column.type for column in table.schema if _is_json(column.type)}
     try:
         rows: list[Row] = table.to_pylist()
+        for row in rows if decode else ():
+            given = {name: _decoded(row[name], kind) for name, kind in decode.items()}
+            row.update(with_text_content(given))
     except (UnicodeDecodeError, ValueError, OverflowError) as error:
         raise RequestError(f"{file}: a column cannot be read: {error}") from None
     return rows
 
 
-def _table(files: Sequence[Path], limit: int | None) -> pa.Table:
+def _has_json(file: Path) -> bool:
+    """Return whether a table has columns of JSON text, the type Json of ``datasets``."""
+    return suffix_of(file) in TABLES and any(
+        _is_json(column.type) for table in islice(_batches(file, 1), 1) for column in table.schema
+    )
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    if isinstance(kind, pa.JsonType):
+        return True
+    return any(_is_json(kind.field(index).type) for index in range(kind.num_fields))
+
+
+def _decoded(value: Any, kind: pa.DataType) -> Any:
+    """Return a value with the JSON text in it decoded; in objects of the table, keys without a value are left out."""
+    import pyarrow as pa
+
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        values = {name: item for name, item in value.items() if item is not None}
+        return {name: _decoded(item, kind.field(name).type) for name, item in values.items()}
+    if isinstance(value, list) and _is_json(kind):
+        return [_decoded(item, kind.value_type) for item in value]
+    return value
+
+
+def _table(files: Sequence[Path], limit: int | None, narrowing: Narrowing | None) -> pa.Table:
     import pyarrow as pa
 
     def tables() -> Iterator[pa.Table]:
@@ -262,11 +329,29 @@ def _table(files: Sequence[Path], limit: int | None) -> pa.Table:
     if next(tables(), None) is None:
         raise RequestError(f"{', '.join(map(str, files))}: no rows")
     mapped = all(suffix_of(file) == ".arrow" for file in files)
+    # Memory-mapped tables occupy no memory, so they are concatenated without a copy.
+    join = functools.partial(pa.concat_tables, promote_options="permissive") if mapped else join_tables
     try:
-        # Memory-mapped tables occupy no memory, so they are concatenated without a copy.
-        return pa.concat_tables(tables(), promote_options="permissive") if mapped else join_tables(tables())
+        try:
+            return join(tables())
+        except pa.ArrowException:
+            if narrowing is None:
+                raise
+            columns = list(dict.fromkeys(name for table in tables() for name in table.column_names))
+            first = _to_rows(files[0], next(tables()).slice(0, _FIRST))
+            used = narrowing(columns, first)(dict.fromkeys(columns, True)).keys()
+            return join(_without_values(table, [name for name in columns if name not in used]) for table in tables())
     except pa.ArrowException as error:
         raise RequestError(f"{files[0].parent}: the files' columns differ in type: {error}") from None
+
+
+def _without_values(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    import pyarrow as pa
+
+    for name in columns:
+        if name in table.column_names:
+            table = table.set_column(table.column_names.index(name), name, pa.nulls(table.num_rows))
+    return table
 
 
 def _dataset(table: pa.Table) -> Dataset:
@@ -278,24 +363,38 @@ def _dataset(table: pa.Table) -> Dataset:
     return Dataset(InMemoryTable(table.replace_schema_metadata(None)), fingerprint=uuid.uuid4().hex[:16])
 
 
-def table_of_rows(read: Callable[[], Iterator[PlacedRow]]) -> pa.Table:
+def table_of_rows(read: Callable[[], Iterator[PlacedRow]], narrowing: Narrowing | None = None) -> pa.Table:
     """Return one table of all rows; each call of ``read`` yields the rows from the start.
+
+    Args:
+        narrowing: as in ``read_rows``.
 
     Raises:
         RequestError: a column's values have different types; the message names both lines.
     """
     import pyarrow as pa
 
-    def chunks() -> Iterator[pa.Table]:
-        rows = read()
+    def chunks(rows: Iterator[PlacedRow]) -> Iterator[pa.Table]:
         while chunk := _chunk(rows):
-            columns = dict.fromkeys(key for _, _, row in chunk for key in row)
-            yield pa.table({key: pa.array([row.get(key) for _, _, row in chunk]) for key in columns})
+            columns = dict.fromkeys(key for _, row in chunk for key in row)
+            yield pa.table({key: pa.array([row.get(key) for _, row in chunk]) for key in columns})
 
     try:
-        return join_tables(chunks())
+        return join_tables(chunks(read()))
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
-        raise _explain(read(), error) from None
+        if narrowing is None:
+            raise _explain(read(), error) from None
+    columns = list(dict.fromkeys(key for _, row in read() for key in row))
+    narrow = narrowing(columns, [row for _, row in islice(read(), _FIRST)])
+    empty = dict.fromkeys(columns)
+
+    def used() -> Iterator[PlacedRow]:
+        return ((place, narrow(row)) for place, row in read())
+
+    try:
+        return join_tables(chunks((place, {**empty, **row}) for place, row in used()))
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        raise _explain(used(), error) from None
 
 
 def _chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
@@ -304,7 +403,7 @@ def _chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
     characters = 0
     for placed in islice(rows, _CHUNK_ROWS):
         chunk.append(placed)
-        characters += sum(len(value) for value in placed[2].values() if isinstance(value, str))
+        characters += sum(len(value) for value in placed[1].values() if isinstance(value, str))
         if characters > _CHUNK_CHARACTERS:
             break
     return chunk
@@ -341,11 +440,11 @@ def _spill(table: pa.Table) -> pa.Table:
 def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
     """Return an error about the first two values whose types differ."""
     seen: dict[str, tuple[str, str]] = {}
-    last: Path | None = None
-    for path, line, row in rows:
-        last = path
+    here = ""
+    for here, row in rows:
         for field, value in leaves("", row):
-            here = f"{path}:{line}"
+            if field.endswith(_PARTS) and isinstance(value, list) and (why := not_text(value, named=True)):
+                return RequestError(f"{here}: {field} {why}")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 return RequestError(f"{here}: {field} is a number of more than 64 bits; write it as text")
             kind, place = seen.setdefault(field, (kind_of(value), here))
@@ -353,14 +452,14 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
                 return RequestError(
                     f"{here}: {field} is {kind_of(value)} here and {kind} at {place}; use one type in all rows"
                 )
-    return RequestError(f"{last}: the rows do not fit one table: {error}")
+    return RequestError(f"{here}: the rows do not fit one table: {error}")
 
 
 def with_text_content(row: Row) -> Row:
     """Join lists of text parts and serialize tools in a row, so that columns have one type."""
     turns = [field for field in _TURN_COLUMNS if isinstance(row.get(field), list)]
-    if isinstance(row.get("tools"), list):
-        row = {**row, "tools": _as_text(row["tools"])}
+    if tools := {name: _as_text(row[name]) for name in _TOOL_COLUMNS if isinstance(row.get(name), list)}:
+        row = {**row, **tools}
     return {**row, **{field: [_joined(turn) for turn in row[field]] for field in turns}} if turns else row
 
 
@@ -369,10 +468,12 @@ def _joined(turn: Any) -> Any:
         return turn
     if isinstance(turn.get("tool_calls"), list):
         turn = {**turn, "tool_calls": _as_text(turn["tool_calls"])}
+    if isinstance(turn.get("function_call"), dict):
+        turn = {**turn, "function_call": _as_text(turn["function_call"])}
     lists = {key: text_of(turn[key]) for key in CONTENTS if isinstance(turn.get(key), list)}
     return {**turn, **{key: text for key, text in lists.items() if text is not None}} if lists else turn
 
 
 def _as_text(value: Any) -> Any:
-    """Return a list as JSON text, and any other value unchanged."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+    """Return a list or an object as JSON text, and any other value unchanged."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value

@@ -28,6 +28,10 @@ LocatedRow: TypeAlias = tuple[int, Row]  # (line, row)
 # Other names of the column ``messages``, and the names of the content of a turn.
 MESSAGES_NAMES = ("conversation", "conversations", "dialogue", "dialog", "chat", "turns")
 CONTENTS = ("content", "value")
+# Names of the columns with answers to compare.
+CHOSEN_NAMES = ("chosen_response", "response_chosen", "preferred", "preferred_output", "response_j")
+REJECTED_NAMES = ("rejected_response", "response_rejected", "dispreferred", "non_preferred_output", "response_k")
+ANSWERS_NAMES = ("chosen", "rejected", *CHOSEN_NAMES, *REJECTED_NAMES)
 
 _DEEPEST = 32  # levels of objects and lists; Arrow files support at most 64
 _TOO_DEEP = f"nested more than {_DEEPEST} deep"
@@ -336,6 +340,23 @@ def text_of(parts: list[Any]) -> str | None:
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     known = [text for text in texts if isinstance(text, str)]
     return "".join(known) if len(known) == len(texts) else None
+
+
+def not_text(parts: list[Any], *, named: bool = False) -> str:
+    """Return a message about the first part of a content that is not text, or "" if all are.
+
+    Args:
+        named: ignore parts without a type, such as an image has.
+    """
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            continue
+        if isinstance(kind, str):
+            return f"has a part of type {kind}, which is not text; remove the part or the row"
+        if not named:
+            return f'has a part that is not text; a part is {{"type": "text", "text": "…"}}, not {kind_of(part)}'
+    return ""
 
 
 def as_json(row: Row) -> str:

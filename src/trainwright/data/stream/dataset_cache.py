@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.activity import doing
-from trainwright.data.rows.chat_encoding import install_template
+from trainwright.data.rows.chat_templates import install_template
 from trainwright.data.rows.formats import EXAMPLES, RowReader
 from trainwright.data.sources.key import content_of, settings_of, source_key
 from trainwright.data.tokens.dataset import MixturePart, TokenDataset, parts_of, shares, write_dataset

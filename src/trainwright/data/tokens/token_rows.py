@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.activity import progress
-from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded, TurnsError, encode_texts
-from trainwright.data.rows.formats import NoTarget, RowReader
+from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
+from trainwright.data.rows.chat_templates import TurnsError
+from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, by_turn
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
+from trainwright.data.rows.remarks import Remarks, to_keep
+from trainwright.data.rows.text_encoding import TextEncoder
+from trainwright.data.sources.media import media_notes
 from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.dataset import TokenSpool, header
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 _BATCH = 256  # rows rendered and tokenized at a time
 _BATCH_CHARACTERS = 2**20  # limit on the text of a batch, unless one row is longer
 _DIGEST = 16  # bytes
+_SKIPPED = "have parts of data.max_length tokens without a target, which are skipped"
+_SAME_TOKENS = "the tokens of its answers are the same within data.max_length"
 
 
 class Hashes(Sequence[bytes]):
@@ -91,55 +97,63 @@ class TokenRows:
     without_target: int = 0
     left_out: Counter[str] = field(default_factory=Counter)  # rows without examples, by reason
     remarks: Counter[str] = field(default_factory=Counter)  # rows that were changed, by what they do
+    encoding: Remarks = field(default_factory=Remarks)  # what their text or their template changes
+    largest: tuple[int, int] = (-1, 0)  # the largest token id, and minus the index of the first row with it
     notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.spool) // self.sequences_per_example
 
-    def add(self, sequences: Sequence[Encoded], roles: Sequence[int]) -> None:
-        """Add one row: cut or split it, or leave it out if one of its sequences keeps no target."""
+    def add(self, index: int, examples: Sequence[Sequence[Encoded]], roles: Sequence[int]) -> None:
+        """Add the examples of row ``index`` of the source: cut or split those that are too long.
+
+        An example is left out if one of its sequences keeps no target, or if all of them are the same.
+
+        Args:
+            roles: of the sequences of each example.
+        """
         self.rows += 1
-        self.sequences_per_example = len(sequences)
-        lengths = [len(ids) for ids, _ in sequences]
-        self.longest = max(self.longest, *lengths)
-        tokens = [np.asarray(ids, dtype=np.int32) for ids, _ in sequences]
-        targets = [np.asarray(flags, dtype=np.bool_) for _, flags in sequences]
-        if self.splits and lengths[0] > self.max_length and len(sequences) == 1:
-            self._add_windows(tokens[0], targets[0], roles[0])
-            return
-        cut = [length - self.max_length for length in lengths if length > self.max_length]
-        self.truncated += bool(cut)
-        self.cut_tokens += sum(cut)
-        tokens = [ids[: self.max_length] for ids in tokens]
-        targets = [flags[: self.max_length] for flags in targets]
-        if not all(flags[1:].any() for flags in targets):  # nothing precedes the first token to predict it from
-            self.without_target += 1
-            return
-        for ids, flags, role in zip(tokens, targets, roles, strict=True):
-            self.spool.add(ids, flags, role)
-        self._added(1, tokens, roles)
-
-    def _add_windows(self, ids: npt.NDArray[np.int32], flags: npt.NDArray[np.bool_], role: int) -> None:
-        windows = windows_of(len(ids), self.max_length)
-        parts = [(ids[begin:end], flags[begin:end]) for begin, end in windows]
-        kept = [(part, marks) for part, marks in parts if marks[1:].any()]
-        if not kept:
-            self.without_target += 1
-            return
-        if len(kept) < len(windows):
-            self.remarks["have parts of data.max_length tokens without a target, which are skipped"] += 1
-        for part, marks in kept:
-            self.spool.add(part, marks, role)
-        self.divided += len(kept) > 1
-        self._added(len(kept), [ids], [role])
-
-    def _added(self, examples: int, tokens: Sequence[npt.NDArray[np.int32]], roles: Sequence[int]) -> None:
-        self.examples_of_row.append(examples)
-        self.numbers.append(self.rows - 1)
+        self.sequences_per_example = len(roles)
         digest = hashlib.blake2b(digest_size=_DIGEST)
-        for ids, role in zip(tokens, roles, strict=True):
-            digest.update(header(len(ids), role) + ids.tobytes())
-        self.hashes.append(digest.digest())
+        count = cut = 0
+        parts = same = split = False
+        for sequences in examples:
+            tokens = [np.asarray(ids, dtype=np.int32) for ids, _ in sequences]
+            targets = [np.asarray(flags, dtype=np.bool_) for _, flags in sequences]
+            self.longest = max(self.longest, *map(len, tokens))
+            ends = [(0, self.max_length)]
+            if self.splits and len(tokens[0]) > self.max_length and len(tokens) == 1:
+                ends = windows_of(len(tokens[0]), self.max_length)
+            else:
+                cut += sum(max(0, len(ids) - self.max_length) for ids in tokens)
+                tokens = [ids[: self.max_length] for ids in tokens]
+                targets = [flags[: self.max_length] for flags in targets]
+            # Nothing precedes the first token to predict it from.
+            kept = [(begin, end) for begin, end in ends if all(flags[begin + 1 : end].any() for flags in targets)]
+            if len(tokens) > 1 and kept and all(np.array_equal(ids, tokens[0]) for ids in tokens):
+                kept, same = [], True
+            if kept:
+                self.largest = max(self.largest, (max(int(ids.max()) for ids in tokens), -index))
+            for begin, end in kept:
+                for ids, flags, role in zip(tokens, targets, roles, strict=True):
+                    self.spool.add(ids[begin:end], flags[begin:end], role)
+            parts |= 0 < len(kept) < len(ends)
+            split |= len(kept) > 1
+            count += len(kept)
+            for ids, role in zip(tokens, roles, strict=True):
+                digest.update(header(len(ids), role) + ids.tobytes())
+        self.truncated += bool(cut)
+        self.cut_tokens += cut
+        self.divided += split
+        self.remarks.update([_SKIPPED] if parts else [])
+        if count:
+            self.examples_of_row.append(count)
+            self.numbers.append(index)
+            self.hashes.append(digest.digest())
+        elif same:
+            self.left_out[_SAME_TOKENS] += 1
+        else:
+            self.without_target += 1
 
     def leave_out(self, why: str) -> None:
         """Count a row that has no target."""
@@ -174,6 +188,7 @@ class TokenRows:
             "without_target": self.without_target,
             "left_out": dict(self.left_out),
             "duplicates": self.duplicates,
+            "largest_token": [self.largest[0], -self.largest[1]],
         }
 
     def summary(self, name: str) -> list[str]:
@@ -201,6 +216,7 @@ class TokenRows:
             lines.append(f"{name}: {rows} left out: no target in what is kept")
         lines += [f"{name}: {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
         lines += [f"{name}: {they(count, 'row', what)}" for what, count in self.remarks.items()]
+        lines += [f"{name}: {line}" for line in self.encoding.lines()]
         if self.duplicates:
             repeat = they(self.duplicates, "row", "repeat an earlier one token by token")
             lines.append(f"{name}: {repeat}; nothing is removed")
@@ -240,29 +256,31 @@ def tokenize_source(
             has a target.
     """
     name, documents = source.source, source.format == "documents"
-    rows = read_rows(name, source.limit, key, documents)
+    rows = read_rows(name, source.limit, key, documents, functools.partial(kind.narrowing, source.format))
     columns = rows.column_names
     try:
         layout = kind.layout(columns, rows[:8] and _rows_of(rows[:8]), source.format)
     except RequestError as error:
         raise RequestError(f"{key}: {name}: {error}") from None
+    if data.example_per_turn and (kind.name != EXAMPLES.name or layout == "text"):
+        raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
     splits = splits_long(data.long_documents, layout)
     found = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
     found.notes += source_notes(name, key, documents)
     if unused := layout.unused(columns):
         found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
+    found.notes += media_notes(rows, unused)
     rows = rows.remove_columns(unused)
-    encoder = None if layout == "text" else ChatEncoder(tokenizer)
-    encode = functools.partial(encode_texts, tokenizer) if encoder is None else encoder.encode
+    encoder = TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer)
     place = functools.partial(place_of, name, documents=documents, key=key)
     start = 0
     for batch in _batches(rows):
-        _take_in(batch, start, kind, found, encode, lambda index: f"{key}: {place(index)}")
+        _take_in(batch, start, kind, found, encoder, place, key, each_turn=data.example_per_turn)
         start += len(batch)
         progress(start, len(rows))
     if not len(found):
         raise RequestError(f"{key}: {name}: {_nothing_left(found)}")
-    found.notes += _encoder_notes(encoder) if encoder else _text_notes(tokenizer)
+    found.notes += [*encoder.notes, *to_keep(encoder.ways(), accepted=data.accept_omissions)]
     return found
 
 
@@ -286,8 +304,11 @@ def _take_in(
     start: int,
     kind: RowReader,
     found: TokenRows,
-    encode: Callable[[list[Any]], list[Encoded]],
+    encoder: ChatEncoder | TextEncoder,
     place: Callable[[int], str],
+    key: str,
+    *,
+    each_turn: bool,
 ) -> None:
     """Encode rows into ``found``; the first of them is row ``start`` of the source."""
     texts: list[Any] = []
@@ -300,16 +321,23 @@ def _take_in(
             found.leave_out(str(reason))
             continue
         except RequestError as error:
-            raise RequestError(f"{place(index)}: {error}") from None
+            raise RequestError(f"{key}: {place(index)}: {error}") from None
         roles[index] = [role for role, _ in sequences]
-        texts += [text for _, text in sequences]
-        owners += [index] * len(sequences)
+        examples = by_turn(sequences) if each_turn else [sequences]
+        texts += [text for example in examples for _, text in example]
+        owners += [index] * sum(map(len, examples))
+    remarks: list[set[str]] = [set() for _ in texts]
     try:
-        encoded = iter(encode(texts))
+        encoded = encoder.encode(texts, remarks)
     except TurnsError as error:
-        raise RequestError(f"{place(owners[error.index])}: {error}") from None
-    for own in roles.values():
-        found.add(list(islice(encoded, len(own))), own)
+        raise RequestError(f"{key}: {place(owners[error.index])}: {error}") from None
+    pairs = zip(owners, encoded, remarks, strict=True)
+    for index, several in groupby(pairs, lambda pair: pair[0]):
+        of_row = list(several)
+        each, answers = len(roles[index]), [one for _, one, _ in of_row]
+        found.add(index, [answers[at : at + each] for at in range(0, len(answers), each)], roles[index])
+        changes: set[str] = set().union(*(changed for _, _, changed in of_row))
+        found.encoding.add(changes, functools.partial(place, index))
 
 
 def _nothing_left(found: TokenRows) -> str:
@@ -320,20 +348,6 @@ def _nothing_left(found: TokenRows) -> str:
             return f"none of {plural(found.rows, 'row')} has a target {cut}"
         reasons.append(f"{found.without_target:,}: no target {cut}")
     return f"none of {plural(found.rows, 'row')} has a token to train on ({'; '.join(reasons)})"
-
-
-def _encoder_notes(encoder: ChatEncoder) -> list[str]:
-    if not encoder.folded:
-        return encoder.notes
-    return [
-        *encoder.notes,
-        f"the chat template of {encoder.name} does not support system turns: in {plural(encoder.folded, 'row')} their "
-        "text is prepended to the first user turn",
-    ]
-
-
-def _text_notes(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return [] if tokenizer.eos_token is not None else ["the tokenizer has no end-of-text token"]
 
 
 def _rows_of(columns: dict[str, list[Any]]) -> list[Row]:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainwright.data.rows.bounded import tokenized
-from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded, TurnsError
+from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
+from trainwright.data.rows.chat_templates import TurnsError
+from trainwright.data.rows.text_encoding import text_ids
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import fingerprint
@@ -125,7 +127,7 @@ class ItemEncoder:
             references = [item.answer.strip() for item in each.items]
         else:
             texts = [_opening(each, item) for item in each.items]
-            tokens = [list(ids) for ids in tokenized(self._tokenizer, texts)["input_ids"]]
+            tokens = text_ids(self._tokenizer, texts)
             references = self._references(each)
         for number, prompt in enumerate(tokens):
             if positions is not None and len(prompt) >= positions:

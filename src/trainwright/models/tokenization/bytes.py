@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainwright.data.rows.chat_encoding import CHATML
+from trainwright.data.rows.chat_templates import CHATML
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

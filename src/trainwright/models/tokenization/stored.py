@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,5 +26,19 @@ def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # as above: no common base class
+        if _needs_sentencepiece(directory):
+            raise RequestError(
+                f"{key}: {directory} has only tokenizer.model, which is read with the package sentencepiece, and that "
+                "is not installed: pip install sentencepiece protobuf, or save the tokenizer there as tokenizer.json"
+            ) from error
         reason = " ".join(str(error).split())
         raise RequestError(f"{key}: the tokenizer in {directory} cannot be loaded: {reason}{hint}") from error
+
+
+def _needs_sentencepiece(directory: Path) -> bool:
+    """Return whether the only tokenizer in a directory is a SentencePiece model that cannot be read here."""
+    file = directory / "tokenizer.model"
+    if (directory / "tokenizer.json").exists() or not file.exists() or find_spec("sentencepiece") is not None:
+        return False
+    with file.open("rb") as opened:
+        return opened.read(1) == b"\n"  # the first field of its protocol buffer; files of tiktoken are lines of base64

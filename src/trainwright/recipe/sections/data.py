@@ -121,6 +121,16 @@ class DataSection(Section):
         description="Pack several examples into one row of at most this many tokens; examples do not attend to each "
         "other. At least max_length, or twice that for pairs. null: one example per row.",
     )
+    example_per_turn: bool = Field(
+        False,
+        description="Make one example of each assistant turn: the conversation up to it, with this turn as the only "
+        "target. For chat templates that write the reasoning of the last turn only. For conversations of task sft.",
+    )
+    accept_omissions: bool = Field(
+        False,
+        description="Accept that the chat template leaves out reasoning, content or names: the rows are still counted, "
+        "without the ways to keep it.",
+    )
     limit: Count | None = Field(
         None,
         description="Use only the first N rows of train (including those held out for validation), or of forget and "

@@ -108,6 +108,11 @@ class ModelSection(Section):
         None,
         description="A Jinja chat template, or the path of a file with one. Default: the tokenizer's.",
     )
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Values of variables that the chat template reads, such as enable_thinking: false. They are saved "
+        "as defaults in the template of the trained model.",
+    )
     dropout: BelowOne | None = Field(
         None,
         description="Dropout probability everywhere in the model. Default: the values of its configuration.",

@@ -29,7 +29,7 @@ from trainwright.models.weights import empty_model
 from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import find_benchmark
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.language_model import check_prepared, prepare_model
+from trainwright.tasks.language_model import check_prepared, check_tokens, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
 from trainwright.tasks.unlearn.formulas import direction, updated_multiplier
 from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses
@@ -83,6 +83,7 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     lines = [line for part in found.values() for line in part.summary if not line.startswith("split: ")]
     lines.append(_line(everything, validation))
     prepared = PreparedData(with_roles(everything, taught), validation, lines, found["forget"].directory)
+    check_tokens(recipe, [part.train for part in found.values()], tokenizer)
     check_prepared(recipe, prepared, cache)
     return UnlearnRows(prepared, forget)
 

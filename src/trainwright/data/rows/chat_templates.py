@@ -1,0 +1,241 @@
+"""Render conversations with a chat template, in the form that it needs.
+
+A tokenizer without a template gets a plain one. Arguments of tool calls are passed as objects or, if the template
+concatenates them with text, as JSON; reasoning under each name that templates read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainwright.data.rows.formats import Message
+from trainwright.data.rows.tool_calls import arguments_of
+from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# As in https://huggingface.co/docs/transformers/chat_templating
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_PLAIN = (
+    "{% for message in messages %}"
+    "{{ message['role'] | capitalize + ': ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ END }}{% endif %}{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+# Some templates write the current date. The same data must give the same tokens every day, so the date is fixed to the
+# one Llama 3.1's template falls back to.
+_DATE = (
+    "{%- macro strftime_now(format) -%}"
+    "{{ {'%d %b %Y': '26 Jul 2024', '%B %d, %Y': 'July 26, 2024', '%d %B %Y': '26 July 2024'}"
+    ".get(format, '2024-07-26') }}"
+    "{%- endmacro -%}"
+)
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Variables and functions that transformers provides.
+_STANDARD = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+# ``reasoning`` is also passed as reasoning_content and thinking by transformers.
+_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning")
+
+
+def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Set a plain chat template on a tokenizer without one, in place; return a message about it, or None.
+
+    The template is ChatML if the vocabulary has its two tokens, otherwise ``User: …`` and ``Assistant: …`` lines with
+    the end-of-text token after each answer.
+    """
+    if tokenizer.chat_template is not None:
+        return None
+    if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys():
+        tokenizer.chat_template = CHATML
+        return "the tokenizer has no chat template: ChatML is used, because it has ChatML tokens"
+    opens = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    end = "eos_token" if tokenizer.eos_token is not None else "''"
+    tokenizer.chat_template = ("{{ bos_token }}" if opens else "") + _PLAIN.replace("END", end)
+    return "the tokenizer has no chat template: plain 'User:' and 'Assistant:' lines are used"
+
+
+def fixed_date(template: str, notes: list[str]) -> str:
+    """Return the template with a fixed date if it writes the current one; add a line about it to ``notes``."""
+    if "strftime_now" not in template:
+        return template
+    notes.append("the chat template contains the current date: 26 July 2024 is used, so that the data stay the same")
+    return _DATE + template
+
+
+class TurnsError(RequestError):
+    """A conversation that the template cannot render or whose turns cannot be located; ``index`` is its batch index."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
+    """Return the template with default values for some of its variables; callers may still pass others."""
+    defaults = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
+        for name, value in arguments.items()
+    )
+    return defaults + template  # the line break after a tag is not written
+
+
+def arguments_in(template: str) -> list[str]:
+    """Return the names of the variables that a template reads besides the conversation, such as enable_thinking."""
+    from jinja2 import Environment, meta, nodes
+    from jinja2.ext import Extension, loopcontrols
+
+    class Generation(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+    parsed = Environment(extensions=[loopcontrols, Generation]).parse(template)
+    # A variable that a branch sets counts as undeclared; it is one of the template's own if nothing tests for it.
+    tested = (each.node for each in (*parsed.find_all(nodes.Test), *parsed.find_all(nodes.Filter)))
+    asked = {node.name for node in tested if isinstance(node, nodes.Name)}
+    assigned = {each.target.name for each in parsed.find_all(nodes.Assign) if isinstance(each.target, nodes.Name)}
+    names = meta.find_undeclared_variables(parsed) - _STANDARD - (assigned - asked)
+    return sorted(name for name in names if not name.endswith("_token"))
+
+
+def _literal(value: Any) -> str:
+    """Return a JSON value as a literal of Jinja, which has the names true, false and none."""
+    return "none" if value is None else json.dumps(value)
+
+
+class ChatTemplate:
+    """One chat template of a tokenizer.
+
+    Attributes:
+        marked: whether the template marks assistant turns with ``{% generation %}``.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> None:
+        self.name = name
+        self.text = text
+        self.marked = bool(_MARKERS.search(text))
+        self._tokenizer = tokenizer
+        self._as_json: bool | None = None  # the form of arguments; None: not tried yet
+
+    def render(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        *,
+        generation_prompt: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Return the text of each conversation.
+
+        Args:
+            arguments: values of further variables of the template.
+
+        Raises:
+            TurnsError: the template rejects a conversation.
+        """
+        self._try_forms(conversations)
+
+        def render(some: Sequence[Sequence[Message]]) -> Any:
+            return self._tokenizer.apply_chat_template(
+                [self._variables(one) for one in some],
+                tools=_tools(some[0]),
+                chat_template=self.text,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **(arguments or {}),
+            )
+
+        try:
+            if any(_tools(one) for one in conversations):  # tools belong to one conversation, so render one at a time
+                return [text for one in conversations for text in render([one])]
+            return list(render(conversations))
+        except Exception as error:  # a template may raise anything; find the conversation that fails
+            for index, conversation in enumerate(conversations):
+                try:
+                    render([conversation])
+                except Exception as one:
+                    raise self._refusal(str(one) or repr(one), index) from None
+            raise self._refusal(str(error), 0) from None
+
+    def render_marked(self, row: Sequence[Message], index: int) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the range of each turn that the template marks.
+
+        Raises:
+            TurnsError: the template rejects the conversation, whose index in a batch is ``index``.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._try_forms([row])
+        variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
+        try:
+            result: Any = render_jinja_template(
+                [self._variables(row)],
+                tools=_tools(row),
+                chat_template=self.text,
+                return_assistant_tokens_mask=True,
+                **variables,
+            )
+        except Exception as error:
+            raise self._refusal(str(error) or repr(error), index) from None
+        (text,), (ranges,) = result
+        return text, ranges
+
+    def _try_forms(self, conversations: Sequence[Sequence[Message]]) -> None:
+        """Choose the form of the arguments of calls by rendering the first conversation that has some."""
+        if self._as_json is not None:
+            return
+        for conversation in conversations:
+            calls = [call for turn in conversation for call in turn.get("tool_calls", ())]
+            objects = [value for call in calls if (value := arguments_of(call))]
+            if not objects:  # nothing to tell the forms apart
+                continue
+            texts: list[str | None] = []
+            for as_json in (False, True):
+                self._as_json = as_json
+                try:
+                    texts.append(self.render([conversation])[0])
+                except TurnsError:
+                    texts.append(None)
+            self._as_json = None
+            as_object, as_text = texts
+            if as_object is None and as_text is None:  # rejected for another reason
+                continue
+            # Jinja writes an object as Python does, {'a': 1}.
+            wrong = as_object is None or any(str(value) in as_object for value in objects)
+            self._as_json = wrong and as_text is not None
+            return
+
+    def _variables(self, conversation: Sequence[Message]) -> list[Message]:
+        """Return the keys of each turn that templates read."""
+        turns = [{key: turn[key] for key in _KEYS if key in turn} for turn in conversation]
+        for turn in turns:
+            if "tool_calls" in turn:
+                turn["tool_calls"] = [self._call(call) for call in turn["tool_calls"]]
+        return turns
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        value = function["arguments"] if self._as_json else arguments_of(call)
+        if self._as_json and not isinstance(value, str):
+            value = json.dumps(value, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": value}}
+
+    def _refusal(self, why: str, index: int) -> TurnsError:
+        return TurnsError(f"the chat template of {self.name} rejects the conversation: {why}", index)
+
+
+def _tools(conversation: Sequence[Message]) -> list[Any] | None:
+    return next((turn["tools"] for turn in conversation if "tools" in turn), None)
