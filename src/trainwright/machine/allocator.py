@@ -10,7 +10,6 @@ import psutil
 
 _PAGEOUT = 21  # MADV_PAGEOUT of linux/mman.h
 _GROWTH = 1.05  # of resident memory, from which on free memory is returned
-_MOST_STEPS = 16  # between two checks; the first are sooner, as loading leaves the largest gaps
 
 
 class ResidentMemory:
@@ -22,19 +21,16 @@ class ResidentMemory:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._base = 0  # in the first step since memory was returned
-        self._steps = 0  # since then
-        self._interval = 2
+        self._base = 0  # in the first step since memory was returned; 0 before it
 
     def after_passes(self) -> int:
         """Return the resident bytes in this step; if they have grown by a twentieth, free memory is returned."""
         resident = int(self._process.memory_info().rss)
-        self._steps += 1
-        if self._steps == 1:
+        if not self._base:
             self._base = resident
-        elif self._steps >= self._interval and resident > _GROWTH * self._base:
+        elif resident > _GROWTH * self._base:
             return_freed_memory()
-            self._steps, self._interval = 0, min(2 * self._interval, _MOST_STEPS)
+            self._base = 0
         return resident
 
 
