@@ -18,8 +18,10 @@ from trainwright.models.configuration import (
     no_progress_bar,
     set_dropout,
 )
-from trainwright.models.source import check_directory, locate, resolve
+from trainwright.models.files.safetensors_files import stored_elements
+from trainwright.models.source import check_directory, locate, resolve, weight_files
 from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization.stops import token_ids
 from trainwright.models.tokenization.stored import tokenizer_from
 from trainwright.models.tokenization.trained import is_trained, trained_tokenizer
 from trainwright.paths import user_path
@@ -148,16 +150,58 @@ def load_model(
             from trainwright.models.gpt.conversion import from_transformers
 
             assert isinstance(config, GPTConfig)
+            config.tie_word_embeddings = loaded.config.tie_word_embeddings
             loaded = from_transformers(loaded, config)
     return finish_loading(loaded, model, config)
 
 
 def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: PretrainedConfig) -> PreTrainedModel:
-    """Set the special ids of the generation config and evaluation mode; return the model."""
-    if model.tokenizer is not None and loaded.generation_config is not None:
+    """Set evaluation mode and the special ids of the generation config; return the model.
+
+    An adapter may have been saved with a generation config and with a tokenizer that ends texts at another token.
+    """
+    from transformers import GenerationConfig
+
+    adapter = None if model.adapter.start_from is None else user_path(model.adapter.start_from)
+    if adapter is not None and (adapter / "generation_config.json").is_file():
+        loaded.generation_config = GenerationConfig.from_pretrained(adapter, local_files_only=True)
+    generation = loaded.generation_config
+    if model.tokenizer is not None and generation is not None:
+        earlier = token_ids(generation.eos_token_id)
         for name in SPECIAL_IDS:
-            setattr(loaded.generation_config, name, getattr(config, name, None))
+            setattr(generation, name, getattr(config, name, None))
+        if adapter is not None and user_path(model.tokenizer) == adapter:  # the vocabulary is still the model's
+            stops = list(dict.fromkeys([*token_ids(generation.eos_token_id), *earlier]))
+            generation.eos_token_id = stops if len(stops) > 1 else next(iter(stops), None)
     return loaded.eval()
+
+
+def dtype_to_save(model: ModelSection) -> torch.dtype:
+    """Return the data type in which a full model is saved after training, ``model.save_dtype``.
+
+    ``auto`` is that of most weights in the base model's files, or of ``model.config``; fp32 for quantized files.
+    """
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if model.save_dtype != "auto":
+        return dtypes[model.save_dtype]
+    source = resolve(model)
+    if source.directory is None:
+        assert source.config is not None
+        named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
+        return {str(dtype): dtype for dtype in dtypes.values()}.get(
+            f"torch.{named.removeprefix('torch.')}", torch.float32
+        )
+    if source.gguf is not None:
+        from trainwright.models.gguf.reading import gguf_facts
+
+        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(gguf_facts(source.gguf).precision, torch.float32)
+    sizes: dict[str, int] = {}
+    for file in weight_files(source.directory):
+        for dtype, count in stored_elements(file).items():
+            sizes[dtype] = sizes.get(dtype, 0) + count
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(max(sizes, key=lambda dtype: sizes[dtype]), torch.float32)
 
 
 def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -203,9 +247,22 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
         )
     if unused := sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS)):
         logger.warning("%s: %d tensors are not used: %s", directory, len(unused), ", ".join(unused[:3]))
+    untie(model)
     _quantize(model, adapter)
     _own_memory(model, dtype)
     return model
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Describe a loaded model as untied if its files have a head of their own.
+
+    If the configuration ties the head to the embedding but the files have both with different values, transformers keeps
+    both, and the configuration remains wrong.
+    """
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    if any(model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other) for one, other in tied):
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:

@@ -25,7 +25,7 @@ from trainwright.models.adapters.files import START_FROM, WEIGHTS, SavedAdapter,
 from trainwright.models.files.safetensors_files import write_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from trainwright.recipe.sections.model import ModelSection
 
@@ -91,7 +91,11 @@ class Adapter:
         self._beneath = beneath.weights() if beneath is not None else {}
 
     def save(
-        self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], tokenizer: PreTrainedTokenizerBase
+        self,
+        directory: Path,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        tokenizer: PreTrainedTokenizerBase,
+        generation_config: GenerationConfig | None = None,
     ) -> None:
         """Write the files that ``PeftModel.from_pretrained(base, directory)`` loads, atomically, and read them back.
 
@@ -124,6 +128,8 @@ class Adapter:
             write_weights({key: tensor.clone() for key, tensor in weights.items()}, temporary / WEIGHTS)
             self._base.write(temporary)
             tokenizer.save_pretrained(temporary)
+            if generation_config is not None:
+                generation_config.save_pretrained(temporary)
             found = load_file(temporary / WEIGHTS)
             if found.keys() != weights.keys() or not all(torch.equal(found[key], weights[key]) for key in weights):
                 raise TrainingError(f"the adapter in {directory} reads back differently from what was written")
