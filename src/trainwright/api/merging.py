@@ -75,7 +75,9 @@ def check_finished(found: FoundModel) -> None:
 def _refuse_full(found: FoundModel) -> None:
     """Raise RequestError for a run that trained the full model."""
     if found.run is not None and found.section.adapter.type == "none":
-        use = "which can be used as it is" if found.checkpoint is None else "which `trainwright export` writes as a model"
+        use = (
+            "which can be used as it is" if found.checkpoint is None else "which `trainwright export` writes as a model"
+        )
         raise RequestError(
             f"no adapter to merge: {found.run} was trained without one; its full model is in {found.origin}, {use}"
         )

@@ -19,6 +19,8 @@ from trainwright.paths import user_path
 from trainwright.text import plural
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig
+
     from trainwright.inference.finding import FoundModel
 
 _DTYPES = {"safetensors": ("fp32", "bf16", "fp16"), "gguf": ("f16", "f32"), "adapter": ()}
@@ -42,7 +44,7 @@ def export(
         out: a directory, or a file that ends in ``.gguf``; must be new.
         to: ``"safetensors"``, ``"gguf"`` or ``"adapter"``.
         dtype: for gguf ``"f16"`` (default) or ``"f32"``; for safetensors ``"fp32"``, ``"bf16"`` or ``"fp16"``. Default:
-            that of the model's files, of the base for an adapter, or of the run's ``model.save_dtype`` for a checkpoint.
+            that of the model's files or of an adapter's base; for a checkpoint, the run's ``model.save_dtype``.
         checkpoint: of a run: ``"final"``, ``"best"``, ``"newest"`` or a step. Default: the first that exists.
         progress: show operations that take long.
 
@@ -146,7 +148,8 @@ def _write_model(found: FoundModel, out: Path, dtype: str | None) -> None:
     check_finished(found)
     loaded = load(found, torch.float32, torch.device("cpu"))
     model, tokenizer = loaded.lm.model, loaded.tokenizer
-    config, generation = model.config, model.generation_config
+    config: PretrainedConfig = model.config
+    generation: GenerationConfig | None = model.generation_config
     if found.run is not None and _trained_on_chats(found.run):
         install_template(tokenizer)
         tokenizer, config, generation = ending_turns(tokenizer, config, generation)

@@ -254,10 +254,9 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
 
 
 def untie(model: PreTrainedModel) -> None:
-    """Describe a loaded model as untied if its files have a head of their own.
+    """Correct the configuration of a loaded model if it ties the head to the embedding and the files do not.
 
-    If the configuration ties the head to the embedding but the files have both with different values, transformers keeps
-    both, and the configuration remains wrong.
+    If they have both with different values, transformers loads both.
     """
     tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     if any(model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other) for one, other in tied):

@@ -178,8 +178,9 @@ class ConsoleObserver:
                 rows.append(("use it", f"trainwright eval {self._run}"))
             else:
                 rows.append(("use it", f"trainwright generate {self._run}"))
-                if not (Path(model) / "adapter_config.json").is_file():
+                if (Path(model) / "config.json").is_file():
                     rows.append(("saved in", _saved_in(Path(model))))
+                if not (Path(model) / "adapter_config.json").is_file():
                     rows.append(("in Python", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
             rows.append(("curves", f"tensorboard --logdir {self._run / 'tensorboard'}"))

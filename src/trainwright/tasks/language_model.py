@@ -51,7 +51,7 @@ from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import spec_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
@@ -255,7 +255,8 @@ class LanguageModelTask:
         prefix = "model."
         named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
         model, tokenizer = self._lm.model, self._tokenizer
-        config, generation = model.config, model.generation_config
+        config: PretrainedConfig = model.config
+        generation: GenerationConfig | None = model.generation_config
         if not self._plain:
             tokenizer, config, generation = ending_turns(tokenizer, config, generation)
         if self._adapter is not None:

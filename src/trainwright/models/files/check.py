@@ -19,7 +19,7 @@ from trainwright.models.files.save import checksum
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Largest difference of logits relative to the largest logit. Weights are compared exactly beforehand, so this only has to
+# Largest difference of logits relative to the largest logit. Weights are compared exactly before, so this only has to
 # tell another computation from rounding.
 _SAME, _SAME_ON_DEVICES, _SAME_ROUNDED = 1e-3, 2e-2, 0.2
 

@@ -49,10 +49,10 @@ def ending_turns(
     settings = generation if generation is not None else GenerationConfig.from_model_config(config)
     # If a generation config is marked as derived from the model's config, transformers derives it again.
     values = {key: value for key, value in settings.to_dict().items() if key != "_from_model_config"}
-    generation = GenerationConfig.from_dict(values)
-    earlier = [*token_ids(generation.eos_token_id), *token_ids(config.eos_token_id), *token_ids(tokenizer.eos_token_id)]
+    stopping = GenerationConfig.from_dict(values)
+    earlier = [*token_ids(stopping.eos_token_id), *token_ids(config.eos_token_id), *token_ids(tokenizer.eos_token_id)]
     stops = list(dict.fromkeys([stop, *earlier]))
-    generation.eos_token_id = stops[0] if len(stops) == 1 else stops
+    stopping.eos_token_id = stops[0] if len(stops) == 1 else stops
     config = copy.deepcopy(config)
     if stop not in token_ids(config.eos_token_id):
         config.eos_token_id = stop
@@ -60,7 +60,7 @@ def ending_turns(
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = _with_eos_token(tokenizer.chat_template, tokenizer.eos_token or "")
         tokenizer.eos_token = tokenizer.added_tokens_decoder[stop]
-    return tokenizer, config, generation
+    return tokenizer, config, stopping
 
 
 def _with_eos_token(template: Any, token: str) -> Any:

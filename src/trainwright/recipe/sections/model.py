@@ -115,8 +115,8 @@ class ModelSection(Section):
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
         description="Precision of the trained model in final/. auto: that of the base model's files, but fp32 for "
-        "quantized GGUF files; for randomly initialized models the dtype in config, or fp32. Checkpoints are always exact, "
-        "and adapters are saved in fp32.",
+        "quantized GGUF files; for randomly initialized models the dtype in config, or fp32. Checkpoints are exact. "
+        "Adapters are saved in fp32.",
     )
     adapter: AdapterSection = Field(
         default_factory=AdapterSection,
