@@ -19,7 +19,7 @@ from trainwright.models.configuration import (
     set_dropout,
 )
 from trainwright.models.files.safetensors_files import stored_elements
-from trainwright.models.source import check_directory, locate, resolve, weight_files
+from trainwright.models.source import check_directory, is_here, locate, resolve, weight_files
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.models.tokenization.stops import token_ids
 from trainwright.models.tokenization.stored import tokenizer_from
@@ -102,19 +102,48 @@ def max_positions(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None
     return getattr(load_config(model, tokenizer).get_text_config(), "max_position_embeddings", None)
 
 
-def check_adapter(section: ModelSection, seed: int) -> None:
-    """Check ``model.adapter`` for this model before any weights are loaded.
+def check_adapter(section: ModelSection, seed: int) -> str | None:
+    """Check ``model.adapter`` for this model before any weights are loaded; return what it leaves out, or None.
 
     Raises:
         RequestError: the adapter belongs to another base, sets keys that do not apply to it, or a target matches
             nothing.
     """
     from trainwright.models.adapters.base_model import base_model
-    from trainwright.models.adapters.config import peft_config
+    from trainwright.models.adapters.config import experts_left_out, peft_config
     from trainwright.models.files.save import skeleton
 
-    if section.adapter.type != "none":
-        peft_config(section.adapter, skeleton(load_config(section)), base_model(section, seed))
+    if section.adapter.type == "none":
+        return None
+    model = skeleton(load_config(section))
+    peft_config(section.adapter, model, base_model(section, seed))
+    return experts_left_out(section.adapter, model)
+
+
+def check_files(section: ModelSection, seed: int) -> list[str]:
+    """Check the tokenizer, the configuration and the adapter of a model in a directory or the Hugging Face cache.
+
+    Returns:
+        Lines about what a run would leave out or refuse.
+
+    Raises:
+        RequestError: as for a run.
+    """
+    lines = []
+    complete = section.name is None or is_here(section.name, weights=True)
+    if complete:
+        resolve(section)
+    tokenizer = load_tokenizer(section)
+    size = load_config(section, tokenizer).get_text_config().vocab_size
+    if len(tokenizer) > size:
+        beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= size)
+        named = ", ".join(token for _, token in beyond[:4]) + (", …" if len(beyond) > 4 else "")
+        lines.append(
+            f"model.name: the tokenizer has {len(tokenizer):,} tokens and the model {size:,} embeddings: a row with one "
+            f"of the others ({named}) cannot be trained on"
+        )
+    left_out = check_adapter(section, seed) if complete else None
+    return lines if left_out is None else [*lines, left_out]
 
 
 def load_model(

@@ -19,7 +19,7 @@ from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints
-from trainwright.planning.facts import facts_of
+from trainwright.planning.facts import experts_note, facts_of
 from trainwright.planning.plan import Plan, constraints_of, installed, make_plan
 from trainwright.planning.processes import in_words, usable_processes
 from trainwright.planning.step_time.basis import basis_of
@@ -69,6 +69,8 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     if basis.message is not None:
         say(basis.message, file=sys.stderr)
     plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, basis, installed)
+    if (left_out := experts_note(recipe.model, facts.workload.architecture)) is not None:
+        remarks.append(left_out)
     if recipe.checkpoint.every == "auto":
         remarks.append(auto_reason(recipe.faults.mean_time_between))
     resolved = filled(recipe, plan)
