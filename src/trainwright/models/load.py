@@ -109,6 +109,7 @@ def check_adapter(section: ModelSection, seed: int) -> str | None:
         RequestError: the adapter belongs to another base, sets keys that do not apply to it, or a target matches
             nothing.
     """
+    from trainwright.models.adapters.attaching import check_fits
     from trainwright.models.adapters.base_model import base_model
     from trainwright.models.adapters.config import experts_left_out, peft_config
     from trainwright.models.files.save import skeleton
@@ -117,7 +118,9 @@ def check_adapter(section: ModelSection, seed: int) -> str | None:
         return None
     model = skeleton(load_config(section))
     peft_config(section.adapter, model, base_model(section, seed))
-    return experts_left_out(section.adapter, model)
+    left_out = experts_left_out(section.adapter, model)
+    check_fits(model, section, seed)
+    return left_out
 
 
 def check_files(section: ModelSection, seed: int) -> list[str]:
@@ -139,8 +142,8 @@ def check_files(section: ModelSection, seed: int) -> list[str]:
         beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= size)
         named = ", ".join(token for _, token in beyond[:4]) + (", …" if len(beyond) > 4 else "")
         lines.append(
-            f"model.name: the tokenizer has {len(tokenizer):,} tokens and the model {size:,} embeddings: a row with one "
-            f"of the others ({named}) cannot be trained on"
+            f"model.name: the tokenizer has {len(tokenizer):,} tokens and the model {size:,} embeddings: rows with the "
+            f"others ({named}) cannot be trained on"
         )
     left_out = check_adapter(section, seed) if complete else None
     return lines if left_out is None else [*lines, left_out]

@@ -183,18 +183,24 @@ def is_configured_here(model: ModelSection) -> bool:
     return _at_hand(model) is not None
 
 
-def experts_note(model: ModelSection, architecture: Architecture) -> str | None:
+def experts_note(model: ModelSection) -> str | None:
     """Return a message about experts that the recipe's adapter leaves out, or None."""
-    if model.adapter.type == "none" or not architecture.experts or (found := _at_hand(model)) is None:
+    if (
+        model.adapter.type == "none"
+        or (found := _at_hand(model)) is None
+        or not any("expert" in key for key in found[0])
+    ):
         return None
     from transformers import AutoConfig
 
     from trainwright.models.adapters.config import experts_left_out
-    from trainwright.models.configuration import without_ignored
+    from trainwright.models.configuration import NOT_MADE, without_ignored
     from trainwright.models.files.save import skeleton
 
-    fields = {**without_ignored(found[0]), "vocab_size": architecture.vocabulary}
-    return experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**fields)))
+    try:
+        return experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**without_ignored(found[0]))))
+    except (RequestError, *NOT_MADE):  # which the check of the model reports
+        return None
 
 
 def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:

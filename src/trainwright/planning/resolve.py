@@ -69,8 +69,6 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     if basis.message is not None:
         say(basis.message, file=sys.stderr)
     plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, basis, installed)
-    if (left_out := experts_note(recipe.model, facts.workload.architecture)) is not None:
-        remarks.append(left_out)
     if recipe.checkpoint.every == "auto":
         remarks.append(auto_reason(recipe.faults.mean_time_between))
     resolved = filled(recipe, plan)
@@ -161,6 +159,8 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
     _check_processes(recipe, cluster, remarks, check_gpus)
     _check_precision(recipe, cluster, remarks)
     _check_tf32(recipe, cluster, remarks)
+    if (left_out := experts_note(recipe.model)) is not None:
+        remarks.append(left_out)
     return recipe, remarks
 
 

@@ -76,7 +76,7 @@ def _check_embeddings(saved: SavedAdapter, model: PreTrainedModel) -> None:
                 f"{ours:,}: the vocabulary was resized when it was trained, which is not supported for adapters. "
                 f"Resize the model's embeddings likewise (resize_token_embeddings), {merge}"
             )
-        if not ends_with(name, wanted):
+        if not ends_with(name, wanted) and not saved.config.get("ensure_weight_tying"):
             raise RequestError(
                 f"{START_FROM}: {saved.directory} has an {what} of its own ({name}), which its modules_to_save do not "
                 f"name, so it would replace the base's; {merge}"
@@ -182,8 +182,8 @@ def experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | N
         return None
     return (
         f"model.adapter.targets: all-linear does not adapt the experts ({', '.join(names)}): each is a parameter with "
-        "the weights of all experts, not a linear module, and adapters of parameters (PEFT's target_parameters) are not "
-        f"supported; to train them in full, set model.adapter.modules_to_save to [{names[0].split('.')[-2]}]"
+        "the weights of all experts, not a linear module, and adapters of parameters (target_parameters in PEFT) are "
+        f"not supported; to train them in full, set model.adapter.modules_to_save to [{names[0].split('.')[-2]}]"
     )
 
 
