@@ -108,7 +108,7 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(runs: Runs, bas
 
     assert "is the base model, which is never overwritten" in refused(run, out=base)
     assert f"no adapter to merge: {base} is a full model" in refused(base)
-    assert "no adapter to merge: nowhere was not found; pass a run" in refused("nowhere")
+    assert "MODEL: nowhere was not found" in refused("nowhere")
     unfinished = runs.copied(run)
     shutil.rmtree(unfinished / "final")
     assert f"--resume {unfinished}" in refused(unfinished)

@@ -49,7 +49,9 @@ def test_show_prints_the_whole_recipe(write: Write) -> None:
 
 def test_check_says_in_a_line_what_would_run(write: Write) -> None:
     assert run("check", str(write(SMALLEST)), "train.max_steps=3") == (
-        "run.yaml: ok: sft of some/model on pydoc, 3 steps of 16 examples\n"
+        "run.yaml: valid, but the model was not checked: sft of some/model on pydoc, 3 steps of 16 examples\n"
+        "note: model.name: some/model: neither its configuration nor its files are on this machine, so whether they "
+        "fit the recipe was not checked\n"
     )
 
 

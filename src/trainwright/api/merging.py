@@ -59,6 +59,7 @@ def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merg
     with for_users(), Activity(sys.stderr, "reading the model"):
         found = find_model(model, adapter)
         check_finished(found)
+        _refuse_full(found)
         return work_in(found.section, found.seed, user_path(out), dtype_of(dtype))
 
 
@@ -68,6 +69,17 @@ def check_finished(found: FoundModel) -> None:
         raise RequestError(
             f"{found.origin} is a checkpoint of an adapter, which cannot be merged before its run is finished: "
             f"continue with trainwright train --resume {found.run or 'RUN'}, then pass the run or its final/"
+        )
+
+
+def _refuse_full(found: FoundModel) -> None:
+    """Raise RequestError for a run that trained the full model."""
+    if found.run is not None and found.section.adapter.type == "none":
+        use = (
+            "which can be used as it is" if found.checkpoint is None else "which `trainwright export` writes as a model"
+        )
+        raise RequestError(
+            f"no adapter to merge: {found.run} was trained without one; its full model is in {found.origin}, {use}"
         )
 
 

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 from trainwright.activity import Activity
 from trainwright.api.merging import check_finished, dtype_of
 from trainwright.api.processes.separate import run_in_process
+from trainwright.data.rows.chat_encoding import install_template
 from trainwright.errors import MachineError, RequestError
+from trainwright.observe.reader import read_events
 from trainwright.paths import user_path
 from trainwright.text import plural
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig
+
     from trainwright.inference.finding import FoundModel
 
 _DTYPES = {"safetensors": ("fp32", "bf16", "fp16"), "gguf": ("f16", "f32"), "adapter": ()}
@@ -39,7 +43,8 @@ def export(
         model: a `Run` or its directory, an adapter or a model.
         out: a directory, or a file that ends in ``.gguf``; must be new.
         to: ``"safetensors"``, ``"gguf"`` or ``"adapter"``.
-        dtype: for gguf ``"f16"`` (default) or ``"f32"``; for safetensors ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        dtype: for gguf ``"f16"`` (default) or ``"f32"``; for safetensors ``"fp32"``, ``"bf16"`` or ``"fp16"``. Default:
+            that of the model's files or of an adapter's base; for a checkpoint, the run's ``model.save_dtype``.
         checkpoint: of a run: ``"final"``, ``"best"``, ``"newest"`` or a step. Default: the first that exists.
         progress: show operations that take long.
 
@@ -93,7 +98,7 @@ def _write_gguf(found: FoundModel, out: Path, precision: str) -> None:
         directory = _plain_directory(found)
         if directory is None:
             directory = Path(place) / "model"
-            _write_model(found, directory, None)
+            _write_model(found, directory, None if found.checkpoint is None else "fp32")
         export_gguf(directory, out, precision)  # type: ignore[arg-type]
 
 
@@ -130,17 +135,42 @@ def _write_model(found: FoundModel, out: Path, dtype: str | None) -> None:
     """Write the full model as a directory: merged, or loaded with a checkpoint's tensors and saved."""
     import torch
 
-    from trainwright.inference.loading import load
+    from trainwright.inference.loading import load, probe
+    from trainwright.models.files.check import check_saved, logits_of
     from trainwright.models.files.save import save_model
+    from trainwright.models.load import dtype_to_save
     from trainwright.models.merging import merge
+    from trainwright.models.tokenization.stops import ending_turns
 
     if found.checkpoint is None and found.section.adapter.type != "none":
         merge(found.section, found.seed, out, dtype_of(dtype))
         return
     check_finished(found)
     loaded = load(found, torch.float32, torch.device("cpu"))
-    model = loaded.lm.model
-    save_model(out, model.config, model.state_dict(), loaded.tokenizer, model.generation_config, dtype_of(dtype))
+    model, tokenizer = loaded.lm.model, loaded.tokenizer
+    config: PretrainedConfig = model.config
+    generation: GenerationConfig | None = model.generation_config
+    if found.run is not None and _trained_on_chats(found.run):
+        install_template(tokenizer)
+        tokenizer, config, generation = ending_turns(tokenizer, config, generation)
+    ids = probe(config.get_text_config().vocab_size).input_ids
+    with loaded.lm.for_generation() as plain:
+        expected = logits_of(plain, ids)
+    save_model(
+        out,
+        config,
+        model.state_dict(),
+        tokenizer,
+        generation,
+        dtype_of(dtype) or dtype_to_save(found.section),
+        check=lambda directory, checksums: check_saved(directory, checksums, ids, expected),
+    )
+
+
+def _trained_on_chats(run: Path) -> bool:
+    """Return whether the rows of a run were conversations, not texts to continue."""
+    starts = [event for event in read_events(run / "events.jsonl") if event["event"] == "start"]
+    return bool(starts) and bool(starts[-1].get("chats"))
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Recipe:
         """Check the model and the first rows of the data too, which ``trainwright recipe check`` does.
 
         Returns:
-            What a run of the recipe does, in one line.
+            What a run of the recipe does, in one line, and lines with notes.
 
         Raises:
             RequestError: the model or a row is invalid.
@@ -103,23 +103,8 @@ class Recipe:
             >>> tw.Recipe.load("tiny.yaml").check()
             'sft of a fresh llama on ..., 4 steps of ... examples'
         """
-        from trainwright.data.preflight import check_data
-        from trainwright.parallel.zero import deepspeed_config
-        from trainwright.planning.facts import check_model
-
-        recipe = self._recipe
-        deepspeed_config.check_keys(recipe)
-        if recipe.has_texts:
-            check_model(recipe.model, recipe.data.pack_length)
-        check_data(recipe)
-        train = recipe.train
-        length = f"{train.epochs or 0:g} epoch{'s' * (train.epochs != 1)} in batches"
-        if train.max_steps is not None:
-            length = plural(train.max_steps, "step")
-        if train.max_tokens is not None:
-            length = f"{plural(train.max_tokens, 'token')} in batches"
-        model, data = recipe.spec.inputs(recipe)
-        return f"{recipe.task} of {model} on {data}, {length} of {plural(train.global_batch_size, 'example')}"
+        line, notes, _ = checked(self)
+        return "\n".join([line, *(f"note: {note}" for note in notes)])
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it as a recipe file with every key, including defaults."""
@@ -182,3 +167,48 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, PathLike) else value
+
+
+def checked(asked: Recipe) -> tuple[str, list[str], bool]:
+    """Return what a run does, notes about it, and whether its model was looked at; raise RequestError as ``check``."""
+    from trainwright.data.preflight import check_data
+    from trainwright.models.source import is_here, is_hub_id, locate
+    from trainwright.parallel.zero import deepspeed_config
+    from trainwright.planning.facts import check_model, is_configured_here
+
+    recipe = asked._recipe
+    section, name = recipe.model, recipe.model.name
+    notes: list[str] = []
+    seen = True
+    deepspeed_config.check_keys(recipe)
+    if recipe.has_texts:
+        check_model(section, recipe.data.pack_length)
+        seen = is_configured_here(section) or (name is not None and is_here(name))
+        if name is not None and not is_here(name):
+            if not is_hub_id(name):
+                locate(name, "model.name", section.gguf_file)  # says what is wrong with the path
+            kind = "its files are not" if seen else "neither its configuration nor its files are"
+            notes.append(f"model.name: {name}: {kind} on this machine, so whether they fit the recipe was not checked")
+        elif _is_read_directly(section):
+            from trainwright.models.load import check_files
+
+            notes += check_files(section, recipe.train.seed)
+    check_data(recipe)
+    train = recipe.train
+    length = f"{train.epochs or 0:g} epoch{'s' * (train.epochs != 1)} in batches"
+    if train.max_steps is not None:
+        length = plural(train.max_steps, "step")
+    if train.max_tokens is not None:
+        length = f"{plural(train.max_tokens, 'token')} in batches"
+    model, data = recipe.spec.inputs(recipe)
+    line = f"{recipe.task} of {model} on {data}, {length} of {plural(train.global_batch_size, 'example')}"
+    return line, notes, seen
+
+
+def _is_read_directly(model: ModelSection) -> bool:
+    """Return whether a model, or the base of an adapter, can be looked at without converting a GGUF file."""
+    from trainwright.models.source import is_packaged
+
+    if model.name is None:
+        return model.adapter.type != "none"
+    return model.gguf_file is None and not model.name.endswith(".gguf") and not is_packaged(model.name)

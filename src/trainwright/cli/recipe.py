@@ -33,9 +33,12 @@ def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     Ends with 2 and the reasons if something is wrong.
     """
-    from trainwright.api.recipe import Recipe
+    from trainwright.api.recipe import Recipe, checked
 
-    say(f"{recipe}: ok: {Recipe.load(recipe, *(overrides or [])).check()}")
+    line, notes, seen = checked(Recipe.load(recipe, *(overrides or [])))
+    say(f"{recipe}: {'ok' if seen else 'valid, but the model was not checked'}: {line}")
+    for note in notes:
+        say(f"note: {note}")
 
 
 @app.command()

@@ -105,12 +105,13 @@ class Task(Protocol):
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether an adapter with these parameters leaves the model unchanged."""
 
-    def read_back(self, module: nn.Module, directory: Path, *, all_parameters: bool) -> None:
-        """Check that an exported adapter, applied to the base model again, gives the trained model's logits.
+    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> None:
+        """Check that the exported model, or the exported adapter on its base, gives the trained model's logits.
 
         Args:
             module: as for generation; if not ``all_parameters``, all ranks run it together.
+            directory: the export; None: another rank reads the full model, and this one only runs the module.
 
         Raises:
-            TrainingError: the logits differ.
+            TrainingError: weights or logits differ.
         """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainwright.data.rows.chat_encoding import encode_messages
+from trainwright.models.tokenization.stops import token_ids, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,31 +48,12 @@ def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat:
     Args:
         chat: whether answers are turns of a conversation: then the end of a turn in the chat template ends them, too.
     """
-    tokens = {*_ids(tokenizer.eos_token_id), *_ids(getattr(model.config, "eos_token_id", None))}
+    tokens = {*token_ids(tokenizer.eos_token_id), *token_ids(getattr(model.config, "eos_token_id", None))}
     if model.generation_config is not None:
-        tokens.update(_ids(model.generation_config.eos_token_id))
+        tokens.update(token_ids(model.generation_config.eos_token_id))
     texts: tuple[str, ...] = ()
     if chat:
-        token, text = _turn_end(tokenizer)
-        tokens.update(_ids(token))
+        token, text = turn_end(tokenizer)
+        tokens.update(token_ids(token))
         texts = (text,) if text else ()
     return Stop(frozenset(tokens), texts)
-
-
-def _turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
-    """Return the token that ends a turn in this chat template; if it is not a single token, the text that does."""
-    ids, targets = encode_messages(tokenizer, [_turn("user", "a"), _turn("assistant", "b")])
-    trained = [token for token, is_target in zip(ids, targets, strict=True) if is_target]
-    if trained[-1] in tokenizer.all_special_ids or trained[-1] in tokenizer.added_tokens_decoder:
-        return trained[-1], ""
-    return None, str(tokenizer.decode(trained)).rpartition("b")[2].rstrip(" ")
-
-
-def _turn(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [int(token) for token in value] if isinstance(value, (list, tuple)) else [int(value)]

@@ -298,10 +298,13 @@ def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check
     `check_gpus` is False if the processes' GPUs are counted elsewhere: a launcher may show each process only its own.
     Raises RequestError; for a run that goes on it names the file of its recipe, which may be damaged.
     """
+    from trainwright.models.source import check_available
     from trainwright.planning.resolve import resolve
 
     recipe = request.recipe if request.started is None else with_processes(request.recipe, request.started)
     try:
+        if recipe.has_texts:
+            check_available(recipe.model)  # a plan of a model that cannot be trained here would mislead
         resolved = resolve(recipe, machine, nodes, check_gpus)
     except RequestError as error:
         if request.run is None:

@@ -19,8 +19,10 @@ from trainwright.models.configuration import (
     no_progress_bar,
     set_dropout,
 )
-from trainwright.models.source import check_directory, locate, resolve
+from trainwright.models.files.safetensors_files import stored_elements
+from trainwright.models.source import check_directory, is_here, locate, resolve, weight_files
 from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization.stops import token_ids
 from trainwright.models.tokenization.stored import tokenizer_from
 from trainwright.models.tokenization.trained import is_trained, trained_tokenizer
 from trainwright.paths import user_path
@@ -103,19 +105,51 @@ def max_positions(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None
     return getattr(load_config(model, tokenizer).get_text_config(), "max_position_embeddings", None)
 
 
-def check_adapter(section: ModelSection, seed: int) -> None:
-    """Check ``model.adapter`` for this model before any weights are loaded.
+def check_adapter(section: ModelSection, seed: int) -> str | None:
+    """Check ``model.adapter`` for this model before any weights are loaded; return what it leaves out, or None.
 
     Raises:
         RequestError: the adapter belongs to another base, sets keys that do not apply to it, or a target matches
             nothing.
     """
+    from trainwright.models.adapters.attaching import check_fits
     from trainwright.models.adapters.base_model import base_model
-    from trainwright.models.adapters.config import peft_config
+    from trainwright.models.adapters.config import experts_left_out, peft_config
     from trainwright.models.files.save import skeleton
 
-    if section.adapter.type != "none":
-        peft_config(section.adapter, skeleton(load_config(section)), base_model(section, seed))
+    if section.adapter.type == "none":
+        return None
+    model = skeleton(load_config(section))
+    peft_config(section.adapter, model, base_model(section, seed))
+    left_out = experts_left_out(section.adapter, model)
+    check_fits(model, section, seed)
+    return left_out
+
+
+def check_files(section: ModelSection, seed: int) -> list[str]:
+    """Check the tokenizer, the configuration and the adapter of a model in a directory or the Hugging Face cache.
+
+    Returns:
+        Lines about what a run would leave out or refuse.
+
+    Raises:
+        RequestError: as for a run.
+    """
+    lines = []
+    complete = section.name is None or is_here(section.name, weights=True)
+    if complete:
+        resolve(section)
+    tokenizer = load_tokenizer(section)
+    size = load_config(section, tokenizer).get_text_config().vocab_size
+    if len(tokenizer) > size:
+        beyond = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= size)
+        named = ", ".join(token for _, token in beyond[:4]) + (", …" if len(beyond) > 4 else "")
+        lines.append(
+            f"model.name: the tokenizer has {len(tokenizer):,} tokens and the model {size:,} embeddings: rows with the "
+            f"others ({named}) cannot be trained on"
+        )
+    left_out = check_adapter(section, seed) if complete else None
+    return lines if left_out is None else [*lines, left_out]
 
 
 def load_model(
@@ -151,16 +185,58 @@ def load_model(
             from trainwright.models.gpt.conversion import from_transformers
 
             assert isinstance(config, GPTConfig)
+            config.tie_word_embeddings = loaded.config.tie_word_embeddings
             loaded = from_transformers(loaded, config)
     return finish_loading(loaded, model, config)
 
 
 def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: PretrainedConfig) -> PreTrainedModel:
-    """Set the special ids of the generation config and evaluation mode; return the model."""
-    if model.tokenizer is not None and loaded.generation_config is not None:
+    """Set evaluation mode and the special ids of the generation config; return the model.
+
+    An adapter may have been saved with a generation config and with a tokenizer that ends texts at another token.
+    """
+    from transformers import GenerationConfig
+
+    adapter = None if model.adapter.start_from is None else user_path(model.adapter.start_from)
+    if adapter is not None and (adapter / "generation_config.json").is_file():
+        loaded.generation_config = GenerationConfig.from_pretrained(adapter, local_files_only=True)
+    generation = loaded.generation_config
+    if model.tokenizer is not None and generation is not None:
+        earlier = token_ids(generation.eos_token_id)
         for name in SPECIAL_IDS:
-            setattr(loaded.generation_config, name, getattr(config, name, None))
+            setattr(generation, name, getattr(config, name, None))
+        if adapter is not None and user_path(model.tokenizer) == adapter:  # the vocabulary is still the model's
+            stops = list(dict.fromkeys([*token_ids(generation.eos_token_id), *earlier]))
+            generation.eos_token_id = stops if len(stops) > 1 else next(iter(stops), None)
     return loaded.eval()
+
+
+def dtype_to_save(model: ModelSection) -> torch.dtype:
+    """Return the data type in which a full model is saved after training, ``model.save_dtype``.
+
+    ``auto`` is that of most weights in the base model's files, or of ``model.config``; fp32 for quantized files.
+    """
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if model.save_dtype != "auto":
+        return dtypes[model.save_dtype]
+    source = resolve(model)
+    if source.directory is None:
+        assert source.config is not None
+        named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
+        return {str(dtype): dtype for dtype in dtypes.values()}.get(
+            f"torch.{named.removeprefix('torch.')}", torch.float32
+        )
+    if source.gguf is not None:
+        from trainwright.models.gguf.reading import gguf_facts
+
+        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(gguf_facts(source.gguf).precision, torch.float32)
+    sizes: dict[str, int] = {}
+    for file in weight_files(source.directory):
+        for dtype, count in stored_elements(file).items():
+            sizes[dtype] = sizes.get(dtype, 0) + count
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(max(sizes, key=lambda dtype: sizes[dtype]), torch.float32)
 
 
 def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -206,9 +282,21 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
         )
     if unused := sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS)):
         logger.warning("%s: %d tensors are not used: %s", directory, len(unused), ", ".join(unused[:3]))
+    untie(model)
     _quantize(model, adapter)
     _own_memory(model, dtype)
     return model
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Correct the configuration of a loaded model if it ties the head to the embedding and the files do not.
+
+    If they have both with different values, transformers loads both.
+    """
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    if any(model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other) for one, other in tied):
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:

@@ -14,7 +14,7 @@ from trainwright.machine.detect import detect
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers
 from trainwright.models.configuration import no_progress_bar
 from trainwright.models.files.save import replacing, save_model
-from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer, untie
 from trainwright.models.merged import Merged
 from trainwright.models.source import resolve
 
@@ -74,11 +74,9 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
 
 def _unquantized(section: ModelSection) -> ModelSection:
     if section.adapter.type == "none" or section.adapter.start_from is None:
-        what = (
-            f"{section.name} is a full model" if Path(str(section.name)).exists() else f"{section.name} was not found"
-        )
+        resolve(section)  # which names what is wrong with a model that does not exist
         raise RequestError(
-            f"no adapter to merge: {what}; pass a run or an adapter's directory, or its base model with --adapter"
+            f"no adapter to merge: {section.name} is a full model; to merge an adapter into it, use --adapter"
         )
     adapter = section.adapter.model_copy(update={"quantisation": "none", "stack": False})
     return section.model_copy(update={"adapter": adapter})
@@ -104,6 +102,8 @@ def _with_adapter(
         config, kept = load_config(section, tokenizer), {"use_safetensors": True, "local_files_only": True}
         with no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype="auto", **kept)
+        untie(model)
+        finish_loading(model, section, config)
     else:
         model = load_model(section, dtype, seed, tokenizer)
     attach_adapter(model, section, seed)

@@ -106,7 +106,7 @@ def locate(
             return Located(path, f"local directory {path}")
         file = _existing(path / gguf_file, "model.gguf_file")
         return _from_gguf(file, "model.gguf_file", f"GGUF file {file}", say)
-    if not _may_be_id(name):
+    if not is_hub_id(name):
         _existing(path, key)
     if gguf_file is not None:
         file, where = _hub_file(name, gguf_file, key)
@@ -189,44 +189,66 @@ def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | No
     return Located(directory, f"{origin}, dequantized to {precision}", file, package)
 
 
+def check_available(model: ModelSection) -> None:
+    """Raise RequestError if a model of the hub is not on this machine and the hub is disabled; converts nothing."""
+    from huggingface_hub import constants
+
+    if model.name is None or model.gguf_file is not None or not constants.is_offline_mode():
+        return
+    if not user_path(model.name).exists() and is_hub_id(model.name) and not is_here(model.name, weights=True):
+        _from_id(model.name, "model.name", True, logger.info)
+
+
+def is_here(name: str, weights: bool = False) -> bool:
+    """Return whether a model is on this machine: as a path, in the Hugging Face cache, or in an installed package."""
+    if user_path(name).exists():
+        return True
+    return is_hub_id(name) and (_hub_snapshot(name, weights)[0] is not None or _packaged(name)[0] is not None)
+
+
+def is_packaged(name: str) -> bool:
+    """Return whether ``name`` is a model that is taken from an installed package."""
+    return not user_path(name).exists() and _hub_snapshot(name, True)[0] is None and _packaged(name)[0] is not None
+
+
 def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
-    cached = _hub_snapshot(name, weights)
+    cached, problem = _hub_snapshot(name, weights)
     if cached is not None:
         return Located(cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}")
     file, package = _packaged(name)
     if file is not None:
         origin = f"{name} from the package {package} ({file.name})"
         return _from_gguf(file, key, origin, say, package.partition(" ")[0])
-    tried = [
-        f"no such local path{_near_here(Path(name))}",
-        "incomplete in the Hugging Face cache",
-        f"not in an installed package{_near(name)}",
-    ]
+    tried = [f"no such local path{_near_here(Path(name))}", problem, f"not in an installed package{_near(name)}"]
     directory = _download(name, key, weights, tried, say)
     return Located(directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}")
 
 
-def _hub_snapshot(name: str, weights: bool) -> Path | None:
-    """Return the snapshot of ``name`` in the Hugging Face cache if it is complete, otherwise None."""
+def _hub_snapshot(name: str, weights: bool) -> tuple[Path | None, str]:
+    """Return the snapshot of ``name`` in the Hugging Face cache if it is complete, otherwise None and the reason."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         directory = Path(snapshot_download(name, local_files_only=True))
     except LocalEntryNotFoundError:
-        return None
-    return directory if _is_complete(directory, weights) else None
+        return None, "not in the Hugging Face cache"
+    problem = _missing(directory, weights)
+    if problem is None:
+        return directory, ""
+    return None, f"incomplete in the Hugging Face cache ({problem})"
 
 
-def _is_complete(directory: Path, weights: bool) -> bool:
+def _missing(directory: Path, weights: bool) -> str | None:
+    """Return what a snapshot lacks, or None."""
     if not any((directory / f).exists() for f in TOKENIZER_FILES):
-        return False
+        return f"{directory} has no tokenizer"
     if weights:
         try:
             check_directory(directory, "")
-        except RequestError:
-            return False
-    return True
+        except RequestError as error:
+            return str(error).removeprefix(": ")
+    return None
 
 
 def _packaged(name: str) -> tuple[Path | None, str]:
@@ -282,7 +304,8 @@ def _not_found(name: str, key: str, tried: list[str], fix: str) -> RequestError:
     return RequestError(f"{key}: {name} was not found: {'; '.join(tried)}. To fix it: {fix}")
 
 
-def _may_be_id(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
+    """Return whether ``name`` may be an id of the hub, not only a path."""
     return HUB_ID.fullmatch(name) is not None and not name.startswith(("./", "../", "~"))
 
 

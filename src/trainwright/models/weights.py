@@ -20,8 +20,8 @@ from torch import nn
 
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import return_freed_memory
-from trainwright.models.configuration import NOT_MADE, making
-from trainwright.models.files.save import has_conversions
+from trainwright.models.configuration import NOT_MADE, config_from, making
+from trainwright.models.files.save import has_conversions, skeleton
 from trainwright.models.load import UNUSED_TENSORS, finish_loading, load_config, load_model
 from trainwright.models.source import resolve, weight_files
 from trainwright.parallel.shards import Shard
@@ -78,7 +78,13 @@ def load_empty(
     empty = empty_model(config)
     given = GivenWeights(lambda: load_model(model, torch.float32, seed, tokenizer), empty, prefix)
     directory = resolve(model).directory
-    if directory is None or model.implementation == "gpt":
+    if directory is None:
+        return finish_loading(empty, model, config), given
+    files = _tensors(directory)
+    stored = empty if model.implementation == "transformers" else skeleton(config_from(directory))
+    if (stored.all_tied_weights_keys or {}).keys() & files.keys():
+        return None  # tied weights are stored twice, and may differ
+    if model.implementation == "gpt":
         return finish_loading(empty, model, config), given
     if (directory / "generation_config.json").is_file():  # the file is optional
         try:
@@ -86,9 +92,6 @@ def load_empty(
         except (OSError, *NOT_MADE) as error:
             raise RequestError(f"model.name: {directory}/generation_config.json cannot be used: {error}") from error
     finish_loading(empty, model, config)
-    files = _tensors(directory)
-    if (empty.all_tied_weights_keys or {}).keys() & files.keys():
-        return None  # tied weights are stored twice, and may differ
     shapes = {name: tuple(tensor.shape) for name, tensor in _stored(empty)}
     as_they_are = all(name in files and files[name][1] == shape for name, shape in shapes.items())
     if has_conversions(empty) or not as_they_are:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TextIO
 
@@ -178,6 +179,8 @@ class ConsoleObserver:
                 rows.append(("use it", f"trainwright eval {self._run}"))
             else:
                 rows.append(("use it", f"trainwright generate {self._run}"))
+                if (Path(model) / "config.json").is_file():
+                    rows.append(("saved in", _saved_in(Path(model))))
                 if not (Path(model) / "adapter_config.json").is_file():
                     rows.append(("in Python", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
@@ -188,6 +191,14 @@ class ConsoleObserver:
 
     def _row(self, label: str, value: str) -> None:
         self._write(f"  {label:<{_LABEL}} {value}")
+
+
+def _saved_in(model: Path) -> str:
+    """Return the precision and the size of a model's files, and how to choose another one."""
+    dtype = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("dtype"))
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
+    return f"{precision}, {text.size(size)} (model.save_dtype)"
 
 
 def _banner(event: EventRecord) -> list[tuple[str, str]]:

@@ -178,6 +178,31 @@ def configuration_named(name: str) -> Mapping[str, Any]:
     )
 
 
+def is_configured_here(model: ModelSection) -> bool:
+    """Return whether the configuration of a model is known without network access."""
+    return _at_hand(model) is not None
+
+
+def experts_note(model: ModelSection) -> str | None:
+    """Return a message about experts that the recipe's adapter leaves out, or None."""
+    if (
+        model.adapter.type == "none"
+        or (found := _at_hand(model)) is None
+        or not any("expert" in key for key in found[0])
+    ):
+        return None
+    from transformers import AutoConfig
+
+    from trainwright.models.adapters.config import experts_left_out
+    from trainwright.models.configuration import NOT_MADE, without_ignored
+    from trainwright.models.files.save import skeleton
+
+    try:
+        return experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**without_ignored(found[0]))))
+    except (RequestError, *NOT_MADE):  # which the check of the model reports
+        return None
+
+
 def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
     """Return a model's configuration, if available locally, and the prefix of error messages about it."""
     if model.config is not None:
@@ -337,7 +362,7 @@ def _located(model: ModelSection) -> Path:
         return locate(model.name, "model.name", model.gguf_file, weights=False).directory
     except RequestError as error:
         near = nearest_models(model.name)
-        raise RequestError(f"{error}{f' Did you mean {near}?' if near else ''}") from error
+        raise RequestError(f"{error}{f'. Did you mean {near}?' if near else ''}") from error
 
 
 def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:

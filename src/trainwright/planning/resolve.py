@@ -19,7 +19,7 @@ from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints
-from trainwright.planning.facts import facts_of
+from trainwright.planning.facts import experts_note, facts_of
 from trainwright.planning.plan import Plan, constraints_of, installed, make_plan
 from trainwright.planning.processes import in_words, usable_processes
 from trainwright.planning.step_time.basis import basis_of
@@ -159,6 +159,8 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
     _check_processes(recipe, cluster, remarks, check_gpus)
     _check_precision(recipe, cluster, remarks)
     _check_tf32(recipe, cluster, remarks)
+    if (left_out := experts_note(recipe.model)) is not None:
+        remarks.append(left_out)
     return recipe, remarks
 
 

@@ -106,6 +106,12 @@ def _adapter(recipe: Recipe) -> Iterator[Contradiction]:
             keys = f"model.adapter.{key}", "model.adapter.type"
             yield Contradiction(keys, f"{why}; set model.adapter.type, for instance to lora")
         return
+    if recipe.model.save_dtype != "auto":
+        yield Contradiction(
+            ("model.save_dtype", "model.adapter.type"),
+            "has no effect with an adapter, which is saved in fp32; remove it, and choose the precision of the merged "
+            "model with `trainwright merge --dtype`",
+        )
     if adapter.quantisation != "nf4" and not adapter.double_quantisation:
         yield Contradiction(
             ("model.adapter.double_quantisation", "model.adapter.quantisation"),

@@ -32,9 +32,19 @@ from trainwright.inference.stopping import stop_of
 from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.cut import cut_config, varied_layers
+from trainwright.models.files.check import check_saved, logits_of
 from trainwright.models.files.save import save_model
-from trainwright.models.load import check_adapter, fresh_model, load_config, load_model, load_tokenizer, max_positions
+from trainwright.models.load import (
+    check_adapter,
+    dtype_to_save,
+    fresh_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+    max_positions,
+)
 from trainwright.models.source import resolve
+from trainwright.models.tokenization.stops import ending_turns
 from trainwright.models.weights import Weights, empty_model, load_empty
 from trainwright.parallel.units import find_units
 from trainwright.parallel.world import World
@@ -43,7 +53,7 @@ from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.strategy_spec import spec_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def prepare_once(recipe: Recipe, cache: Path) -> int:
@@ -182,6 +192,8 @@ class LanguageModelTask:
         self._plain = prepared.train.report["format"] == "text"
         self._encode_prompt = PromptEncoder(tokenizer, plain=self._plain)
         self._stop = stop_of(model, tokenizer, chat=not self._plain)
+        self._save_dtype = dtype_to_save(recipe.model)
+        self._checksums: dict[str, int] = {}
         self._sampling = self._how_to_write()
         for prompt in self.prompts:
             _check_prompt(model, self._prompt_tokens(prompt), self._sampling)
@@ -247,6 +259,7 @@ class LanguageModelTask:
         return {
             "weights": resolve(self._recipe.model).origin,
             "data": self._prepared.summary,
+            "chats": not self._plain,
             "epoch_examples": len(self._prepared.train),
             "epoch_tokens": self._prepared.train.token_count,
         }
@@ -261,23 +274,39 @@ class LanguageModelTask:
         """Write a directory that ``transformers`` loads or, with an adapter, ``peft``."""
         prefix = "model."
         named = ((name.removeprefix(prefix), tensor) for name, tensor in tensors)
-        model = self._lm.model
+        model, tokenizer = self._lm.model, self._tokenizer
+        config: PretrainedConfig = model.config
+        generation: GenerationConfig | None = model.generation_config
+        if not self._plain:
+            tokenizer, config, generation = ending_turns(tokenizer, config, generation)
         if self._adapter is not None:
-            self._adapter.save(directory, named, self._tokenizer)
+            self._adapter.save(directory, named, tokenizer, generation)
         else:
             assert all(parameter.requires_grad for parameter in model.parameters()), "see Strategy.parameters"
-            save_model(directory, model.config, named, self._tokenizer, model.generation_config)
+            self._checksums = save_model(directory, config, named, tokenizer, generation, self._save_dtype)
 
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether an adapter with these parts would leave the model unchanged."""
         return adds_nothing(tensors)
 
-    def read_back(self, module: nn.Module, directory: Path, *, all_parameters: bool) -> None:
-        """Check that the exported adapter on its base gives the logits of the trained model."""
-        assert isinstance(module, CausalLM) and self._adapter is not None
+    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> None:
+        """Check that the exported model, or the adapter on its base, gives the logits of the trained model."""
+        self._read_back(module, directory, all_parameters=all_parameters)
+
+    def _read_back(
+        self, module: nn.Module, directory: Path | None, *, all_parameters: bool, same_logits: bool = True
+    ) -> None:
+        """Read the export back; without ``same_logits``, it is made from the trained model, but is another one."""
+        assert isinstance(module, CausalLM)
         with module.for_generation() as model:
             tokens = probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)
-            self._adapter.read_back(model, directory, tokens, all_parameters=all_parameters)
+            if self._adapter is not None:
+                assert directory is not None
+                self._adapter.read_back(model, directory, tokens, all_parameters=all_parameters)
+                return
+            expected = logits_of(model, tokens) if directory is not None or not all_parameters else None
+        if directory is not None:
+            check_saved(directory, self._checksums, tokens, expected if same_logits else None)
 
 
 class Sized(Protocol):

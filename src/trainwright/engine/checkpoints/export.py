@@ -51,8 +51,7 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
     failure = world.broadcast(failure)
     if failure is not None:
         raise TrainingError(f"{failure}; {_kept(step, saved)}: free disk space, then --resume this run")
-    if adapter:
-        check_export(task, strategy, final, different)
+    check_export(task, strategy, final, different)
 
 
 def _kept(step: int, saved: int | None) -> str:

@@ -1,7 +1,7 @@
-"""Read a saved adapter back and compare it with the parameters of every rank.
+"""Read a saved model or adapter back and compare it with the parameters of every rank.
 
-An adapter is small, so this costs little, and a faulty one would go unnoticed until it is used: if it was gathered from
-one shard, or is empty, it still has the right names and settings.
+A faulty one would go unnoticed until it is used: if it was gathered from one shard, is empty, or loads as another
+model, it still has the right names and settings.
 """
 
 from __future__ import annotations
@@ -66,17 +66,19 @@ def check_export(
 
     Args:
         different: the names that ``gathered`` found.
-        available_memory: see ``Strategy.full_parameters``.
+        available_memory: see ``Strategy.full_parameters``; for an adapter only, as full models are not gathered.
 
     Raises:
         TrainingError: on every rank, if any of them finds a difference; ``final`` is then empty.
     """
     world, problem = strategy.world, None
+    adapter = task.base is not None
     if different:
         problem = f"the gathered parameters differ from those of rank {world.rank}: {', '.join(sorted(different)[:5])}"
-    with strategy.full_parameters(available_memory) as (module, in_step):
+    with strategy.full_parameters(available_memory if adapter else 0) as (module, in_step):
         try:
-            task.read_back(module, final, all_parameters=in_step is None)
+            directory = final if adapter or world.is_main else None
+            task.read_back(module, directory, all_parameters=in_step is None)
         except (TrainingError, OSError) as error:
             problem = problem or str(error)
     problem = next((found for found in world.gather(problem) if found is not None), None)

@@ -25,7 +25,7 @@ from trainwright.models.adapters.files import START_FROM, WEIGHTS, SavedAdapter,
 from trainwright.models.files.safetensors_files import write_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from trainwright.recipe.sections.model import ModelSection
 
@@ -91,7 +91,11 @@ class Adapter:
         self._beneath = beneath.weights() if beneath is not None else {}
 
     def save(
-        self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], tokenizer: PreTrainedTokenizerBase
+        self,
+        directory: Path,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        tokenizer: PreTrainedTokenizerBase,
+        generation_config: GenerationConfig | None = None,
     ) -> None:
         """Write the files that ``PeftModel.from_pretrained(base, directory)`` loads, atomically, and read them back.
 
@@ -124,6 +128,8 @@ class Adapter:
             write_weights({key: tensor.clone() for key, tensor in weights.items()}, temporary / WEIGHTS)
             self._base.write(temporary)
             tokenizer.save_pretrained(temporary)
+            if generation_config is not None:
+                generation_config.save_pretrained(temporary)
             found = load_file(temporary / WEIGHTS)
             if found.keys() != weights.keys() or not all(torch.equal(found[key], weights[key]) for key in weights):
                 raise TrainingError(f"the adapter in {directory} reads back differently from what was written")
@@ -288,8 +294,26 @@ def _only_trained_afterwards(model: PreTrainedModel) -> Iterator[None]:
 def _fill(model: PreTrainedModel, name: str, saved: SavedAdapter, base: BaseModel) -> None:
     """Copy the weights of a saved adapter to the adapter ``name`` in ``model``."""
     parameters, weights = _by_key(model, name), saved.weights()
-    wrong = sorted(parameters.keys() ^ weights.keys())
-    wrong += sorted(key for key in parameters.keys() & weights.keys() if parameters[key].shape != weights[key].shape)
+    _check_shapes(parameters, {key: tuple(tensor.shape) for key, tensor in weights.items()}, saved, base)
+    for key, parameter in parameters.items():
+        parameter.data.copy_(weights[key])
+
+
+def check_fits(model: PreTrainedModel, section: ModelSection, seed: int) -> None:
+    """Raise RequestError if the adapter that ``section`` starts from does not fit ``model``, which needs no weights."""
+    saved = start_from(section.adapter)
+    if saved is not None:
+        with torch.device("meta"):
+            _inject(model, saved_config(saved), _READ_BACK)
+        _check_shapes(_by_key(model, _READ_BACK), saved.shapes(), saved, base_model(section, seed))
+
+
+def _check_shapes(
+    parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]], saved: SavedAdapter, base: BaseModel
+) -> None:
+    """Raise RequestError unless a saved adapter has the names and shapes of ``parameters``."""
+    wrong = sorted(parameters.keys() ^ shapes.keys())
+    wrong += sorted(key for key in parameters.keys() & shapes.keys() if tuple(parameters[key].shape) != shapes[key])
     if wrong:
         shown = ", ".join(key.removeprefix(_PREFIX) for key in wrong[:3])
         of = saved.config.get("base_model_name_or_path")
@@ -297,8 +321,6 @@ def _fill(model: PreTrainedModel, name: str, saved: SavedAdapter, base: BaseMode
             f"{START_FROM}: {saved.directory}, an adapter of {of}, does not fit model.name {base.name} ({shown}); set "
             "model.name to the model it was trained on"
         )
-    for key, parameter in parameters.items():
-        parameter.data.copy_(weights[key])
 
 
 def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:

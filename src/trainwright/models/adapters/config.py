@@ -34,6 +34,7 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     saved = start_from(adapter)
     if saved is not None:
         saved.check_base(base)
+        _check_embeddings(saved, model)
         _check_patterns(saved, [name for name, _ in model.named_modules()])
     if saved is None or adapter.stack:
         if saved is not None:
@@ -57,6 +58,29 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
             f"available are {', '.join(_kinds(linear_names(model)))}"
         )
     return config
+
+
+def _check_embeddings(saved: SavedAdapter, model: PreTrainedModel) -> None:
+    """Raise RequestError for an adapter whose file has an embedding or a head that does not fit the model."""
+    shapes, wanted = saved.shapes(), list(saved.config.get("modules_to_save") or [])
+    for part, what in ((model.get_input_embeddings(), "embedding"), (model.get_output_embeddings(), "output head")):
+        name = next((name for name, module in model.named_modules() if module is part), None)
+        shape = shapes.get(f"base_model.model.{name}.weight")
+        if name is None or shape is None:
+            continue
+        ours = len(model.get_parameter(f"{name}.weight"))
+        merge = "merge it into that model with PEFT (merge_and_unload), and train the result"
+        if shape[0] != ours:
+            raise RequestError(
+                f"{START_FROM}: {saved.directory} has an {what} of its own for {shape[0]:,} tokens, and model.name has "
+                f"{ours:,}: the vocabulary was resized when it was trained, which is not supported for adapters. "
+                f"Resize the model's embeddings likewise (resize_token_embeddings), {merge}"
+            )
+        if not ends_with(name, wanted) and not saved.config.get("ensure_weight_tying"):
+            raise RequestError(
+                f"{START_FROM}: {saved.directory} has an {what} of its own ({name}), which its modules_to_save do not "
+                f"name, so it would replace the base's; {merge}"
+            )
 
 
 # Matches names against regular expressions as PEFT does, in a process that can be killed on a timeout.
@@ -139,6 +163,30 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     ]
 
 
+def expert_parameters(model: PreTrainedModel) -> list[str]:
+    """Return the unique names, without numbers of layers, of the fused weights of experts, which no module computes."""
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() >= 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d | nn.Conv2d)
+    ]
+    return list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in names))
+
+
+def experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | None:
+    """Return a message about experts that ``all-linear`` does not adapt, or None if there are none."""
+    if adapter.type == "none" or adapter.start_from is not None or isinstance(adapter.targets, list):
+        return None
+    names = [name for name in expert_parameters(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
+    if not names:
+        return None
+    return (
+        f"model.adapter.targets: all-linear does not adapt the experts ({', '.join(names)}): each is a parameter with "
+        "the weights of all experts, not a linear module, and adapters of parameters (target_parameters in PEFT) are "
+        f"not supported; to train them in full, set model.adapter.modules_to_save to [{names[0].split('.')[-2]}]"
+    )
+
+
 def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     """Return the full names of the recipe's target modules."""
     linear = [name for name in linear_names(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
@@ -152,8 +200,10 @@ def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
                 "train it, add it to model.adapter.modules_to_save"
             )
         if not any(ends_with(name, [target]) for name in linear):
+            experts = any(ends_with(name, [target], inside=True) for name in expert_parameters(model))
+            why = " (in the experts it is a single parameter, for which adapters are not supported)" if experts else ""
             raise RequestError(
-                f"model.adapter.targets: {target} matches no linear module of {type(model).__name__}; choose from "
+                f"model.adapter.targets: {target} matches no linear module of {type(model).__name__}{why}; choose from "
                 f"{', '.join(_kinds(linear))}"
             )
     return [name for name in linear if ends_with(name, adapter.targets)]

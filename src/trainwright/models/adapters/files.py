@@ -23,6 +23,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.adapters.base_model import BaseModel
+from trainwright.models.files.safetensors_files import read_header
 from trainwright.models.source import check_safetensors
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
@@ -157,6 +158,11 @@ class SavedAdapter:
 
         check_safetensors(self.directory / WEIGHTS, START_FROM)
         return load_file(self.directory / WEIGHTS)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its tensors by their names; raise RequestError if the file is damaged."""
+        check_safetensors(self.directory / WEIGHTS, START_FROM)
+        return read_header(self.directory / WEIGHTS)
 
     def fingerprint(self) -> str:
         """Return a hash of its settings and weights."""

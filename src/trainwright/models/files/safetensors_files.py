@@ -6,6 +6,7 @@ The library checks names, types, shapes and offsets, and rejects headers over 10
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -61,3 +62,15 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
         if _INCOMPLETE in str(error):
             raise DamagedFile(f"it is truncated, or longer than its header says ({found.st_size:,} bytes)") from error
         raise DamagedFile(str(error)) from error
+
+
+def stored_elements(file: Path) -> dict[str, int]:
+    """Return how many elements ``file`` has of each data type, such as BF16."""
+    from safetensors import safe_open
+
+    counts: dict[str, int] = {}
+    with safe_open(file, framework="numpy") as opened:
+        for name in opened.keys():  # noqa: SIM118 (not a mapping)
+            stored = opened.get_slice(name)
+            counts[stored.get_dtype()] = counts.get(stored.get_dtype(), 0) + math.prod(stored.get_shape())
+    return counts

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,8 @@ def save_model(
     generation_config: GenerationConfig | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+    check: Callable[[Path, Mapping[str, int]], None] | None = None,
+) -> dict[str, int]:
     """Save a model to ``directory`` so that ``AutoModelForCausalLM.from_pretrained`` loads the same weights.
 
     The built-in GPT is saved as the equivalent architecture of transformers. Files are written to a temporary
@@ -44,9 +45,14 @@ def save_model(
             bare model; copies of tied weights are optional.
         dtype: dtype of floating-point tensors; fp32 if None.
         shard_bytes: the weights are split into files of at most this size.
+        check: is called with the written directory and the checksums before the directory appears.
+
+    Returns:
+        The checksum of every tensor as it is stored, by its name in the model, for ``check_saved``.
 
     Raises:
-        TrainingError: a tensor is missing, unknown or has a wrong shape.
+        TrainingError: a tensor is missing, unknown, has a wrong shape or a value that ``dtype`` cannot represent, or
+            weights that the configuration ties differ.
         OSError: the disk is full.
     """
     import torch
@@ -57,8 +63,14 @@ def save_model(
         dtype = dtype or torch.float32
         config, tensors = published(restore_source(copy.deepcopy(config)), tensors)
         model = skeleton(config)
-        _write_weights(temporary, _checked(tensors, model), dtype, shard_bytes)
+        checksums: dict[str, int] = {}
+        stored = _stored(tensors.items() if isinstance(tensors, Mapping) else tensors, dtype, checksums)
+        _write_weights(temporary, _checked(stored, model), shard_bytes)
+        _check_ties(model.all_tied_weights_keys or {}, checksums)
         _write_settings(temporary, config, model, tokenizer, generation_config, dtype)
+        if check is not None:
+            check(temporary, checksums)
+    return checksums
 
 
 @contextmanager
@@ -88,13 +100,45 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
-def _checked(
-    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the sum of a tensor's bits, read as whole numbers."""
+    import torch
+
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(tensor.detach().contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64))
+
+
+def _stored(
+    items: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, checksums: dict[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors on the CPU in ``dtype``; add the checksum of each to ``checksums``."""
+    import torch
+
+    for name, value in items:
+        stored = value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None).contiguous()
+        if dtype is torch.float16 and value.is_floating_point() and not stored.isfinite().all():
+            raise TrainingError(
+                f"the model cannot be saved in fp16: {name} has values of up to {float(value.abs().max()):.3g}, and "
+                "fp16 ends at 65,504; save it in bf16 or fp32 (model.save_dtype, --dtype)"
+            )
+        checksums[name] = checksum(stored)
+        yield name, stored
+
+
+def _check_ties(tied: Mapping[str, str], checksums: Mapping[str, int]) -> None:
+    """Raise TrainingError if a weight that is stored as part of another one has other values."""
+    for name, source in tied.items():
+        if name in checksums and source in checksums and checksums[name] != checksums[source]:
+            raise TrainingError(
+                f"the model cannot be saved: {name} differs from {source}, but the configuration ties the two"
+            )
+
+
+def _checked(tensors: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors to store, under the names of the architecture's published checkpoints."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    items = _expected(tensors.items() if isinstance(tensors, Mapping) else tensors, model)
+    items = _expected(tensors, model)
     if not has_conversions(model):
         yield from items
     else:  # several tensors become one, so all of them are needed at once
@@ -124,9 +168,7 @@ def has_conversions(model: PreTrainedModel) -> bool:
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
-def _write_weights(
-    directory: Path, items: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, shard_bytes: int
-) -> None:
+def _write_weights(directory: Path, items: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
     weight_map: dict[str, int] = {}
     shard: dict[str, torch.Tensor] = {}
     count = size = total = 0
@@ -140,7 +182,7 @@ def _write_weights(
         size = 0
 
     for name, value in items:
-        stored = value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None).contiguous()
+        stored = value.contiguous()
         if shard and size + stored.nbytes > shard_bytes:
             write()
         shard[name] = stored

@@ -6,6 +6,7 @@ The names, keys and tensor conversions are the inverse of what transformers appl
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.activity import doing
 from trainwright.errors import MachineError, RequestError, TrainingError
+from trainwright.models.gguf.assumed import adds_space, query_scalar
+from trainwright.models.tokenization.stops import turn_end
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,18 +82,31 @@ def _write(
     directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, precision: GgufPrecision
 ) -> None:
     import gguf
+    import torch
 
     from trainwright.models.files.save import skeleton
+    from trainwright.models.gguf.rope import write_rope
 
+    _check_fixed(config, directory)
+    tensors = dict(_tensors(directory))
     model = skeleton(config)
+    for copy, source in (model.all_tied_weights_keys or {}).items():
+        if source not in tensors and copy in tensors:
+            tensors[source] = tensors[copy]
+        elif copy in tensors and not torch.equal(tensors[copy](), tensors[source]()):
+            config.tie_word_embeddings = False  # as transformers loads it
+    if not config.tie_word_embeddings:
+        model = skeleton(config)
     names = _names(model)
+    settings, scaling = write_rope(config, _ARCHITECTURES[config.model_type])
     writer = gguf.GGUFWriter(out, _ARCHITECTURES[config.model_type])
     writer.add_name(directory.name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32 if precision == "f32" else gguf.LlamaFileType.MOSTLY_F16)
-    for key, value in _settings(config).items():
+    for key, value in {**_settings(config), **settings}.items():
         _add(writer, f"{_ARCHITECTURES[config.model_type]}.{key}", value)
     _add_tokenizer(writer, tokenizer, config.vocab_size)
-    shapes = [(names[name], tensor) for name, tensor in _tensors(directory) if name in names]
+    shapes = [(names[name], tensor) for name, tensor in tensors.items() if name in names]
+    shapes += [(name, functools.partial(scaling.__getitem__, name)) for name in scaling]
     missing = set(names.values()) - {name for name, _ in shapes}
     if missing:
         raise RequestError(f"{directory} lacks {', '.join(sorted(missing)[:3])}")
@@ -120,8 +136,6 @@ def _names(model: PreTrainedModel) -> dict[str, str]:
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Yield each name with a function that reads the tensor."""
-    import functools
-
     from safetensors import safe_open
 
     for file in sorted(directory.glob("model*.safetensors")):
@@ -149,11 +163,9 @@ def _settings(config: PretrainedConfig) -> dict[str, Any]:
         value = None if name is None else getattr(config, name, None)
         if value is not None:
             settings[key] = value
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_theta" in rope:
-        settings["rope.freq_base"] = float(rope["rope_theta"])
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if "rope_theta" in rope:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope:
         settings["rope.dimension_count"] = int(head * rope.get("partial_rotary_factor", 1.0))
     settings["attention.key_length"] = settings["attention.value_length"] = head
     settings["context_length"] = config.max_position_embeddings
@@ -162,11 +174,27 @@ def _settings(config: PretrainedConfig) -> dict[str, Any]:
     for key, name in (("attn_logit_softcapping", "attn_logit_softcapping"), ("final_logit_softcapping",) * 2):
         if getattr(config, name, None) is not None:
             settings[key] = float(getattr(config, name))
-    if rope.get("rope_type", "default") not in ("default", "linear"):
-        raise RequestError(f"rope_type {rope['rope_type']} cannot be written to a GGUF file")
-    if rope.get("rope_type") == "linear":
-        settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
     return settings
+
+
+def _check_fixed(config: PretrainedConfig, directory: Path) -> None:
+    """Raise RequestError if the model differs in what the format has no keys for, and readers therefore assume."""
+    if config.model_type not in ("gemma2", "gemma3_text"):
+        return
+    sizes = config.num_hidden_layers, config.num_attention_heads, config.hidden_size, config.head_dim
+    assumed = query_scalar(_ARCHITECTURES[config.model_type], *sizes)
+    if config.query_pre_attn_scalar != assumed:
+        raise RequestError(
+            f"{directory} has query_pre_attn_scalar {config.query_pre_attn_scalar:g}, which a GGUF file cannot say: "
+            f"its readers take {assumed:g} for this model, so they would compute something else"
+        )
+    period = 2 if config.model_type == "gemma2" else 6
+    usual = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(sizes[0])]
+    if config.layer_types != usual:
+        raise RequestError(
+            f"{directory} has layer_types that a GGUF file cannot say: its readers take every {period}th layer for one "
+            "of full attention"
+        )
 
 
 def _add(writer: Any, key: str, value: object) -> None:
@@ -204,6 +232,8 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -
     writer.add_tokenizer_model("gpt2" if by_bytes else "llama")
     if by_bytes:
         writer.add_tokenizer_pre(_pre_tokenizer(backend.get("pre_tokenizer")))
+    else:
+        writer.add_add_space_prefix(adds_space(tokenizer))
     if not by_bytes or not merges:  # an empty list cannot be written; readers then use the scores
         writer.add_token_scores([-float(index) for index in range(size)])
     writer.add_token_list(tokens)
@@ -217,6 +247,9 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -
     writer.add_add_bos_token(tokenizer("x").input_ids[:1] == [tokenizer.bos_token_id])
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
+        stop, _ = turn_end(tokenizer)
+        if stop is not None and stop < size:
+            writer.add_eot_token_id(stop)
 
 
 def _token_type(token: str, added: Mapping[str, Any] | None, by_bytes: bool) -> int:
@@ -294,6 +327,7 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
     from transformers import AutoModelForCausalLM
 
     from trainwright.models.configuration import no_progress_bar
+    from trainwright.models.files.check import logits_of
     from trainwright.models.gguf.reading import write_converted
     from trainwright.models.tokenization.stored import tokenizer_from
 
@@ -306,15 +340,39 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
                     f"the tokenizer of {directory} splits text in a way that GGUF export does not support: {text!r} "
                     "would become other tokens; nothing was written"
                 )
-        ids = torch.arange(1, 17)[None]
-        with torch.no_grad():
-            pair = []
-            for place_of in (directory, Path(place) / "model"):
-                with no_progress_bar():
-                    model = AutoModelForCausalLM.from_pretrained(place_of, dtype=torch.float32, local_files_only=True)
-                model.eval()
-                pair.append(model(input_ids=ids, use_cache=False).logits)
-                del model
+        pair, rotations = [], []
+        for place_of in (directory, Path(place) / "model"):
+            with no_progress_bar():
+                model = AutoModelForCausalLM.from_pretrained(place_of, dtype=torch.float32, local_files_only=True)
+            pair.append(logits_of(model.eval(), torch.arange(1, 17)[None]))
+            rotations.append(_rotations(model))
+            del model
+        if rotations[0].keys() != rotations[1].keys() or not all(
+            torch.allclose(values, rotations[1][name], rtol=1e-4) for name, values in rotations[0].items()
+        ):
+            raise TrainingError(f"{file} reads back with other rotary embeddings")
         difference = float((pair[0] - pair[1]).abs().max() / pair[0].abs().max())
         if not difference <= (1e-4 if precision == "f32" else 2e-2):
             raise TrainingError(f"{file} reads back as a different model: logits differ by {difference:.2g}")
+
+
+def _rotations(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return cosines and sines of the rotary embeddings at positions up to the model's last one.
+
+    A short sequence shows little of a wrong base or scaling.
+    """
+    import torch
+
+    config = model.config.get_text_config()
+    last = config.max_position_embeddings
+    positions = torch.tensor([[0, 1, 16, 100, last // 4, last - 1]])
+    kinds = (
+        sorted(set(config.layer_types)) if "full_attention" in (getattr(config, "rope_parameters", None) or {}) else []
+    )
+    found: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.endswith("rotary_emb"):
+            for kind in kinds or [None]:
+                more = () if kind is None else (kind,)
+                found[f"{name} {kind}"] = torch.cat(module(torch.zeros(1), positions, *more))
+    return found

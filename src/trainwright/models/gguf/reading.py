@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words, cache_root, try_write
 from trainwright.machine.sharing.made_once import made_once
+from trainwright.models.gguf.assumed import adds_space, query_scalar
+from trainwright.models.gguf.rope import FREQUENCIES, LONG, SHORT, read_rope
 from trainwright.models.supported import check_supported
 from trainwright.recipe.sections.model_sizes import check_sizes
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-CONVERTER = "3"  # part of the fingerprint: raise it when the output changes, so that older conversions are not used
+CONVERTER = "4"  # part of the fingerprint: raise it when the output changes, so that older conversions are not used
 # A quantized value is scale * integer + offset with at least 15 significant bits: fp32 represents it exactly, bf16 (8
 # bits) would quantize it again. If the fp32 file exceeds this size, bf16 is stored, and the user is told.
 MAX_FP32_BYTES = 32 << 30
@@ -175,18 +177,44 @@ def _config(file: Path, facts: dict[str, Any]) -> Any:
         value = facts.get(f"{facts['general.architecture']}.{key}")
         if value is not None and name in known:
             fields.setdefault(name, value)
-    # The file stores fp32 numbers; the intended number is the shortest decimal with the same fp32 value (1e-05).
-    fields = {k: float(str(np.float32(v))) if isinstance(v, float) else v for k, v in fields.items()}
-    return AutoConfig.for_model(**fields)
+    if "rope_parameters" in known:
+        fields.pop("rope_theta", None)
+        fields["rope_parameters"] = read_rope(facts, _scaling(file), fields["max_position_embeddings"])
+    if "query_pre_attn_scalar" in known:
+        sizes = (fields[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim"))
+        fields["query_pre_attn_scalar"] = query_scalar(facts["general.architecture"], *sizes)
+
+    def intended(value: Any) -> Any:
+        """Return the shortest decimal with the same fp32 value (1e-05): the file stores fp32 numbers."""
+        if isinstance(value, dict):
+            return {key: intended(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [intended(item) for item in value]
+        return float(str(np.float32(value))) if isinstance(value, float) else value
+
+    return AutoConfig.for_model(**intended(fields))
+
+
+def _scaling(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors that scale the frequencies of rotary embeddings."""
+    import torch
+    from gguf import GGUFReader
+
+    names = (FREQUENCIES, LONG, SHORT)
+    return {each.name: torch.tensor(each.data) for each in GGUFReader(file).tensors if each.name in names}
 
 
 def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None]) -> PreTrainedTokenizerFast:
-    from tokenizers import pre_tokenizers
+    from tokenizers import decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
     tokenizer = _of_the_file(tokenizer, facts["tokenizer.ggml.tokens"])
+    if facts.get("tokenizer.ggml.add_space_prefix") is False and adds_space(tokenizer):
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", "never", split=False)
+        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.backend_tokenizer.decoder = decoders.Sequence(parts)
     kind = facts.get("tokenizer.ggml.pre", "default")
     if facts.get("tokenizer.ggml.model") != "gpt2" or kind in GGUF_PRE_TOKENIZER_SPLITS:
         return tokenizer

@@ -117,6 +117,12 @@ class ModelSection(Section):
         None,
         description="Dropout probability everywhere in the model. Default: the values of its configuration.",
     )
+    save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="Precision of the trained model in final/. auto: that of the base model's files, but fp32 for "
+        "quantized GGUF files; for randomly initialized models the dtype in config, or fp32. Checkpoints are exact. "
+        "Adapters are saved in fp32.",
+    )
     adapter: AdapterSection = Field(
         default_factory=AdapterSection,
         description="Adapter to train instead of the model's own weights: none, lora, rslora, dora or qlora, or a "

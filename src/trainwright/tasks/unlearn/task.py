@@ -331,9 +331,13 @@ class Unlearning(ReferenceTask):
         self._lm.model.requires_grad_(True)
         super().export(((name, before[name] if name in frozen else tensor) for name, tensor in own), directory)
 
-    def read_back(self, module: nn.Module, directory: Path, *, all_parameters: bool) -> None:
-        """Check that the exported adapter on its base gives the logits of the trained model."""
+    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> None:
+        """Check that the exported model, or the adapter on its base, is the trained model, negated if it is."""
         assert isinstance(module, CausalLM)
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
-        with nullcontext() if scale is None else scaled_adapter(module.model, -scale):
-            super().read_back(module, directory, all_parameters=all_parameters)
+        negates = (
+            scaled_adapter(module.model, -scale) if scale is not None and self._adapter is not None else nullcontext()
+        )
+        with negates:
+            same = scale is None or self._adapter is not None
+            self._read_back(module, directory, all_parameters=all_parameters, same_logits=same)
