@@ -223,6 +223,41 @@ def test_a_real_run_writes_its_report(runs: Runs) -> None:
     page = (run / "report.html").read_text()
     for shown in ("What is a list?", "Predicted and measured", "Where the time went", "max_steps: 3", "<td>torch</td>"):
         assert shown in page
+    assert badge(run) == "finished"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "shown"),
+    [
+        (("faults.on_non_finite=stop", "optimizer.learning_rate=1e9", "optimizer.max_grad_norm=1"), "failed", "stop"),
+        (("optimizer.learning_rate=1e9", "optimizer.max_grad_norm=null"), "failed", "optimizer.learning_rate"),
+    ],
+)
+def test_the_page_of_a_failed_run_says_so(runs: Runs, overrides: tuple[str, ...], status: str, shown: str) -> None:
+    run = runs.new_directory("run")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=20", "logging.tensorboard=false")
+    ended = runs.command(
+        "train", str(TINY), *fixed, *overrides, f"logging.run_directory={run}", "logging.report=true"
+    ).wait()
+    assert ended.code == 4, ended.stderr
+    assert badge(run) == status
+    assert shown in (run / "report.html").read_text() and RunFigures.read(run).status == "failed"
+
+
+def test_a_stopped_run_says_so_on_its_page(runs: Runs) -> None:
+    run = runs.new_directory("run")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=20", "logging.tensorboard=false")
+    ended = runs.command(
+        "train", str(TINY), *fixed, f"logging.run_directory={run}", "logging.report=true", "--until", "step 2"
+    ).wait()
+    assert ended.code == 75, ended.stderr
+    assert badge(run) == "stopped"
+
+
+def badge(run: Path) -> str:
+    found = re.search(r'<span class="badge [a-z]+">([^<]*)</span>', (run / "report.html").read_text())
+    assert found is not None
+    return found[1]
 
 
 def test_what_machines_did_is_drawn_where_it_is_something() -> None:

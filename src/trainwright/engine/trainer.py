@@ -81,7 +81,9 @@ class Trainer:
         self._checkpointing = Checkpointing(
             self.training, self.checkpoints, self._policies, lambda: self._replay.trusted_before
         )
-        self._passes = StepPasses(self.training, self._halving, self._replay, self._policies, self._requests)
+        self._passes = StepPasses(
+            self.training, self._halving, self._replay, self._policies, self._requests, self.schedule
+        )
         self._measured = RunMeasurements(self.world.device, self.world.local_size)
 
     @property
