@@ -118,13 +118,20 @@ class Step(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Event):
-    """An evaluation on the validation split finished, in ``seconds``."""
+    """An evaluation on the validation split finished, in ``seconds``.
+
+    Attributes:
+        intervals: 95 % intervals of the metrics of answers that are proportions.
+        answers: the file of the answers.
+    """
 
     kind_of_event = "evaluate"
 
     step: int
     metrics: Mapping[str, float]
     seconds: float
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict, metadata=_LEFT_OUT)
+    answers: Path | None = field(default=None, metadata=_LEFT_OUT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from trainwright import heartbeat
+from trainwright.engine.answer_files import AnswerFiles
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
 from trainwright.engine.checkpoints.export import export
@@ -84,6 +85,7 @@ class Trainer:
         self._passes = StepPasses(
             self.training, self._halving, self._replay, self._policies, self._requests, self.schedule
         )
+        self._answers = AnswerFiles(self.checkpoints.directory.parent, self.events)
         self._measured = RunMeasurements(self.world.device, self.world.local_size)
 
     @property
@@ -330,7 +332,7 @@ class Trainer:
             self.events.announce(self._with_compiling("evaluating"), step)
             heartbeat.phase("evaluation", step)
             begun = time.monotonic()
-            metrics = evaluate(
+            measured = evaluate(
                 self.task,
                 self.strategy,
                 functools.partial(self._halving.evaluation, step),
@@ -338,7 +340,12 @@ class Trainer:
                 self.events,
                 step,
             )
-            self.events.emit(Evaluate(step=step, metrics=metrics, seconds=time.monotonic() - begun))
+            metrics, answers = measured.metrics, self._answers.keep(step, measured)
+            seconds = time.monotonic() - begun
+            self.events.emit(
+                Evaluate(step=step, metrics=metrics, seconds=seconds, intervals=measured.intervals, answers=answers)
+            )
+            self._answers.warn(step, measured, answers)
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
             if improved:
                 progress.best_loss, progress.best_step = metrics["loss"], step

@@ -117,7 +117,14 @@ class ConsoleObserver:
     def _evaluate(self, event: EventRecord) -> None:
         metrics = event["metrics"]
         self._measured(metrics)
-        shown = "  ".join(f"{name.replace('_', ' ')} {text.metric(value)}" for name, value in metrics.items())
+        intervals = event.get("intervals", {})
+
+        def between(name: str) -> str:
+            return " ({} to {})".format(*map(text.metric, intervals[name])) if name in intervals else ""
+
+        shown = "  ".join(
+            f"{name.replace('_', ' ')} {text.metric(value)}{between(name)}" for name, value in metrics.items()
+        )
         self._write(f"step {event['step']}: validation  {shown}")
 
     def _generate(self, event: EventRecord) -> None:
