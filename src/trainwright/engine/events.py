@@ -46,6 +46,7 @@ class Start(Event):
         gpus: how many the run uses.
         pending: what the previous launch interrupted after that step, `evaluation` or `generation`.
         attention: the kernels that compute the model's attention, and why not faster ones.
+        data: fingerprints of the tokens, ``train`` and ``validation``, by which runs on the same data are recognized.
         versions: of Python and the libraries that compute, by name.
         details: fields specific to the task.
     """
@@ -80,6 +81,7 @@ class Start(Event):
     nodes: Sequence[str]
     gpus: int
     attention: Sequence[str] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 

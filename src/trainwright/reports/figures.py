@@ -157,11 +157,11 @@ class RunFigures:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Return the step and the loss of the best evaluation."""
+        """Return the step and the loss of the best evaluation of the trained model, which is not that of step 0."""
         losses = [
             (float(event["metrics"]["loss"]), int(event["step"]))
             for event in self.evaluations
-            if _is_number(event.get("metrics", {}).get("loss"))
+            if event["step"] > 0 and _is_number(event.get("metrics", {}).get("loss"))
         ]
         return (min(losses)[1], min(losses)[0]) if losses else None
 
