@@ -112,7 +112,8 @@ class ConsoleObserver:
         expected = self._predicted.get("tokens_per_second")
         if not expected or "mfu" not in self._predicted:
             return {}
-        return {"mfu": self._predicted["mfu"] * event.get("tokens_per_second", 0.0) / expected}
+        shares = {"mfu": self._predicted["mfu"] * event.get("tokens_per_second", 0.0) / expected}
+        return {**shares, "nominal_peak": self._predicted.get("nominal_peak", 0.0)}
 
     def _evaluate(self, event: EventRecord) -> None:
         metrics = event["metrics"]
