@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -12,7 +13,7 @@ from typing import NamedTuple, NoReturn
 from trainwright import heartbeat
 from trainwright.engine.answer_files import AnswerFiles
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.checkpoints.checkpointing import Checkpointing
+from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingSaved
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Rewind, Step
@@ -33,6 +34,7 @@ from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import Stragglers
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
+from trainwright.errors import TrainingError
 from trainwright.parallel.world import StopRequested
 
 
@@ -122,6 +124,10 @@ class Trainer:
             self.events.announce(f"writing the model to {final}", self.progress.step)
             heartbeat.phase("export", self.progress.step)
             export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
+        except NothingSaved as error:
+            self._checkpointing.close()
+            error.args = (f"{error}; {self._save_weights()}",)
+            raise
         except WrongNumbers:
             self._checkpointing.close()  # what it wrote is still good
             raise
@@ -135,6 +141,23 @@ class Trainer:
         self._checkpointing.close()
         self._finish("finished", begun, final)
         return True
+
+    def _save_weights(self) -> str:
+        """Write the weights where they fit, as no checkpoint does; return where, in words."""
+        step, run = self.progress.step, self.checkpoints.directory.parent
+        others = [Path(place) / run.name for place in self.training.recipe.checkpoint.copies if "://" not in place]
+        for directory in [run, *others]:
+            target = directory / f"weights-step-{step}"
+            try:
+                if self.world.is_main:
+                    with suppress(OSError):
+                        directory.mkdir(parents=True, exist_ok=True)
+                export(self.task, self.strategy, target, step, None)
+            except TrainingError as error:
+                self.events.emit(Fault(kind="export", rank=0, detail=str(error).partition("; ")[0], action="continue"))
+                continue
+            return f"the weights of step {step} are in {target}; a new run can begin with them (model.name)"
+        return f"the weights of step {step} fit nowhere either, so they are lost"
 
     def _train(self) -> None:
         self._begun_at = self.progress.step
