@@ -88,7 +88,9 @@ def data_notes(runs: Sequence[RunFigures]) -> list[str]:
 
 def _other_data(first: RunFigures, run: RunFigures, split: str) -> str:
     """Return what makes the data of a split different, as the keys of the recipes that differ; "" if it is the same."""
-    held_out = not any(isinstance((each.recipe.get("data") or {}).get("validation"), (str, list)) for each in (first, run))
+    held_out = not any(
+        isinstance((each.recipe.get("data") or {}).get("validation"), (str, list)) for each in (first, run)
+    )
     keys = [key for key in recipe_differences([first, run]) if _concerns(key, split, held_out=held_out)]
     one, other = ((each.start.get("data") or {}).get(split) for each in (first, run))
     if one is not None and other is not None:

@@ -72,7 +72,9 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
     free = size(plan.chosen.available_bytes)
     whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
     yield f"{legend}{free} available ({whole})"
-    if (shown := next((one.time for one in rows if one.time is not None and one.time.mfu is not None), None)) is not None:
+    if (
+        shown := next((one.time for one in rows if one.time is not None and one.time.mfu is not None), None)
+    ) is not None:
         yield f"MFU: of the {_peak(shown)}"
     if any(not one.layout.reshard_after_forward for one in rows):
         yield "whole: weights stay gathered between forward and backward (parallel.reshard_after_forward=false)"
