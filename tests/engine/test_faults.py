@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.commands import PATIENCE, descendants, started, wait_for
 from tests.support.ledgers import whole_ledger
-from tests.support.runs import ON_ROWS, ROWS, Finished, Runs, column, difference, events
+from tests.support.runs import ON_ROWS, ROWS, TINY, Finished, Runs, column, difference, events
 from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.observe.reader import read_log

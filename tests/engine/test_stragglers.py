@@ -46,7 +46,7 @@ def test_a_slow_rank_is_named_within_20_steps_with_its_phase_and_the_gain(share:
 
 
 def compared(before: float, wall: float, slow: float, compute: float = 0.1) -> list[Straggler]:
-    """Stragglers where one of two ranks computes longer from SLOW_FROM on; steps take `before`, later `wall` seconds."""
+    """One of two ranks computes longer from SLOW_FROM on; steps take `before`, later `wall` seconds."""
     comparison, found = Comparison(), []
     for step in range(STEPS):
         late = step >= SLOW_FROM

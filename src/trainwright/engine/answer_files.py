@@ -22,7 +22,7 @@ class AnswerFiles:
         self._warned = ""
 
     def keep(self, step: int, measured: Measured) -> Path | None:
-        """Write the answers, on the rank that has them; return their file. A disk error is recorded and ends nothing."""
+        """Write the answers, on the rank that has them; return their file. A disk error ends nothing."""
         if not measured.samples:
             return None
         file = self._run / DIRECTORY / f"step-{step}" / "samples.jsonl"

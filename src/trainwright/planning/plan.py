@@ -85,9 +85,9 @@ class Plan:
         """Return the predictions that are compared with the run: bytes per process, seconds per step, threads per
         process.
 
-        ``mfu`` is left out if the peak rate is unknown; ``nominal_peak`` is 1 if it is that of a datasheet. ``calibrated`` and ``measured`` are 1 if times
-        are from rates that the calibration or the quick measurement found on this machine. ``correction``: the factor
-        on the step time from this machine's own runs.
+        ``mfu`` is left out if the peak rate is unknown; ``nominal_peak`` is 1 if it is that of a datasheet.
+        ``calibrated`` and ``measured`` are 1 if times are from rates that the calibration or the quick measurement
+        found on this machine. ``correction``: the factor on the step time from this machine's own runs.
         """
         predicted: dict[str, float] = {
             "memory_bytes": self.chosen.memory.total,

@@ -107,9 +107,9 @@ class CheckpointSection(Section):
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
         description="What to do if three checkpoints in a row cannot be written, so that a failure would lose what was "
-        "trained since the last one. stop: write the weights as they are, beside the checkpoints or else to a directory "
-        "of copies, and end the run with exit code 3 (5 if the disk fails). continue: train to the end, with a "
-        "fault event for each.",
+        "trained since the last one. stop: write the weights as they are, beside the checkpoints or else to a "
+        "directory of copies, and end the run with exit code 3 (5 if the disk fails). continue: train to the end, "
+        "with a fault event for each.",
     )
 
 

@@ -16,7 +16,7 @@ from trainwright.reports.html import AXIS_MENU, Page, escaped, section, table
 # The same in no two runs.
 _OWN = ("logging.run_directory",)
 _MISSING = "-"
-# What the rows and their tokens follow from, beside the section data; and keys of that section that say how they are used.
+# What rows and tokens follow from, beside the section data; and keys of that section that say how they are used.
 _TOKENIZER = ("model.name", "model.tokenizer", "model.chat_template")
 _NOT_ROWS = ("data.pack_length",)
 _LOWER_IS_BETTER = ("loss", "perplexity", "bits_per", "divergence")
@@ -54,7 +54,7 @@ def recipe_differences(runs: Sequence[RunFigures]) -> dict[str, list[str]]:
 
 
 def paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
-    """Return the validation metrics of each run beside those of the first one, where both have the same validation data."""
+    """Return the validation metrics of each run beside those of the first one, if both have the same data."""
     first, found = runs[0], []
     of_first = _evaluations(first)
     for run in runs[1:]:
@@ -147,7 +147,7 @@ def comparison_page(runs: Sequence[RunFigures]) -> str:
     page.add(section("Curves", AXIS_MENU, page.charts(curve_charts(runs))))
     if rows := [difference_row(each) for each in paired_differences(runs)]:
         note = (
-            "<p>After the steps after which both were evaluated, without the untrained model. Lower is better for losses. "
+            "<p>At the steps after which both were evaluated, without the untrained model. Lower is better for losses. "
             "The interval is that of the rows (Wilson).</p>"
         )
         page.add(section("Evaluations, paired by step", note, table(DIFFERENCE_HEAD, rows)))

@@ -98,7 +98,7 @@ def compare(
 
 
 def _runs_in(directory: Path) -> list[Path]:
-    """Return the directory if it is a run, else the runs in it; the directory itself if there is none, to be refused."""
+    """Return the directory if it is a run, else the runs in it; if there is none the directory, to be refused."""
     place = user_path(directory)
     if (place / RECIPE).is_file() or not place.is_dir():
         return [directory]

@@ -85,8 +85,8 @@ ERRORS = (
             "look at the first node's log for an error before this one",
             "from every other node: nc -vz HOST PORT, with the address of --rendezvous; open the port, and all ports "
             "between nodes for NCCL",
-            "use the address of an interface that all nodes share; --rendezvous-timeout is how long nodes wait for each "
-            "other",
+            "use the address of an interface that all nodes share; --rendezvous-timeout is how long nodes wait for "
+            "each other",
         ),
     ),
     KnownError(

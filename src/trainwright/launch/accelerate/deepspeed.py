@@ -20,7 +20,7 @@ _NOTES = {
     "zero3_init_flag": "with zero3, weights are always loaded shard by shard",
     "zero3_save_16bit_model": _SAVED_WHOLE,
     "deepspeed_moe_layer_cls_names": "experts are sharded like all other layers",
-    "deepspeed_hostfile": "pass the file to the command, which starts all its hosts: trainwright train RECIPE --hostfile FILE",
+    "deepspeed_hostfile": "pass the file to the command, which starts its hosts: train RECIPE --hostfile FILE",
     "deepspeed_inclusion_filter": _EACH,
     "deepspeed_exclusion_filter": _EACH,
     "enable_msamp": "not supported",

@@ -359,7 +359,7 @@ def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
     if top.flag("debug"):
         draft.note(
             "debug",
-            "ranks are compared before the first step, and those that enter different collectives are named, in any case",
+            "ranks are always compared before the first step, and if they enter different collectives",
         )
     if top.flag("enable_cpu_affinity"):
         draft.note("enable_cpu_affinity", "processes are bound to the cores of their GPU's NUMA node in any case")
