@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, ProcessRates, TimedSample
+from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, ProcessRates
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.step_time.batch import typical_batch
@@ -120,10 +121,8 @@ def test_processes_share_the_updates_of_matrices() -> None:
 
 def test_the_share_of_a_gpus_peak_is_of_its_datasheet_also_where_it_was_measured() -> None:
     one = parse_machine("1xH200")
-    sample = TimedSample((4096, 4096, 4096), 2 * 4096**3 / 500e12)  # a small product, at half of the peak
-    curves = {**nominal_setting(one, 1).curves, "product/bf16/forward": Curve("amount", (sample,), (1e-5, 1 / 500e12))}
-    quick = Calibration("", "", {}, (replace(nominal_setting(one, 1), curves=curves),), {})
-    for rates in (rates_of(one), Rates(one, measurement=quick), Rates(one, calibration=quick)):
+    quick = measurement({(1, 1): 250e12})  # its largest products reach half of the peak
+    for rates in (rates_of(one), Rates(one, measurement=quick)):
         time = step_time(workload(), choice("single", 1), one, rates)
         assert time.peak == pytest.approx(989.4e12) and time.peak_is_nominal
 
