@@ -21,6 +21,7 @@ from typing import Any
 
 from support import plan_runs
 from support.machine import describe, use_cores
+from support.results import results_directory
 from support.runs import print_table, write_results
 
 from trainwright.data.sources.reading import iterate_source
@@ -28,7 +29,7 @@ from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 
-RESULTS = Path(__file__).parent / "results" / "adapters.json"
+RESULTS = results_directory() / "adapters.json"
 ROWS, VALIDATION = 200, 24
 WAYS: dict[str, tuple[dict[str, Any] | str, float]] = {
     "full": ("none", 2e-4),

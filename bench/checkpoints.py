@@ -24,10 +24,11 @@ import psutil
 import yaml
 from gpu_runs import SMOLLM2
 from support.machine import describe
+from support.results import results_directory
 from support.runs import print_table, write_results
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "checkpoints.json"
+RESULTS = results_directory() / "checkpoints.json"
 STRATEGIES = ("ddp", "fsdp")
 CHECKPOINTS = 3
 MEMORY = "memfd:checkpoint"

@@ -21,9 +21,10 @@ from typing import Any
 
 from support.machine import describe, use_cores
 from support.peers import peer_python
+from support.results import results_directory
 from support.runs import print_table, write_results
 
-RESULTS = Path(__file__).parent / "results" / "collect_vs_sb3.json"
+RESULTS = results_directory() / "collect_vs_sb3.json"
 SCRIPT = Path(__file__).parent / "peers" / "sb3_ppo.py"
 STREAMS, STEPS, HORIZON = 100, 1000, 20
 SETTINGS = {"n_steps": 80, "batch_size": 40, "n_epochs": 20, "learning_rate": 3e-4}

@@ -22,12 +22,13 @@ from support.inputs import find_model
 from support.machine import describe, use_cores
 from support.peers import peer_python
 from support.processes import run_measured
+from support.results import results_directory
 from support.runs import print_table, write_results
 
 import trainwright as tw
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-RESULTS = Path(__file__).parent / "results" / "dpo_vs_trl.json"
+RESULTS = results_directory() / "dpo_vs_trl.json"
 SCRIPT = Path(__file__).parent / "peers" / "trl_dpo.py"
 CORES = 2
 ROWS, MAX_LENGTH, BETA, LEARNING_RATE = 8, 512, 0.1, 1e-5

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from support.machine import describe
+from support.results import results_directory
 from support.runs import write_results
 
 import trainwright as tw
@@ -27,7 +28,7 @@ OVERRIDES = (
     f"data.train={ROOT / 'tests' / 'engine' / 'golden' / 'rows.jsonl'}",
     "evaluate.prompts=['What is a list?']",
 )
-RESULTS = Path(__file__).parent / "results"
+RESULTS = results_directory()
 NO_TIME = 1e-9  # minutes; no fault begins
 STRATEGIES, PROCESSES = ("single", "ddp", "fsdp", "zero3"), (1, 2, 3)
 

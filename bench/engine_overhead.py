@@ -27,6 +27,7 @@ from support.inputs import find_model, write_rows
 from support.machine import describe, use_cores
 from support.peers import cache_directory
 from support.processes import busy_seconds
+from support.results import results_directory
 from support.runs import Spread, write_results
 from support.trainwright_side import RECIPE
 
@@ -43,7 +44,7 @@ from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.registry import task_module
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = results_directory()
 CORES = 2
 EXAMPLES_PER_STEP = 10
 WARM_UP = 3

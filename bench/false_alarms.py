@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 from support.machine import describe
+from support.results import results_directory
 from support.runs import print_table, write_results
 
 ROOT = Path(__file__).parents[1]
@@ -205,7 +206,7 @@ def _report(lines: list[dict[str, Any]], refused: dict[str, str], output: Path) 
 
 
 def _parse() -> argparse.Namespace:
-    results = Path(__file__).parent / "results"
+    results = results_directory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no run after this time, over all pieces")
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))

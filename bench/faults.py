@@ -18,6 +18,7 @@ from pathlib import Path
 
 from support.faults import catalog  # noqa: F401
 from support.faults.setting import setting
+from support.results import results_directory
 
 from trainwright.drilling import phases
 from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
@@ -60,7 +61,6 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=300, help="how many faults")
     parser.add_argument("--kinds", nargs="+", default=[], metavar="PATTERN", help="only kinds of these names")
@@ -70,7 +70,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="try broken and missed ones again; any, with --only")
     parser.add_argument("--fresh", action="store_true", help="forget all verdicts first")
     parser.add_argument("--keep", action="store_true", help="keep the directories of trials that held, too")
-    parser.add_argument("--results", type=Path, default=here / "results" / "faults.jsonl", metavar="FILE")
+    parser.add_argument("--results", type=Path, default=results_directory() / "faults.jsonl", metavar="FILE")
     parser.add_argument(
         "--work",
         type=Path,

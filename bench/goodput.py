@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from support.machine import describe
+from support.results import results_directory
 from support.runs import write_results
 
 from trainwright.beats import heartbeat_directory, heartbeat_file, read
@@ -31,7 +32,7 @@ from trainwright.observe.reader import read_events
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
 ROWS = ROOT / "tests" / "engine" / "golden" / "rows.jsonl"
-RESULTS = Path(__file__).parent / "results" / "goodput.json"
+RESULTS = results_directory() / "goodput.json"
 MOST = 3
 # With the recipe's own learning rate, undisturbed runs on 1 and 3 processes differ by 1e-3 after 200 steps: training
 # amplifies the rounding of sums.

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from support.machine import describe
+from support.results import results_directory
 from support.runs import print_table, write_results
 
 from trainwright.observe.ledger import read_ledger
@@ -54,7 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name has this")
     parser.add_argument("--skip", default="-", help="cases whose name has this")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_runs.json")
+    parser.add_argument("--output", type=Path, default=results_directory() / "gpu_runs.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this bench needs a GPU")
@@ -103,11 +104,17 @@ def measure(name: str, directory: Path) -> dict[str, Any]:
         "step_time": measured["step_time"],
         "tokens_per_second": speed,
         "predicted_tokens_per_second": predicted["tokens_per_second"],
-        "mfu": predicted["mfu"] * speed / predicted["tokens_per_second"],
+        "mfu": _share_of_datasheet(predicted) * speed / predicted["tokens_per_second"],
         "memory_bytes": measured["tensors_bytes"],
         "predicted_bytes": predicted["tensors_bytes"],
         "seconds": dict(ledger.seconds),
     }
+
+
+def _share_of_datasheet(predicted: dict[str, float]) -> float:
+    if not predicted.get("nominal_peak"):
+        raise SystemExit("this GPU has no datasheet in machine/cards.json, so there is no peak rate to compare with")
+    return predicted["mfu"]
 
 
 def recipe_of(config: dict[str, Any], pack: int, documents: int, directory: Path) -> dict[str, Any]:

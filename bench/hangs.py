@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from support.machine import describe
+from support.results import results_directory
 from support.runs import print_table, write_results
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +85,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results = Path(__file__).parent / "results"
+    results = results_directory()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--kinds", nargs="+", choices=PHASES, default=list(PHASES), help="only hangs of these kinds")

@@ -26,6 +26,7 @@ from typing import Any
 
 from gpu_runs import SMOLLM2
 from support.machine import describe, use_cores
+from support.results import results_directory
 from support.runs import write_results
 
 from trainwright import heartbeat
@@ -70,7 +71,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "heartbeat.json")
+    parser.add_argument("--output", type=Path, default=results_directory() / "heartbeat.json")
     options = parser.parse_args()
     machine = describe(use_cores(2))
     times = steps(options.steps, options.strategy, MODELS[options.model])

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from support.machine import describe, use_cores
+from support.results import results_directory
 from support.runs import write_results
 
 from trainwright.models.history.context import Context
@@ -35,7 +36,7 @@ from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillati
 from trainwright.tasks.algorithm_distillation.task import environment_of, shape_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "algorithm_distillation"
-RESULTS = Path(__file__).parent / "results"
+RESULTS = results_directory()
 QUARTERS = 4
 
 

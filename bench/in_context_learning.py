@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from support.machine import describe, use_cores
+from support.results import results_directory
 from support.runs import write_results
 
 import trainwright as tw
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "algorithm_distillation" / "darkroom.yaml"
-RESULTS = Path(__file__).parent / "results"
+RESULTS = results_directory()
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from support.machine import describe, use_cores
+from support.results import results_directory
 from support.runs import print_table, write_results
 
 from trainwright import heartbeat
@@ -38,7 +39,7 @@ from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, by_ca
 from trainwright.spent import Use
 
 ROOT = Path(__file__).parents[1]
-OUTPUT = ROOT / "bench" / "results" / "ledger.json"
+OUTPUT = results_directory() / "ledger.json"
 TINY, QUICKSTART = ROOT / "recipes" / "sft" / "tiny.yaml", ROOT / "recipes" / "sft" / "quickstart.yaml"
 SHORT = ("data.limit=300", "data.validation=8", "evaluate.max_new_tokens=8")
 # The recipe, its strategy and processes, other keys, and the steps of the profiled run.

@@ -30,8 +30,9 @@ from typing import Any
 from support.machine import describe
 from support.mutation_list import ROOT, ListError, Mutation, read_list
 from support.mutation_runs import Copy, Outcome
+from support.results import results_directory
 
-RESULTS = Path(__file__).parent / "results" / "mutations.json"
+RESULTS = results_directory() / "mutations.json"
 CAUGHT = ("caught", "hang")
 ENOUGH = 0.95
 

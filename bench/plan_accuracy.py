@@ -30,12 +30,13 @@ from support import plan_runs
 from support.estimators import estimates
 from support.machine import describe, use_cores
 from support.plan_cases import FAMILIES, Case, draw, predict
+from support.results import results_directory
 
 from trainwright.errors import TrainwrightError
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = results_directory()
 CASES = 104
 
 

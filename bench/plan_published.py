@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results" / "plan_published.json"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", action="store_true", help="each run that the planning model was mended on")
-    parser.add_argument("--write", action="store_true", help=f"keep the errors of each kind in {FILE.name}")
+    parser.add_argument("--write", action="store_true", help=f"keep the results, the page and {FILE.name}")
     arguments = parser.parse_args()
     if arguments.runs:
         print_runs()
@@ -50,8 +50,9 @@ def main() -> None:
         print(f"\n{half}: {len(found)} runs of {len({one.figure['source']['url'] for one in found})} sources")
         print_table(HEADER, [summary.row(name) for name, summary in classes.items()])
         results[half] = {name: summary.as_json() for name, summary in classes.items()}
-    write_results(RESULTS, results)
-    report.PAGE.write_text(report.page(), encoding="utf-8")
+    if arguments.write:
+        write_results(RESULTS, results)
+        report.PAGE.write_text(report.page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 from support.machine import describe, use_cores
 from support.peers import cache_directory
 from support.regret_here import run_here
+from support.results import results_directory
 from support.runs import print_table, write_results
 from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, run_steps
@@ -42,7 +43,7 @@ from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import Recipe
 
-RESULTS = Path(__file__).parent / "results" / "plan_regret.json"
+RESULTS = results_directory() / "plan_regret.json"
 RESULTS_HERE = RESULTS.with_name("plan_regret_here.json")
 WARM_UP = 1
 NEAR = 1.2  # times the fastest, in the first round, of what is run again

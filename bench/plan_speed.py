@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 
 from support.machine import describe
+from support.results import results_directory
 from support.runs import print_table, write_results
 from support.trainwright_side import COMMAND
 
-RESULTS = Path(__file__).parent / "results" / "plan_speed.json"
+RESULTS = results_directory() / "plan_speed.json"
 RECIPES = Path(__file__).parents[1] / "recipes" / "sft"
 ROUNDS = 7
 LLAMA = ["--model", "meta-llama/Llama-3.1-8B", "--sequence-length", "8192"]

@@ -21,6 +21,7 @@ from typing import Any
 
 from support.machine import describe, use_cores
 from support.peers import cache_directory
+from support.results import results_directory
 from support.runs import print_table, write_results
 from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, pairwise_order, run_steps, spearman
@@ -36,7 +37,7 @@ from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import Recipe
 
-RESULTS = Path(__file__).parent / "results" / "plan_time.json"
+RESULTS = results_directory() / "plan_time.json"
 WARM_UP = 2
 
 # Name: model, mean length of documents, pack length (None: padded rows), examples per step, overrides.

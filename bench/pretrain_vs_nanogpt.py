@@ -28,6 +28,7 @@ import torch
 from support.machine import describe, use_cores
 from support.peers import cache_directory
 from support.plain_gpt import PlainLoop
+from support.results import results_directory
 from support.runs import Spread, write_results
 
 from trainwright.data.stream.windows import WindowDataset
@@ -51,7 +52,7 @@ from trainwright.tasks.registry import task_module
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "pretrain" / "shakespeare.yaml"
-RESULTS = Path(__file__).parent / "results" / "pretrain_vs_nanogpt.json"
+RESULTS = results_directory() / "pretrain_vs_nanogpt.json"
 CORES = 2
 WARM_UP = 20
 TOKENS = 12 * 64

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from support.machine import describe
+from support.results import results_directory
 from support.runs import print_table, write_results
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
 ROWS = ROOT / "tests" / "engine" / "golden" / "rows.jsonl"
-RESULTS = Path(__file__).parent / "results" / "replay.json"
+RESULTS = results_directory() / "replay.json"
 EVERY, STEPS = 4, 16
 DEFAULT_EVERY = 200
 MANTISSA_BITS = 23

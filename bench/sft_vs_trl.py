@@ -26,12 +26,13 @@ from support.comparison import OURS, fastest_best, report, summarize
 from support.inputs import example_lengths, find_model, write_rows
 from support.machine import describe, matrix_peak, use_cores
 from support.peers import peer_python
+from support.results import results_directory
 from support.runs import Run, write_results
 from support.trainwright_side import run_trainwright
 from support.trl_side import BEST, DEFAULTS, run_trl
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-RESULTS = Path(__file__).parent / "results" / "sft_vs_trl.json"
+RESULTS = results_directory() / "sft_vs_trl.json"
 CORES = 2
 EXAMPLES_PER_STEP = 10
 

@@ -18,12 +18,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from support.results import results_directory  # noqa: E402
 from support.runs import print_table, write_results  # noqa: E402
 
 from tests.simulation.cases import simulate_all  # noqa: E402
 from tests.simulation.test_matrix import memory_cases  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results" / "simulated_peaks.json"
+RESULTS = results_directory() / "simulated_peaks.json"
 
 
 def main() -> None:

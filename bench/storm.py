@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from support.machine import describe
+from support.results import results_directory
 from support.runs import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +36,7 @@ from tests.support.slurm import Slurm, why_not  # noqa: E402
 from trainwright.drilling.campaign import Results  # noqa: E402
 from trainwright.drilling.setting import code_of_the_product  # noqa: E402
 
-RESULTS = Path(__file__).resolve().parent / "results" / "storm.jsonl"
+RESULTS = results_directory() / "storm.jsonl"
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from support.machine import describe
+from support.results import results_directory
 from support.runs import print_table, write_results
 
 from trainwright.beats import Beat, heartbeat_directory, heartbeat_file, read
@@ -33,7 +34,7 @@ from trainwright.observe.reader import read_log
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
-OUTPUT = ROOT / "bench" / "results" / "stragglers.json"
+OUTPUT = results_directory() / "stragglers.json"
 STRATEGIES = ("ddp", "fsdp")
 PERIOD = 0.1
 BEGIN, SLOW, AFTER = 40, 30, 24  # steps before, while, and after a rank is slow

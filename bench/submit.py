@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from support.machine import describe
+from support.results import results_directory
 from support.runs import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +35,7 @@ from tests.support.commands import environment, wait_for  # noqa: E402
 from tests.support.slurm import Slurm, why_not  # noqa: E402
 from trainwright.drilling.promises import lines  # noqa: E402
 
-RESULTS = Path(__file__).resolve().parent / "results" / "submit.json"
+RESULTS = results_directory() / "submit.json"
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
 SETTINGS = (
     f"data.train={ROOT / 'tests' / 'engine' / 'golden' / 'rows.jsonl'}",

@@ -24,12 +24,13 @@ from typing import Any
 from support.inputs import find_model
 from support.machine import describe, use_cores
 from support.processes import run_measured
+from support.results import results_directory
 from support.runs import Spread, print_table, write_results
 from support.trainwright_side import COMMAND
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "unlearn_vs_plain.json"
+RESULTS = results_directory() / "unlearn_vs_plain.json"
 CORES, WARM_UP, EPOCHS = 2, 2, 10
 FORGET, RETAIN, PAIRS_A_STEP, MICRO_BATCH, MAX_LENGTH, BETA, LEARNING_RATE = 64, 192, 8, 4, 512, 0.1, 1e-5
 FASTER, SMALLER = 1.5, 0.7

@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 from support.machine import describe, use_cores
+from support.results import results_directory
 from support.runs import write_results
 from support.synthetic_runs import write_runs
 
@@ -40,7 +41,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--work", type=Path, help="where the runs are written; they are removed afterwards")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "watching.json")
+    parser.add_argument("--output", type=Path, default=results_directory() / "watching.json")
     options = parser.parse_args()
     machine = describe(use_cores(2))
     work = Path(tempfile.mkdtemp(prefix="watching-", dir=options.work))

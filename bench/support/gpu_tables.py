@@ -18,7 +18,7 @@ def gpu_runs() -> str:
             "-",
             f"{case['tokens_per_second']:,.0f} ({_more(case, 'tokens_per_second')}), "
             f"{case['memory_bytes'] / 2**30:.1f} GiB ({case['memory_bytes'] / case['predicted_bytes'] - 1:+.1%}); "
-            f"{case['mfu']:.0%} of the datasheet's peak rate",
+            f"{case['mfu']:.1%} of the datasheet's peak rate",
             "python bench/gpu_runs.py",
         )
         for case in results["cases"]

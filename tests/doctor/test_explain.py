@@ -13,7 +13,7 @@ import pytest
 import trainwright as tw
 from tests.support.commands import PATIENCE, environment, trainwright
 from tests.support.runs import Runs
-from trainwright.diagnosis.explain import Diagnosis, explain
+from trainwright.diagnosis.explain import Diagnosis, advice, explain
 from trainwright.diagnosis.known_error import Role
 from trainwright.diagnosis.table import KNOWN_ERRORS
 from trainwright.recipe.json_schema import recipe_json_schema
@@ -258,7 +258,7 @@ def test_names_are_unique_and_every_error_says_why_and_what_to_do() -> None:
 
 def test_fixes_name_only_keys_that_recipes_have() -> None:
     schema = recipe_json_schema()
-    text = " ".join(" ".join((error.cause, *error.fixes)) for error in KNOWN_ERRORS)
+    text = " ".join(" ".join((error.cause, *error.fixes, *error.recipe_fixes)) for error in KNOWN_ERRORS)
     sections = "train|optimizer|parallel|checkpoint|evaluate|logging|data"
     keys = set(re.findall(rf"(?<![\w./])({sections})\.([a-z_]+)\b(?!\()", text))
     assert len(keys) > 10
@@ -267,3 +267,13 @@ def test_fixes_name_only_keys_that_recipes_have() -> None:
         name = re.search(r"#/\$defs/(\w+)", json.dumps(reference))
         assert name is not None
         assert key in schema["$defs"][name[1]]["properties"], f"{section}.{key}"
+
+
+def test_the_fixes_of_a_run_of_trainwright_name_its_own_keys() -> None:
+    error = "RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"
+    trace = f'File "/opt/trainwright/parallel/world.py", line 10, in sum\n{error}'
+    assert "parallel.timeout" in advice(trace) and "ddp_timeout" not in advice(trace)
+    assert any("parallel.timeout" in fix for fix in explain(trace).fixes)
+    assert any("ddp_timeout" in fix for fix in explain(error).fixes), "that of another program"
+    taken = "RuntimeError: Address already in use (errno: 98)"
+    assert "--rendezvous HOST:PORT" in advice(taken) and "accelerate launch" not in advice(taken)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import binomtest
 
 from tests.support.commands import wait_for
-from tests.support.runs import Runs
+from tests.support.runs import ON_ROWS, Runs
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Evaluate, Finish, Generate
 from trainwright.errors import RequestError
@@ -125,3 +126,22 @@ def test_a_log_with_a_directory_in_its_place_is_refused_and_named(tmp_path: Path
     (tmp_path / "events.jsonl").mkdir()
     with pytest.raises(RequestError, match=r"events\.jsonl: a run cannot be written there: Is a directory"):
         EventLog(tmp_path / "events.jsonl")
+
+
+def test_answers_that_are_cut_in_training_are_noticed_and_stored(runs: Runs) -> None:
+    asked = ("data.validation=10", "evaluate.metrics=[exact_match]", "evaluate.max_new_tokens=2", ON_ROWS)
+    run = runs.trained("parallel.num_processes=2", "train.max_steps=2", "evaluate.every=2", *asked)
+    events = read_events(run / "events.jsonl")
+    evaluations = [event for event in events if event["event"] == "evaluate"]
+    assert [event["metrics"]["exact_match"] for event in evaluations] == [0.0, 0.0]
+    count = None
+    for event in evaluations:
+        samples = [json.loads(line) for line in Path(event["answers"]).read_text().splitlines()]
+        count = len(samples)
+        assert all(sample["complete"] is False and sample["reference"] and sample["prompt"] for sample in samples)
+        low, high = event["intervals"]["exact_match"]
+        expected = binomtest(0, count).proportion_ci(0.95, "wilson")
+        assert (low, high) == pytest.approx((expected.low, expected.high))
+    (notice,) = [event["message"] for event in events if event["event"] == "notice"]
+    assert f"all {count} answers were cut at 2 tokens" in notice and "evaluate.max_new_tokens" in notice
+    assert "exact_match of step 0" in notice

@@ -57,6 +57,12 @@ MODULE = """
 
     class Lacks:
         pass
+
+
+    class Fails(StepPolicy):
+        def after(self, step):
+            if step == 2:
+                raise RuntimeError("no luck")
 """
 SHORT = (ON_ROWS, "train.max_steps=4", "checkpoint.every=2", "parallel.num_processes=1")
 
@@ -151,3 +157,11 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(place: Path, 
     assert ended.returncode == 2
     assert message in " ".join(ended.stderr.split())
     assert not run.exists()
+
+
+def test_a_failed_run_says_why_in_its_events_and_on_its_page(place: Path) -> None:
+    run, ended = train(place, "train.step_policies=['somebody:Fails']", "logging.report=true")
+    assert ended.returncode == 4, ended.stderr
+    (fault,) = events(run, "fault")
+    assert (fault["kind"], fault["rank"], fault["action"]) == ("failure", 0, "the run ends") and fault["detail"]
+    assert '<span class="badge bad">failed</span>' in (run / "report.html").read_text()

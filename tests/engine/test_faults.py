@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.commands import PATIENCE, descendants, started, wait_for
 from tests.support.ledgers import whole_ledger
-from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, difference, events
+from tests.support.runs import ON_ROWS, ROWS, TINY, Finished, Runs, column, difference, events
 from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.observe.reader import read_log
@@ -293,6 +293,37 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int
     assert ended.stdout.count("No space left on device") == len(faults)
     assert column(run, "loss") == column(uninterrupted, "loss")
     assert (run / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("count", slow_but(1, among=(1, 2)))
+def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_its_weights(runs: Runs, count: int) -> None:
+    run, ended = without_checkpoints(runs, processes(count), ON_ROWS, "train.max_steps=12")
+    assert ended.code == 3, ended.stdout + ended.stderr
+    assert f"3 checkpoints in a row could not be written to {run / 'checkpoints'}, and none was written" in ended.stderr
+    assert "No space left on device" in ended.stderr and "Traceback" not in ended.stderr
+    assert "checkpoint.on_failure" in ended.stderr
+    assert [fault["action"] for fault in events(run, "fault")] == ["continue", "continue", "stop"]
+    assert len(column(run, "loss")) == 6, "what is left is not trained"
+    weights = run / "weights-step-6"
+    assert f"the weights of step 6 are in {weights}" in ended.stderr and (weights / "model.safetensors").is_file()
+    assert not (run / "final").exists()
+
+
+def test_a_run_goes_on_without_checkpoints_if_it_is_told_to(runs: Runs) -> None:
+    settings = (processes(1), ON_ROWS, "train.max_steps=12", "checkpoint.on_failure=continue")
+    run, ended = without_checkpoints(runs, *settings)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    assert (run / "final" / "model.safetensors").is_file() and len(events(run, "fault")) == 6
+
+
+def without_checkpoints(runs: Runs, *settings: str) -> tuple[Path, Finished]:
+    """A run from its first step on, whose disk for checkpoints is too small for any."""
+    run = stopped(runs, *settings, step=2)
+    directory = run / "checkpoints"
+    directory.rename(run / "before")
+    directory.mkdir()
+    with small_disk(directory, 64):
+        return run, runs.resume(run, "checkpoint.every=2").wait()
 
 
 @pytest.mark.slow

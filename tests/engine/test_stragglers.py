@@ -43,3 +43,23 @@ def test_a_slow_rank_is_named_within_20_steps_with_its_phase_and_the_gain(share:
         assert len(found) == 1, "it is named once"
         whole = sum(PHASES) + 0.01
         assert straggler.gain == pytest.approx(share * sum(PHASES) / (whole + share * sum(PHASES)), abs=0.05)
+
+
+def compared(before: float, wall: float, slow: float, compute: float = 0.1) -> list[Straggler]:
+    """One of two ranks computes longer from SLOW_FROM on; steps take `before`, later `wall` seconds."""
+    comparison, found = Comparison(), []
+    for step in range(STEPS):
+        late = step >= SLOW_FROM
+        seconds = [[0.0, compute + (slow if late else 0.0), 0.0, 0.0, 0.0], [0.0, compute, 0.0, 0.0, 0.0]]
+        found.append(comparison.add(seconds, wall if late else before))
+    return [straggler for straggler in found if straggler is not None]
+
+
+def test_the_gain_is_at_least_what_the_others_have_waited() -> None:
+    (straggler,) = compared(before=0.5, wall=0.4, slow=0.116)  # steps were longer before: other rows, a busy machine
+    assert straggler.slower > 1.0 and straggler.gain >= 0.116 / 0.4 - 1e-6
+
+
+def test_what_a_slow_rank_costs_of_long_steps_is_small() -> None:
+    (straggler,) = compared(before=20.0, wall=20.0, slow=0.116)
+    assert straggler.gain < 0.02, "no notice says so"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from trainwright.evaluation.columns import Column, difference, estimate
 from trainwright.evaluation.measure import likelihood_columns
@@ -78,3 +79,27 @@ def test_of_one_row_there_is_no_interval_and_of_equal_rows_it_is_a_point() -> No
 def test_an_estimate_is_the_same_each_time() -> None:
     column = Column.of_rows(list(np.random.default_rng(4).random(50)))
     assert estimate(column) == estimate(column)
+
+
+def test_a_proportion_has_the_interval_of_wilson_also_at_its_ends() -> None:
+    for right, count in ((0, 24), (24, 24), (7, 30)):
+        found = estimate(Column.of_rows([1.0] * right + [0.0] * (count - right)))
+        expected = binomtest(right, count).proportion_ci(0.95, "wilson")
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    tokens = Column(np.array([0.0, 0.0, 0.0]), np.array([5.0, 9.0, 4.0]))  # no token of any row is right
+    found = estimate(tokens)
+    assert found.low == 0.0 and found.high is not None and found.high > 0.5
+    scores = Column.of_rows([0.0, 0.5, 1.0, 1.0])  # not a proportion
+    assert estimate(scores).high != estimate(Column.of_rows([0.0, 0.0, 1.0, 1.0])).high
+
+
+def test_proportions_of_the_same_rows_differ_by_the_interval_of_newcombe() -> None:
+    none = Column.of_rows([0.0] * 20)
+    found = difference(none, none)
+    assert found.value == 0.0 and found.low is not None and found.high is not None and found.low < 0 < found.high
+    # Newcombe 1998, table II: 36 of 50 and 27 of 50 with 20 in both give 0.18 and about -0.03 to 0.36.
+    one = Column.of_rows([1.0] * 20 + [1.0] * 16 + [0.0] * 7 + [0.0] * 7)
+    other = Column.of_rows([1.0] * 20 + [0.0] * 16 + [1.0] * 7 + [0.0] * 7)
+    found = difference(one, other)
+    assert found.value == pytest.approx(0.18) and found.low is not None and found.high is not None
+    assert -0.05 < found.low < 0.02 and 0.33 < found.high < 0.37

@@ -102,7 +102,7 @@ def test_what_a_killed_launch_did_after_its_checkpoint_is_repeated_and_the_time_
     # Step 5 ended at 116: the 4 seconds until the last line are lost.
     assert ledger.seconds == pytest.approx({"forward": 18.0, "repeated": 4.0, "stopped": 20.0, "start: imports": 8.0})
     assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall) == 50.0
-    assert ledger.goodput == pytest.approx(18.0 / 50.0)
+    assert ledger.trained == pytest.approx(18.0 / 50.0)
 
 
 def test_a_rewind_repeats_within_a_launch(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.measured import measurement
 from trainwright.machine.describe import Cluster, cluster_of, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, ProcessRates
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.step_time.batch import typical_batch
-from trainwright.planning.step_time.rates import Group, rates_of
+from trainwright.planning.step_time.rates import Group, Rates, rates_of
 from trainwright.planning.step_time.rates_nominal import nominal_setting
 from trainwright.planning.step_time.step import StepTime, model_operations, step_time
 from trainwright.planning.workload import AdapterShape, Choice, Workload
@@ -116,6 +117,14 @@ def test_processes_share_the_updates_of_matrices() -> None:
             added.append({part: with_muon[part] - without[part] for part in with_muon})
         assert added[1]["optimizer"] == pytest.approx(added[0]["optimizer"] / 4, rel=0.05), strategy
         assert 0 < added[1]["communication"] < added[1]["optimizer"]
+
+
+def test_the_share_of_a_gpus_peak_is_of_its_datasheet_also_where_it_was_measured() -> None:
+    one = parse_machine("1xH200")
+    quick = measurement({(1, 1): 250e12})  # its largest products reach half of the peak
+    for rates in (rates_of(one), Rates(one, measurement=quick)):
+        time = step_time(workload(), choice("single", 1), one, rates)
+        assert time.peak == pytest.approx(989.4e12) and time.peak_is_nominal
 
 
 def test_parts_add_up_and_rates_follow() -> None:

@@ -189,14 +189,49 @@ def test_a_run_is_compared_with_others(tmp_path: Path) -> None:
     found = tw.compare(one, two, out=tmp_path / "page.html")
     assert found.recipes == {"model.name": ["-", "x"], "train.seed": ["1", "2"]}
     (difference,) = found.evaluations
-    assert (difference.metric, difference.pairs) == ("loss", 3) and difference.mean == pytest.approx(0.5)
-    assert difference.interval == pytest.approx((0.5, 0.5), abs=1e-6)
+    assert (difference.metric, difference.step, difference.evaluations) == ("loss", 4, 3)
+    assert difference.last == pytest.approx((1.6, 2.1)) and difference.best == pytest.approx((1.6, 2.1))
     assert "train.seed" in str(found) and "+0.5" in str(found)
     assert found.page is not None and "Evaluations, paired by step" in found.page.read_text()
     with pytest.raises(RequestError, match="at least two runs"):
         tw.compare(one)
     same = [RunFigures.read(one), RunFigures.read(one)]
-    assert recipe_differences(same) == {} and paired_differences(same)[0].mean == 0.0
+    assert recipe_differences(same) == {} and paired_differences(same)[0].last == (1.6, 1.6)
+    for several in ([[one, two]], [tmp_path], [str(tmp_path)], [(one,), two]):
+        assert [run.name for run in tw.compare(*several).runs] == ["one", "two"]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(RequestError, match="is one; name another one"):
+        tw.compare([one])
+
+
+def test_the_untrained_model_does_not_count_and_other_data_is_said(tmp_path: Path) -> None:
+    def run(name: str, losses: dict[int, float], data: dict[str, str], recipe: str) -> Path:
+        steps = [step(n, 101.0 + n) for n in range(1, max(losses) + 1)]
+        evaluations = [evaluate(n, 120.0 + n, loss) for n, loss in losses.items()]
+        return written(tmp_path / name, {**start(100.0), "data": data}, *steps, *evaluations, recipe=recipe)
+
+    recipe = "task: sft\nmodel: {name: small}\ndata: {train: a.jsonl, validation: b.jsonl, max_length: 64}\n"
+    same = {"train": "1", "validation": "2"}
+    one = run("one", {0: 5.0, 2: 0.9, 4: 0.87}, same, recipe)
+    two = run("two", {0: 4.0, 2: 1.1, 4: 1.08, 6: 1.0}, same, recipe)
+    found = tw.compare(one, two)
+    (difference,) = found.evaluations
+    assert (difference.best, difference.last, difference.step) == ((0.87, 1.08), (0.87, 1.08), 4)
+    assert not found.notes and [each.best for each in found.runs] == [(4, 0.87), (6, 1.0)]
+    assert "+0.21" in str(found)
+
+    longer = recipe.replace("b.jsonl", "c.jsonl").replace("64", "128")
+    other = run("other", {2: 0.1}, {"train": "1", "validation": "3"}, longer)
+    found = tw.compare(one, other, out=tmp_path / "page.html")
+    assert found.evaluations == []
+    (note,) = found.notes
+    assert "validated on different data (data.max_length, data.validation)" in note and "not comparable" in str(found)
+    assert found.page is not None and "not comparable" in found.page.read_text()
+    changed = run("changed", {2: 0.1}, {"train": "9", "validation": "3"}, recipe)
+    notes = tw.compare(one, changed).notes
+    assert len(notes) == 2 and all("their rows have changed" in note for note in notes)
+    older = run("older", {2: 0.1}, {}, longer)
+    assert "data.validation" in tw.compare(one, older).notes[0]
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
@@ -223,6 +258,41 @@ def test_a_real_run_writes_its_report(runs: Runs) -> None:
     page = (run / "report.html").read_text()
     for shown in ("What is a list?", "Predicted and measured", "Where the time went", "max_steps: 3", "<td>torch</td>"):
         assert shown in page
+    assert badge(run) == "finished"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "shown"),
+    [
+        (("faults.on_non_finite=stop", "optimizer.learning_rate=1e9", "optimizer.max_grad_norm=1"), "failed", "stop"),
+        (("optimizer.learning_rate=1e9", "optimizer.max_grad_norm=null"), "failed", "optimizer.learning_rate"),
+    ],
+)
+def test_the_page_of_a_failed_run_says_so(runs: Runs, overrides: tuple[str, ...], status: str, shown: str) -> None:
+    run = runs.new_directory("run")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=20", "logging.tensorboard=false")
+    ended = runs.command(
+        "train", str(TINY), *fixed, *overrides, f"logging.run_directory={run}", "logging.report=true"
+    ).wait()
+    assert ended.code == 4, ended.stderr
+    assert badge(run) == status
+    assert shown in (run / "report.html").read_text() and RunFigures.read(run).status == "failed"
+
+
+def test_a_stopped_run_says_so_on_its_page(runs: Runs) -> None:
+    run = runs.new_directory("run")
+    fixed = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=20", "logging.tensorboard=false")
+    ended = runs.command(
+        "train", str(TINY), *fixed, f"logging.run_directory={run}", "logging.report=true", "--until", "step 2"
+    ).wait()
+    assert ended.code == 75, ended.stderr
+    assert badge(run) == "stopped"
+
+
+def badge(run: Path) -> str:
+    found = re.search(r'<span class="badge [a-z]+">([^<]*)</span>', (run / "report.html").read_text())
+    assert found is not None
+    return found[1]
 
 
 def test_what_machines_did_is_drawn_where_it_is_something() -> None:

@@ -188,5 +188,5 @@ def test_the_seconds_of_every_rank_are_given_by_category(board: Board, client: T
     found = client.get("/seconds", params={"run": f"group/{NAME}"}).json()
     assert found["categories"] == ["forward", "exchange", "waiting for ranks", "start: imports"]
     assert [rank["seconds"]["forward"] for rank in found["ranks"]] == [3.0, 4.0]
-    assert found["ranks"][1]["goodput"] == pytest.approx(0.5)
+    assert found["ranks"][1]["trained"] == pytest.approx(0.5)
     assert client.get("/seconds", params={"run": "none"}).status_code == 404

@@ -141,7 +141,7 @@ def _explanation(diagnosis: Diagnosis, cause: LogError, log: LogText) -> list[st
         f"  {cause.excerpt}",
         f"why:    {cause.error.cause}",
         *(f"here:   {detail}" for detail in diagnosis.details),
-        *(f"do:     {fix}" for fix in cause.error.fixes),
+        *(f"do:     {fix}" for fix in diagnosis.fixes),
     ]
 
 
@@ -166,7 +166,7 @@ def _values(diagnosis: Diagnosis, log: LogText) -> dict[str, Any]:
             **_finding(cause, log),
             "cause": cause.error.cause,
             "details": diagnosis.details,
-            "fixes": cause.error.fixes,
+            "fixes": diagnosis.fixes,
         },
         "is_only_follow_up": diagnosis.is_only_follow_up,
         "unknown": None

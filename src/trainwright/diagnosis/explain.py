@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -58,6 +59,8 @@ _WORDS = (
 )
 # Of an excerpt.
 _WIDTH = 400
+# In a traceback, or as the command that was started.
+_OWN = re.compile(r"/trainwright/[\w/]+\.py\b|\btrainwright (?:train|launch|under)\b")
 
 
 @dataclass
@@ -86,6 +89,7 @@ class Diagnosis:
         is_unknown_first: whether `unknown` is the cause.
         followed: known errors that follow from the cause.
         signs: lines that may be related, and lines that only look like errors.
+        is_own: whether the log is of a run of Trainwright.
     """
 
     cause: LogError | None
@@ -94,6 +98,12 @@ class Diagnosis:
     is_unknown_first: bool
     followed: list[LogError]
     signs: list[LogError]
+    is_own: bool = False
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """What to do about the cause."""
+        return () if self.cause is None else self.cause.error.fixes_of(own=self.is_own)
 
     @property
     def is_only_follow_up(self) -> bool:
@@ -118,7 +128,8 @@ def explain(text: str) -> Diagnosis:
         cause = next((sign for sign in signs if sign.error.role is Role.SIGN), None)
         signs = [sign for sign in signs if sign is not cause]
     details = details_of(cause.error.name, log.lines) if cause is not None else []
-    return Diagnosis(cause, details, unknown, is_unknown_first, followed, signs)
+    own = _OWN.search(text) is not None
+    return Diagnosis(cause, details, unknown, is_unknown_first, followed, signs, own)
 
 
 def advice(trace: str) -> str:
@@ -127,7 +138,7 @@ def advice(trace: str) -> str:
     if cause is None or cause.error.role > Role.REACTION:
         return ""
     error = cause.error
-    return "".join((f"\n{error.title}: {error.cause}", *(f"\n- {fix}" for fix in error.fixes)))
+    return "".join((f"\n{error.title}: {error.cause}", *(f"\n- {fix}" for fix in error.fixes_of(own=True))))
 
 
 def shortened(text: str) -> str:

@@ -29,6 +29,7 @@ class KnownError:
         patterns: regular expressions; any of them in a line recognizes the error.
         cause: why it happens.
         fixes: what to do, the most likely first.
+        recipe_fixes: the same for a run of Trainwright, where its keys and options are others; () if they are not.
         role: whether it explains other errors or follows from them.
         unless: regular expressions; a line with any of them is another error.
         in_notices: whether lines with the level of a warning or below count too.
@@ -42,6 +43,11 @@ class KnownError:
     role: Role = Role.CAUSE
     unless: tuple[str, ...] = field(default=())
     in_notices: bool = False
+    recipe_fixes: tuple[str, ...] = field(default=())
+
+    def fixes_of(self, *, own: bool) -> tuple[str, ...]:
+        """Return the fixes for a run of Trainwright (``own``) or of another program."""
+        return self.recipe_fixes if own and self.recipe_fixes else self.fixes
 
     def matches(self, line: str) -> bool:
         """Return whether a line of a log reports this error."""

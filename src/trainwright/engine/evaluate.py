@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,7 @@ from trainwright import heartbeat
 from trainwright.engine.event_log import EventLog
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
-from trainwright.engine.task import Task
+from trainwright.engine.task import Measured, Task
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import StopRequested
 
@@ -22,7 +23,7 @@ def evaluate(
     tell: Callable[[str], None],
     events: EventLog,
     step: int,
-) -> dict[str, float]:
+) -> Measured:
     """Return metrics over the validation split, each example counted once, and of the answers that the recipe asks
     for.
 
@@ -46,8 +47,9 @@ def evaluate(
             if in_step is not None:
                 tell(in_step)
             events.announce("answering rows of the validation split", step)
-            metrics |= task.answer_metrics(module, strategy.world, together=in_step is not None)
-    return metrics
+            answered = task.answer_metrics(module, strategy.world, together=in_step is not None)
+        return replace(answered, metrics={**metrics, **answered.metrics})
+    return Measured(metrics)
 
 
 def _statistics(task: Task, strategy: Strategy, events: EventLog) -> list[float] | MemoryShortage:

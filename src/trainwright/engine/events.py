@@ -46,6 +46,7 @@ class Start(Event):
         gpus: how many the run uses.
         pending: what the previous launch interrupted after that step, `evaluation` or `generation`.
         attention: the kernels that compute the model's attention, and why not faster ones.
+        data: fingerprints of the tokens, ``train`` and ``validation``, by which runs on the same data are recognized.
         versions: of Python and the libraries that compute, by name.
         details: fields specific to the task.
     """
@@ -80,6 +81,7 @@ class Start(Event):
     nodes: Sequence[str]
     gpus: int
     attention: Sequence[str] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -120,13 +122,20 @@ class Step(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Event):
-    """An evaluation on the validation split finished, in ``seconds``."""
+    """An evaluation on the validation split finished, in ``seconds``.
+
+    Attributes:
+        intervals: 95 % intervals of the metrics of answers that are proportions.
+        answers: the file of the answers.
+    """
 
     kind_of_event = "evaluate"
 
     step: int
     metrics: Mapping[str, float]
     seconds: float
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict, metadata=_LEFT_OUT)
+    answers: Path | None = field(default=None, metadata=_LEFT_OUT)
 
 
 @dataclass(frozen=True, kw_only=True)

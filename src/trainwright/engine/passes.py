@@ -17,6 +17,7 @@ from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt, peak_memory
 from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy, Training
 from trainwright.engine.policies.builtin import handle_wrong_numbers
+from trainwright.engine.policies.divergence import Divergence
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import own_seconds
@@ -49,6 +50,7 @@ class StepPasses:
         policies: decide whether a batch is repeated.
         requests: returns for a step whether this rank was asked to stop, whether a checkpoint is due after it, and
             how far its part of the one in the background is.
+        rate: returns the learning rate of a step.
     """
 
     training: Training
@@ -56,6 +58,8 @@ class StepPasses:
     replay: Replay
     policies: Sequence[StepPolicy]
     requests: Callable[[int], tuple[bool, bool, float]]
+    rate: Callable[[int], float]
+    _divergence: Divergence = field(default_factory=Divergence, init=False)
     _sums: int = field(default=0, init=False)  # number of the task's statistics; 0 before the first step
     _reported: list[float] = field(default_factory=own_seconds, init=False)
     _resident: ResidentMemory = field(default_factory=ResidentMemory, init=False)
@@ -76,6 +80,7 @@ class StepPasses:
             batch = again
         if not found.is_finite:
             self._handle_non_finite(step, found)
+        self._divergence.add(found)
         return found
 
     def _compute(self, step: int, batch: GlobalBatch) -> StepGradients:
@@ -180,6 +185,10 @@ class StepPasses:
             f"loss {found.loss} and gradient norm {found.norm} at step {step}; the weights are those of step "
             f"{step - 1}. Examples in the batch: {', '.join(map(str, examples))} ({shown})"
         )
+        progress, optimizer = self.training.progress, self.training.recipe.optimizer
+        updates = step - 1 - len(progress.left_out) - progress.non_finite
+        if advice := self._divergence.advice(optimizer, self.rate(step - 1) if step > 1 else 0.0, updates):
+            detail = f"{detail}; {advice}"
         rank = next((rank for rank, of_rank in enumerate(by_rank) if of_rank), world.rank)
         what = self.training.recipe.faults.on_non_finite
         handle_wrong_numbers(self.training, what, "non_finite", rank, detail, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,23 @@ class LossSum:
     total: torch.Tensor
     weight: float
     statistics: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Metrics of an evaluation.
+
+    Attributes:
+        intervals: 95 % intervals of those that are proportions.
+        samples: what the answers were, as lines of JSON.
+        cut: how many answers were cut at ``limit`` tokens; there are as many answers as ``samples``.
+    """
+
+    metrics: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    samples: Sequence[Mapping[str, Any]] = ()
+    cut: int = 0
+    limit: int = 0
 
 
 class Task(Protocol):
@@ -78,7 +95,7 @@ class Task(Protocol):
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Handle an update of the weights; called on every rank with the metrics of the step."""
 
-    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
+    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> Measured:
         """Return metrics of the model's answers to validation rows; called on every rank if ``answers`` is true.
 
         Args:

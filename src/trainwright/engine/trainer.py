@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from trainwright import heartbeat
+from trainwright.engine.answer_files import AnswerFiles
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.checkpoints.checkpointing import Checkpointing
+from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingSaved
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Rewind, Step
@@ -32,6 +34,7 @@ from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import Stragglers
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
+from trainwright.errors import TrainingError
 from trainwright.parallel.world import StopRequested
 
 
@@ -81,7 +84,10 @@ class Trainer:
         self._checkpointing = Checkpointing(
             self.training, self.checkpoints, self._policies, lambda: self._replay.trusted_before
         )
-        self._passes = StepPasses(self.training, self._halving, self._replay, self._policies, self._requests)
+        self._passes = StepPasses(
+            self.training, self._halving, self._replay, self._policies, self._requests, self.schedule
+        )
+        self._answers = AnswerFiles(self.checkpoints.directory.parent, self.events)
         self._measured = RunMeasurements(self.world.device, self.world.local_size)
 
     @property
@@ -118,6 +124,10 @@ class Trainer:
             self.events.announce(f"writing the model to {final}", self.progress.step)
             heartbeat.phase("export", self.progress.step)
             export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
+        except NothingSaved as error:
+            self._checkpointing.close()
+            error.args = (f"{error}; {self._save_weights()}",)
+            raise
         except WrongNumbers:
             self._checkpointing.close()  # what it wrote is still good
             raise
@@ -131,6 +141,23 @@ class Trainer:
         self._checkpointing.close()
         self._finish("finished", begun, final)
         return True
+
+    def _save_weights(self) -> str:
+        """Write the weights where they fit, as no checkpoint does; return where, in words."""
+        step, run = self.progress.step, self.checkpoints.directory.parent
+        others = [Path(place) / run.name for place in self.training.recipe.checkpoint.copies if "://" not in place]
+        for directory in [run, *others]:
+            target = directory / f"weights-step-{step}"
+            try:
+                if self.world.is_main:
+                    with suppress(OSError):
+                        directory.mkdir(parents=True, exist_ok=True)
+                export(self.task, self.strategy, target, step, None)
+            except TrainingError as error:
+                self.events.emit(Fault(kind="export", rank=0, detail=str(error).partition("; ")[0], action="continue"))
+                continue
+            return f"the weights of step {step} are in {target}; a new run can begin with them (model.name)"
+        return f"the weights of step {step} fit nowhere either, so they are lost"
 
     def _train(self) -> None:
         self._begun_at = self.progress.step
@@ -331,7 +358,7 @@ class Trainer:
             self.events.announce(self._with_compiling("evaluating"), step)
             heartbeat.phase("evaluation", step)
             begun = time.monotonic()
-            metrics = evaluate(
+            measured = evaluate(
                 self.task,
                 self.strategy,
                 functools.partial(self._halving.evaluation, step),
@@ -339,7 +366,12 @@ class Trainer:
                 self.events,
                 step,
             )
-            self.events.emit(Evaluate(step=step, metrics=metrics, seconds=time.monotonic() - begun))
+            metrics, answers = measured.metrics, self._answers.keep(step, measured)
+            seconds = time.monotonic() - begun
+            self.events.emit(
+                Evaluate(step=step, metrics=metrics, seconds=seconds, intervals=measured.intervals, answers=answers)
+            )
+            self._answers.warn(step, measured, answers)
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
             if improved:
                 progress.best_loss, progress.best_step = metrics["loss"], step

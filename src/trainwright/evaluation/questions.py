@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from trainwright import heartbeat
 from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
+from trainwright.evaluation.columns import Column, wilson
+from trainwright.evaluation.measure import Sample
 from trainwright.evaluation.metrics.extraction import AnswerMatch
 from trainwright.evaluation.metrics.registry import Judge, judges
 from trainwright.evaluation.rows import drawn, last_run
@@ -46,7 +50,7 @@ class ValidationQuestions:
             raise RequestError(
                 "evaluate.metrics: no validation row has a prompt and a full answer within data.max_length"
             )
-        chosen = [asked[place] for place in drawn(len(asked), section.generation_limit)]
+        self._rows = chosen = [asked[place] for place in drawn(len(asked), section.generation_limit)]
         self._prompts: list[list[int]] = []
         self._references: list[str] = []
         for number in chosen:
@@ -56,8 +60,9 @@ class ValidationQuestions:
             self._references.append(str(tokenizer.decode(tokens[begin:end], skip_special_tokens=True)).strip())
         self._check_references()
 
-    def metrics(self, model: PreTrainedModel, stop: Stop, world: World, *, together: bool) -> dict[str, float]:
-        """Return the mean of every metric over the rows, the same on every rank. Every rank must call.
+    def metrics(self, model: PreTrainedModel, stop: Stop, world: World, *, together: bool) -> Measured:
+        """Return the mean of every metric over the rows, the same on every rank, with the answers on the first one.
+        Every rank must call.
 
         Args:
             model: the full model, ready for generation.
@@ -66,7 +71,28 @@ class ValidationQuestions:
         prompts, sampling = self._prompts, self._sampling
         answers = answer_all(model, self._tokenizer, prompts, sampling, stop, world, together=together)
         texts = [answer.text.strip() for answer in answers]
-        return {name: sum(self._scores(judge, texts)) / len(texts) for name, judge in self._judges.items()}
+        columns = {name: Column.of_rows(list(self._scores(judge, texts))) for name, judge in self._judges.items()}
+        samples = [
+            asdict(
+                Sample(
+                    self._rows[number] + 1,
+                    {name: column.row(number) for name, column in columns.items()},
+                    prompt=str(self._tokenizer.decode(prompts[number])),
+                    reference=self._references[number],
+                    answer=texts[number],
+                    complete=answer.complete,
+                )
+            )
+            for number, answer in enumerate(answers)
+            if world.is_main
+        ]
+        return Measured(
+            {name: column.value() for name, column in columns.items()},
+            {name: wilson(c.value(), c.effective_rows) for name, c in columns.items() if c.is_proportion},
+            samples,
+            sum(not answer.complete for answer in answers),
+            sampling.max_new_tokens,
+        )
 
     def _scores(self, judge: Judge, texts: Sequence[str]) -> Iterator[float]:
         for reference, text in zip(self._references, texts, strict=True):

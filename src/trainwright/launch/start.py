@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
+from trainwright.launch.ending.failed import record_failure
 from trainwright.launch.ending.left import left_in_words
 from trainwright.launch.ending.requests import forget_stops, look_before_steps
 from trainwright.launch.ending.stop import Stopping, job_script_warning
@@ -148,8 +149,12 @@ class _Launch:
             except TrainwrightError as error:
                 if error.exit_code == EXIT_REQUEST and is_first:
                     self.request.discard_unbegun(run)
+                if is_first:
+                    record_failure(run, str(error))
                 raise
         if code == EXIT_STOPPED:
+            if is_first:
+                record_failure(run, None)
             stopped = Stopped(f"{left_in_words(run, self.stopping.left)}; {_next(run)}")
             stopped.run = run
             raise stopped

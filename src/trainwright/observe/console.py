@@ -113,12 +113,20 @@ class ConsoleObserver:
         expected = self._predicted.get("tokens_per_second")
         if not expected or "mfu" not in self._predicted:
             return {}
-        return {"mfu": self._predicted["mfu"] * event.get("tokens_per_second", 0.0) / expected}
+        shares = {"mfu": self._predicted["mfu"] * event.get("tokens_per_second", 0.0) / expected}
+        return {**shares, "nominal_peak": self._predicted.get("nominal_peak", 0.0)}
 
     def _evaluate(self, event: EventRecord) -> None:
         metrics = event["metrics"]
         self._measured(metrics)
-        shown = "  ".join(f"{name.replace('_', ' ')} {text.metric(value)}" for name, value in metrics.items())
+        intervals = event.get("intervals", {})
+
+        def between(name: str) -> str:
+            return " ({} to {})".format(*map(text.metric, intervals[name])) if name in intervals else ""
+
+        shown = "  ".join(
+            f"{name.replace('_', ' ')} {text.metric(value)}{between(name)}" for name, value in metrics.items()
+        )
         self._write(f"step {event['step']}: validation  {shown}")
 
     def _generate(self, event: EventRecord) -> None:

@@ -224,8 +224,8 @@ class RankLedger:
     wall: float
 
     @property
-    def goodput(self) -> float:
-        """The share of the wall time in which the rank trained."""
+    def trained(self) -> float:
+        """The share of the wall time in which the rank did what makes the model better."""
         return sum(self.seconds.get(name, 0.0) for name in TRAINING) / self.wall if self.wall > 0 else 0.0
 
 

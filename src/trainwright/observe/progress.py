@@ -181,5 +181,6 @@ def figures(event: EventRecord) -> list[str]:
         shown.append(f"{text.metric(event['metrics']['bits_per_byte'])} bits/byte")
     shown.append(f"{text.count(event.get('tokens_per_second', 0.0))} tokens/s")
     if "mfu" in event:
-        shown.append(f"MFU {event['mfu']:.0%}")
+        peak = "the datasheet's peak" if event.get("nominal_peak") else "the measured peak"
+        shown.append(f"MFU {event['mfu']:.0%} of {peak}")
     return shown

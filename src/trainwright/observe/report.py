@@ -13,6 +13,7 @@ from pathlib import Path
 from trainwright.observe.reader import EventRecord
 
 NEEDS = "vl_convert"
+ENDED = "TRAINWRIGHT_RUN_ENDED"  # set for the process that writes the last page, while the launch still locks the run
 _PAUSE = 300.0  # seconds between two pages of a run that trains
 _SHORT = 60.0  # shorter runs get a page only if it is asked for
 _LAST_SECONDS = 60.0
@@ -43,27 +44,53 @@ class ReportObserver:
         if event["event"] == "finish":
             if self._always or now - self._begun >= _SHORT:
                 self._wait()
-                self._write()
+                self._write(ended=True)
                 self._wait()
         elif event["event"] in ("evaluate", "checkpoint", "fault") and now - self._written >= _PAUSE:
             self._write()
 
-    def _write(self) -> None:
+    def _write(self, *, ended: bool = False) -> None:
         if self._process is not None and self._process.poll() is None:
             return  # a slow disk, or a run with very many events
         self._written = time.monotonic()
-        command = [sys.executable, "-m", "trainwright", "report", str(self._run)]
-        with suppress(OSError):
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
+        self._process = _begun(self._run, ended=ended)
 
     def _wait(self) -> None:
-        if self._process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_SECONDS)
+        _wait(self._process)
+
+
+def write_after_failure(run: Path, wanted: bool | str, seconds: float, *, waits: bool) -> None:
+    """Write the page of a run whose processes have failed, so that it does not say that the run trains.
+
+    Args:
+        wanted: ``logging.report``.
+        seconds: how long the launch has lasted.
+        waits: until the page is written.
+    """
+    is_auto = wanted == "auto" and ReportObserver.is_available()
+    if wanted is True or (is_auto and (seconds >= _SHORT or (run / "report.html").is_file())):
+        process = _begun(run, ended=True)
+        _wait(process if waits else None)
+
+
+def _begun(run: Path, *, ended: bool) -> subprocess.Popen[bytes] | None:
+    """Begin to write the page. ``ended``: the training is over, although this launch still locks the run."""
+    command = [sys.executable, "-m", "trainwright", "report", str(run)]
+    with suppress(OSError):
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, ENDED: "1"} if ended else None,
+        )
+        os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
+        return process
+    return None
+
+
+def _wait(process: subprocess.Popen[bytes] | None) -> None:
+    if process is not None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LAST_SECONDS)

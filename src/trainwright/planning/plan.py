@@ -81,18 +81,13 @@ class Plan:
         """Whether the chosen candidate is close to the memory limit and should be tried first."""
         return self.chosen.is_close
 
-    @property
-    def _peak_is_measured(self) -> bool:
-        """Whether the peak rate was measured on this machine, and is not from a datasheet."""
-        return self.calibrated or self.basis.measurement is not None
-
     def predicted(self) -> dict[str, float]:
         """Return the predictions that are compared with the run: bytes per process, seconds per step, threads per
         process.
 
-        ``mfu`` is over a measured peak rate, and left out without one. ``calibrated`` and ``measured`` are 1 if times
-        are from rates that the calibration or the quick measurement found on this machine. ``correction``: the factor
-        on the step time from this machine's own runs.
+        ``mfu`` is left out if the peak rate is unknown; ``nominal_peak`` is 1 if it is that of a datasheet.
+        ``calibrated`` and ``measured`` are 1 if times are from rates that the calibration or the quick measurement
+        found on this machine. ``correction``: the factor on the step time from this machine's own runs.
         """
         predicted: dict[str, float] = {
             "memory_bytes": self.chosen.memory.total,
@@ -101,8 +96,9 @@ class Plan:
         if self.chosen.time is not None:
             predicted["step_time"] = self.chosen.time.seconds
             predicted["tokens_per_second"] = self.chosen.time.tokens_per_second
-            if self.chosen.time.mfu is not None and self._peak_is_measured:
+            if self.chosen.time.mfu is not None:
                 predicted["mfu"] = self.chosen.time.mfu
+                predicted["nominal_peak"] = float(self.chosen.time.peak_is_nominal)
             predicted["calibrated"] = float(self.calibrated)
             predicted["correction"] = self.correction.seconds
             predicted["measured"] = float(self.basis.measurement is not None)

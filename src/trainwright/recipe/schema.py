@@ -104,6 +104,13 @@ class CheckpointSection(Section):
         "are always waited for. auto: if that part has at least 64 MiB, the host's memory is free at the first "
         "checkpoint, and no adapter is trained.",
     )
+    on_failure: Literal["stop", "continue"] = Field(
+        "stop",
+        description="What to do if three checkpoints in a row cannot be written, so that a failure would lose what was "
+        "trained since the last one. stop: write the weights as they are, beside the checkpoints or else to a "
+        "directory of copies, and end the run with exit code 3 (5 if the disk fails). continue: train to the end, "
+        "with a fault event for each.",
+    )
 
 
 class EvaluateSection(Section):

@@ -11,28 +11,38 @@ from trainwright import text
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.reports.charts import curve_charts
 from trainwright.reports.figures import RunFigures
-from trainwright.reports.html import AXIS_MENU, Page, section, table
+from trainwright.reports.html import AXIS_MENU, Page, escaped, section, table
 
 # The same in no two runs.
 _OWN = ("logging.run_directory",)
 _MISSING = "-"
+# What rows and tokens follow from, beside the section data; and keys of that section that say how they are used.
+_TOKENIZER = ("model.name", "model.tokenizer", "model.chat_template")
+_NOT_ROWS = ("data.pack_length",)
+_LOWER_IS_BETTER = ("loss", "perplexity", "bits_per", "divergence")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric of a run less that of the first run, over the evaluations that both have made at the same steps.
+    """A validation metric of a run beside that of the first run, after the same numbers of steps.
+
+    The untrained model, step 0, does not count.
 
     Attributes:
-        mean: of the paired differences.
-        interval: 95 % interval of the mean, by Student's t distribution; None for fewer than three pairs.
-        pairs: how many steps both have.
+        step: the last one after which both were evaluated.
+        last: the values there, of the first run and of this one.
+        best: the best values, of those after which both were evaluated.
+        interval: 95 % interval of this run's last value, if the metric is a proportion of answers.
+        evaluations: how many both have.
     """
 
     metric: str
     run: str
-    mean: float
+    step: int
+    last: tuple[float, float]
+    best: tuple[float, float]
     interval: tuple[float, float] | None
-    pairs: int
+    evaluations: int
 
 
 def recipe_differences(runs: Sequence[RunFigures]) -> dict[str, list[str]]:
@@ -44,16 +54,65 @@ def recipe_differences(runs: Sequence[RunFigures]) -> dict[str, list[str]]:
 
 
 def paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
-    """Return the differences of all validation metrics between the first run and each other one."""
-    first, *others = [_evaluations(run) for run in runs]
-    found = []
-    for run, other in zip(runs[1:], others, strict=True):
-        for metric in first:
-            steps = sorted(first[metric].keys() & other.get(metric, {}).keys())
+    """Return the validation metrics of each run beside those of the first one, if both have the same data."""
+    first, found = runs[0], []
+    of_first = _evaluations(first)
+    for run in runs[1:]:
+        if _other_data(first, run, "validation"):
+            continue
+        for metric, values in _evaluations(run).items():
+            steps = sorted(of_first.get(metric, {}).keys() & values.keys())
             if steps:
-                values = [other[metric][step] - first[metric][step] for step in steps]
-                found.append(Difference(metric, run.name, sum(values) / len(values), _interval(values), len(values)))
+                best = min if _is_lower_better(metric) else max
+                pairs = [(of_first[metric][step], values[step]) for step in steps]
+                best_pair = best(pair[0] for pair in pairs), best(pair[1] for pair in pairs)
+                interval = _interval(run, metric, steps[-1])
+                found.append(Difference(metric, run.name, steps[-1], pairs[-1], best_pair, interval, len(steps)))
     return found
+
+
+def data_notes(runs: Sequence[RunFigures]) -> list[str]:
+    """Return a sentence for each run that was trained or validated on other data than the first one, with the keys."""
+    notes = []
+    for run in runs[1:]:
+        names = f"{run.name} and {runs[0].name}"
+        if keys := _other_data(runs[0], run, "validation"):
+            notes.append(
+                f"{names} were validated on different data ({keys}): their validation metrics are not comparable; "
+                "evaluate both on the same rows, with trainwright eval RUN --data FILE --against RUN"
+            )
+        if keys := _other_data(runs[0], run, "train"):
+            notes.append(f"{names} were trained on different data ({keys}): their training losses are not comparable")
+    return notes
+
+
+def _other_data(first: RunFigures, run: RunFigures, split: str) -> str:
+    """Return what makes the data of a split different, as the keys of the recipes that differ; "" if it is the same."""
+    held_out = not any(
+        isinstance((each.recipe.get("data") or {}).get("validation"), (str, list)) for each in (first, run)
+    )
+    keys = [key for key in recipe_differences([first, run]) if _concerns(key, split, held_out=held_out)]
+    one, other = ((each.start.get("data") or {}).get(split) for each in (first, run))
+    if one is not None and other is not None:
+        return "" if one == other else ", ".join(keys) or "their rows have changed"
+    # Recorded by an earlier version, or before the first launch. The key that names other validation data is decisive.
+    return ", ".join(key for key in keys if key.startswith("data."))
+
+
+def _concerns(key: str, split: str, *, held_out: bool) -> bool:
+    """Return whether a key decides what the tokens of a split are.
+
+    Args:
+        held_out: the validation rows are some of the training rows.
+    """
+    if key in _NOT_ROWS:
+        return False
+    others = () if held_out else (("data.validation",) if split == "train" else ("data.train",))
+    return key.startswith(("data.", *_TOKENIZER)) and not key.startswith(others)
+
+
+def _is_lower_better(metric: str) -> bool:
+    return any(word in metric for word in _LOWER_IS_BETTER)
 
 
 def summary_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
@@ -67,13 +126,15 @@ def summary_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
 
 
 SUMMARY_HEAD = ("Run", "Status", "Step", "Loss", "Best validation", "Speed", "Time in steps")
-DIFFERENCE_HEAD = ("Metric", "Run", "Mean difference", "95 % interval", "Evaluations")
+DIFFERENCE_HEAD = ("Metric", "Run", "Best", "Less the first's", "Last", "Less the first's", "At step", "Evaluations")
 
 
 def difference_row(found: Difference) -> list[str]:
     """Return a difference as text."""
-    interval = "" if found.interval is None else f"{found.interval[0]:+.4g} to {found.interval[1]:+.4g}"
-    return [found.metric, found.run, f"{found.mean:+.4g}", interval, str(found.pairs)]
+    (best, own_best), (last, own_last) = found.best, found.last
+    interval = "" if found.interval is None else " ({:.4g} to {:.4g})".format(*found.interval)
+    shown = [f"{own_best:.4g}", f"{own_best - best:+.4g}", f"{own_last:.4g}{interval}", f"{own_last - last:+.4g}"]
+    return [found.metric, found.run, *shown, f"{found.step:,}", str(found.evaluations)]
 
 
 def comparison_page(runs: Sequence[RunFigures]) -> str:
@@ -82,11 +143,12 @@ def comparison_page(runs: Sequence[RunFigures]) -> str:
     page = Page(f"{' and '.join(names[:3])} - Trainwright")
     page.add("<header><h1>Comparison of runs</h1></header>")
     page.add(section("Runs", table(SUMMARY_HEAD, summary_rows(runs))))
+    page.add("".join(f'<p class="warn">{escaped(note)}</p>' for note in data_notes(runs)))
     page.add(section("Curves", AXIS_MENU, page.charts(curve_charts(runs))))
     if rows := [difference_row(each) for each in paired_differences(runs)]:
         note = (
-            "<p>Each metric less that of the first run, at the steps that both evaluated. Lower is better for losses. "
-            "The interval of the mean treats evaluations as independent.</p>"
+            "<p>At the steps after which both were evaluated, without the untrained model. Lower is better for losses. "
+            "The interval is that of the rows (Wilson).</p>"
         )
         page.add(section("Evaluations, paired by step", note, table(DIFFERENCE_HEAD, rows)))
     differences = [[key, *values] for key, values in recipe_differences(runs).items()]
@@ -98,25 +160,18 @@ def comparison_page(runs: Sequence[RunFigures]) -> str:
 def _evaluations(run: RunFigures) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for event in run.evaluations:
+        if event["step"] == 0:
+            continue
         for metric, value in (event.get("metrics") or {}).items():
             if isinstance(value, (int, float)) and math.isfinite(value):
                 found.setdefault(metric, {})[int(event["step"])] = float(value)
     return found
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float] | None:
-    if len(values) < 3:
-        return None
-    from trainwright.evaluation.libraries import require
-
-    require("scipy", "a confidence interval")
-    from scipy import stats
-
-    mean, error = sum(values) / len(values), float(stats.sem(values))
-    if error == 0:
-        return mean, mean
-    low, high = stats.t.interval(0.95, len(values) - 1, loc=mean, scale=error)
-    return float(low), float(high)
+def _interval(run: RunFigures, metric: str, step: int) -> tuple[float, float] | None:
+    event = next(event for event in reversed(run.evaluations) if event["step"] == step)
+    found = (event.get("intervals") or {}).get(metric)
+    return (float(found[0]), float(found[1])) if isinstance(found, list) and len(found) == 2 else None
 
 
 def _shown(value: Any) -> str:

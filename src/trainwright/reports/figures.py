@@ -46,13 +46,17 @@ class RunFigures:
     trains: bool = False
 
     @classmethod
-    def read(cls, directory: str | Path) -> RunFigures:
-        """Read a run directory. Raises RequestError if it is not one."""
+    def read(cls, directory: str | Path, *, ended: bool = False) -> RunFigures:
+        """Read a run directory. Raises RequestError if it is not one.
+
+        Args:
+            ended: the training is over, although its launch still locks the directory.
+        """
         found = run_path(directory)
         if not (found / "recipe.yaml").is_file():
             raise RequestError(f"{found} is not a run directory: it has no recipe.yaml")
         log = read_log(found / "events.jsonl")
-        return cls(found, log.history, log.everything, log.damage, is_locked(found))
+        return cls(found, log.history, log.everything, log.damage, not ended and is_locked(found))
 
     @classmethod
     def followed(cls, run: RunFollower) -> RunFigures:
@@ -153,11 +157,11 @@ class RunFigures:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Return the step and the loss of the best evaluation."""
+        """Return the step and the loss of the best evaluation of the trained model, which is not that of step 0."""
         losses = [
             (float(event["metrics"]["loss"]), int(event["step"]))
             for event in self.evaluations
-            if _is_number(event.get("metrics", {}).get("loss"))
+            if event["step"] > 0 and _is_number(event.get("metrics", {}).get("loss"))
         ]
         return (min(losses)[1], min(losses)[0]) if losses else None
 

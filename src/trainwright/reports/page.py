@@ -44,13 +44,14 @@ def report_of(run: RunFigures) -> str:
 
 def _head(run: RunFigures) -> str:
     tone = _TONES.get(run.status, "warn")
+    status = "was training when this page was written" if run.trains else run.status  # true whatever happens later
     about = ", ".join(part for part in (run.task, run.model, str(run.start.get("strategy", ""))) if part)
     world = int(run.start.get("world_size", 0))
     on = f" on {text.plural(world, 'process', 'processes')}" if world else ""
     newer = f'<p class="warn">{escaped(run.newer)}</p>' if run.newer else ""
     damage = newer + "".join(f'<p class="bad">{escaped(each)}; shown without it</p>' for each in run.damage[:20])
     return (
-        f'<header><div class="head"><h1>{escaped(run.name)}</h1><span class="badge {tone}">{escaped(run.status)}</span>'
+        f'<header><div class="head"><h1>{escaped(run.name)}</h1><span class="badge {tone}">{escaped(status)}</span>'
         f'</div><p class="soft">{escaped(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{damage}'
         f"{tiles(_tiles(run))}</header>"
     )

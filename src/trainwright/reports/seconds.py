@@ -56,8 +56,8 @@ def where_time_went(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -
     if not ledger:
         yield from _from_events(run, page)
         return
-    goodput = sum(rank.goodput * rank.wall for rank in ledger) / max(sum(rank.wall for rank in ledger), 1e-9)
-    yield f"<p>{goodput:.1%} of the time of all ranks was used for {', '.join(TRAINING[:-1])} and {TRAINING[-1]}.</p>"
+    trained = sum(rank.trained * rank.wall for rank in ledger) / max(sum(rank.wall for rank in ledger), 1e-9)
+    yield f"<p>{trained:.1%} of the time of all ranks was used for {', '.join(TRAINING[:-1])} and {TRAINING[-1]}.</p>"
     categories = [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)]
     heads = [f"Rank {rank.rank}" for rank in ledger] if len(ledger) <= _RANKS else ["Mean", "Least", "Most"]
     yield table(

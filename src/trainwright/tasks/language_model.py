@@ -22,6 +22,7 @@ from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroB
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import remember
 from trainwright.engine.forward_only import ForwardOnly
+from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
 from trainwright.evaluation.questions import ValidationQuestions
 from trainwright.inference.generation import answer_batch, new_token_limit, padding_token
@@ -237,7 +238,7 @@ class LanguageModelTask:
         """Return the weight of an example in the loss; None: its number of targets."""
         return None
 
-    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
+    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> Measured:
         """Return the metrics of the model's answers to validation rows; all ranks must call it."""
         assert self._questions is not None and isinstance(module, CausalLM)
         with module.for_generation() as model:

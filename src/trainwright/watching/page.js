@@ -271,7 +271,7 @@ async function time() {
     return row;
   });
   const last = element("tr");
-  last.append(element("th", "goodput", { scope: "row" }), ...ranks.map(each => element("td", `${(100 * each.goodput).toFixed(1)}%`)));
+  last.append(element("th", "in training", { scope: "row" }), ...ranks.map(each => element("td", `${(100 * each.trained).toFixed(1)}%`)));
   at("seconds").replaceChildren(...lines, last);
 }
 

@@ -22,7 +22,7 @@ class Seconds:
         self._known: dict[Path, tuple[float, dict[str, Any]]] = {}  # until when, and what
 
     def of(self, run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
-        """Return ``categories`` in their order, and for each of ``ranks`` its number, ``goodput`` and ``seconds`` by
+        """Return ``categories`` in their order, and for each of ``ranks`` its number, ``trained`` and ``seconds`` by
         category.
 
         Args:
@@ -43,5 +43,5 @@ def _read(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
     ledger = read_ledger(run, read_log(run / "events.jsonl").everything if went_back else ())[:_RANKS]
     return {
         "categories": [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)],
-        "ranks": [{"rank": each.rank, "goodput": each.goodput, "seconds": dict(each.seconds)} for each in ledger],
+        "ranks": [{"rank": each.rank, "trained": each.trained, "seconds": dict(each.seconds)} for each in ledger],
     }

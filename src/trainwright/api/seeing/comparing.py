@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 from trainwright.errors import RequestError
+from trainwright.launch.run_directory import RECIPE
 from trainwright.paths import user_path, write_file
 from trainwright.reports.comparing import (
     DIFFERENCE_HEAD,
     SUMMARY_HEAD,
     Difference,
     comparison_page,
+    data_notes,
     difference_row,
     paired_differences,
     recipe_differences,
@@ -29,19 +31,22 @@ class RunsCompared:
 
     Attributes:
         recipes: the keys whose values differ, with the value of every run.
-        evaluations: validation metrics less those of the first run, paired by step.
+        evaluations: validation metrics beside those of the first run, best and last, after the same numbers of steps.
+        notes: what cannot be compared, because the data are different.
         page: the file that was written; None if none was asked for.
     """
 
     runs: Sequence[RunFigures]
     recipes: dict[str, list[str]]
     evaluations: Sequence[Difference]
+    notes: Sequence[str] = ()
     page: Path | None = None
 
     def lines(self, width: int | None = None) -> Iterator[str]:
         """Yield the comparison as text, see `text.table`."""
         yield from table([list(SUMMARY_HEAD), *summary_rows(self.runs)], width)
         yield ""
+        yield from (f"warning: {note}" for note in self.notes)
         if self.evaluations:
             yield from table([list(DIFFERENCE_HEAD), *map(difference_row, self.evaluations)], width)
             yield ""
@@ -55,11 +60,14 @@ class RunsCompared:
         return "\n".join(self.lines())
 
 
-def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) -> RunsCompared:
+def compare(
+    *runs: str | PathLike[str] | Iterable[str | PathLike[str]], out: str | PathLike[str] | None = None
+) -> RunsCompared:
     """Compare runs: recipes, curves and evaluations; what ``trainwright compare`` does.
 
     Args:
-        runs: at least two run directories; the others are compared with the first.
+        runs: at least two run directories, one by one or as a list; the others are compared with the first. A directory
+            that is not a run stands for the runs in it, by name.
         out: an HTML page to write.
 
     Raises:
@@ -67,17 +75,31 @@ def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) 
 
     Examples:
         >>> import trainwright as tw
-        >>> found = tw.compare("runs/tiny", "runs/tiny")
-        >>> found.recipes, [each.mean for each in found.evaluations][:1]
+        >>> found = tw.compare(["runs/tiny", "runs/tiny"])
+        >>> found.recipes, [each.last[1] - each.last[0] for each in found.evaluations][:1]
         ({}, [0.0])
     """
-    if len(runs) < 2:
-        raise RequestError("compare needs at least two runs, for instance: trainwright compare runs/a runs/b")
-    found = [RunFigures.read(Path(run)) for run in runs]
+    named = [Path(each) for run in runs for each in ([run] if isinstance(run, (str, PathLike)) else run)]
+    directories = [directory for each in named for directory in _runs_in(each)]
+    if len(directories) < 2:
+        only = f", and {directories[0]} is one" if directories else ""
+        raise RequestError(
+            f"compare needs at least two runs{only}; name another one, or a directory with several: "
+            "trainwright compare runs/a runs/b"
+        )
+    found = [RunFigures.read(directory) for directory in directories]
     file = None if out is None else user_path(out)
     if file is not None:
         try:
             write_file(file, comparison_page(found))
         except OSError as error:
             raise RequestError(f"{file}: {error.strerror}") from None
-    return RunsCompared(found, recipe_differences(found), paired_differences(found), file)
+    return RunsCompared(found, recipe_differences(found), paired_differences(found), data_notes(found), file)
+
+
+def _runs_in(directory: Path) -> list[Path]:
+    """Return the directory if it is a run, else the runs in it; if there is none the directory, to be refused."""
+    place = user_path(directory)
+    if (place / RECIPE).is_file() or not place.is_dir():
+        return [directory]
+    return sorted(each for each in place.iterdir() if (each / RECIPE).is_file()) or [directory]

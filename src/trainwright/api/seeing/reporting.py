@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from os import PathLike
 from pathlib import Path
 
@@ -29,10 +30,11 @@ def report(run: str | PathLike[str], out: str | PathLike[str] | None = None) -> 
         >>> tw.report("runs/tiny").name
         'report.html'
     """
+    from trainwright.observe.report import ENDED
     from trainwright.reports.figures import RunFigures
     from trainwright.reports.page import report_of
 
-    figures = RunFigures.read(Path(run))
+    figures = RunFigures.read(Path(run), ended=ENDED in os.environ)
     file = figures.directory / REPORT if out is None else user_path(out)
     page = report_of(figures)
     try:

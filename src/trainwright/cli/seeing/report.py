@@ -27,7 +27,10 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories.", show_default=False)],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN RUN...", help="Run directories, or directories of runs.", show_default=False),
+    ],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML page with the curves.")] = None,
 ) -> None:
     """Compare runs: the keys in which their recipes differ, their evaluations paired by step, and their curves."""

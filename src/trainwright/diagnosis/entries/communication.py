@@ -202,6 +202,14 @@ ERRORS = (
             "if no rank failed: test the links with NCCL_DEBUG=INFO and nccl-tests; NCCL_P2P_DISABLE=1 shows whether "
             "PCIe peer access hangs (ACS, IOMMU)",
         ),
+        recipe_fixes=(
+            "look for the first error on the rank that did not report the time-out, or was behind; its log or the "
+            "kernel's (dmesg -T) has the cause",
+            "if a rank is only slow: raise parallel.timeout, which is how long ranks wait for each other",
+            "if a rank hangs: faults.on_hang: restart ends the run earlier and goes on from the newest checkpoint",
+            "if no rank failed: test the links with NCCL_DEBUG=INFO and nccl-tests; NCCL_P2P_DISABLE=1 shows whether "
+            "PCIe peer access hangs (ACS, IOMMU)",
+        ),
     ),
     KnownError(
         name="nccl-cuda-error",

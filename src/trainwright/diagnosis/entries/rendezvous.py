@@ -23,6 +23,10 @@ ERRORS = (
             "use another port: torchrun --master_port=29501, accelerate launch --main_process_port 29501, deepspeed "
             "--master_port 29501, MASTER_PORT=29501; on one machine torchrun --standalone or port 0 takes a free one",
         ),
+        recipe_fixes=(
+            "find the process: ss -ltnp | grep :PORT; end it if it is left over from an earlier run",
+            "use another port: --rendezvous HOST:PORT, the same on every node; under torchrun --master_port",
+        ),
     ),
     KnownError(
         name="host-name",
@@ -76,6 +80,13 @@ ERRORS = (
             "from every other node: nc -vz MASTER_ADDR MASTER_PORT; open the port, and all ports between nodes for "
             "NCCL",
             "use the address of an interface that all nodes share; start the nodes within the timeout of each other",
+        ),
+        recipe_fixes=(
+            "look at the first node's log for an error before this one",
+            "from every other node: nc -vz HOST PORT, with the address of --rendezvous; open the port, and all ports "
+            "between nodes for NCCL",
+            "use the address of an interface that all nodes share; --rendezvous-timeout is how long nodes wait for "
+            "each other",
         ),
     ),
     KnownError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +35,24 @@ from trainwright.machine.detect import detect
 from trainwright.parallel.available_memory import fits_host
 from trainwright.parallel.shards import Shard
 
+# checkpoint.on_failure: stop.
+_MOST_FAILURES = 3
+# What another try of the machine would not change; other errors of a disk are its failure.
+_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EMFILE, errno.ENFILE)
+_CANNOT = tuple(map(os.strerror, _CODES))
 # checkpoint.background: auto. Below, writing takes less than a process of its own is worth.
 _BACKGROUND_BYTES = 64 * 2**20
 # From this share of the time of writing on, in which a processor computes, it takes that time from the training.
 _COMPUTING = 0.5
 _RATES = 20  # of the last steps, with which those beside a checkpoint are compared
+
+
+class NothingSaved(TrainingError):
+    """No checkpoint can be written any more; raised on every rank, between two steps."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = EXIT_MACHINE if any(words in message for words in _CANNOT) else EXIT_FAULT
 
 
 class Checkpointing:
@@ -75,6 +90,8 @@ class Checkpointing:
         self._copies = Copies(places, checkpoints.directory)
         self._worth: bool | None = None  # whether background writing is worth it; None: not known yet
         self._is_ready = False
+        self._failures = 0  # in a row
+        self._is_ending = False
         self._blocked = 0.0  # seconds that training has waited for the checkpoint that is being written
         self._slowed = _SlowedSteps()
         self._waits_for_disk = False  # whether writing has mostly waited for the disk
@@ -106,7 +123,9 @@ class Checkpointing:
 
         Raises:
             TrainingError: a ``required`` checkpoint failed, so that the end of the run would not be saved.
+            NothingSaved: as many in a row have failed as ``checkpoint.on_failure`` allows, and steps are left.
         """
+        self._is_ending = self._is_ending or required
         training, step = self._training, self._training.progress.step
         self._flush()  # counted in the time of the checkpoint that it completes
         if self.step == step:
@@ -174,6 +193,7 @@ class Checkpointing:
 
     def close(self) -> None:
         """Complete the checkpoint that is being written, and end its process."""
+        self._is_ending = True
         self._flush()
         self._background.close()
         heartbeat.phase("copies", self._training.progress.step)
@@ -218,7 +238,7 @@ class Checkpointing:
             self._saved(step, saved, waited=seconds if waits else 0.0)
 
     def _saved(self, step: int, saved: SavedCheckpoint, waited: float = 0.0) -> None:
-        self.step, self._best, begun = step, self._begun_best, time.monotonic()
+        self.step, self._best, begun, self._failures = step, self._begun_best, time.monotonic(), 0
         heartbeat.phase("checkpoint", step)  # one from the background is complete while another phase goes on
         if self._training.world.is_main:
             self._prune()
@@ -244,7 +264,15 @@ class Checkpointing:
         progress = self._training.progress
         if progress.best_step == step:  # which is lost: the one before is the best that there is
             progress.best_loss, progress.best_step = self._best
-        self._tell(str(error), "stop" if required else "continue")
+        self._failures += 1
+        stops = self._failures >= _MOST_FAILURES and self._stops
+        self._tell(str(error), "stop" if required or stops else "continue")
+        if stops and not required:
+            earlier = "none was written" if self.step is None else f"the newest is of step {self.step}"
+            raise NothingSaved(
+                f"{self._failures} checkpoints in a row could not be written to {self._checkpoints.directory}, and "
+                f"{earlier}: {error}; free space there, or make it writable (checkpoint.on_failure: continue trains on)"
+            ) from error
         if required:
             earlier = (
                 "there is no earlier checkpoint"
@@ -273,6 +301,13 @@ class Checkpointing:
         world = self._training.world
         left = detect().cpu_cores - world.local_size * torch.get_num_threads()
         return world.device.type != "cpu" or left >= world.local_size or self._waits_for_disk
+
+    @property
+    def _stops(self) -> bool:
+        """Whether a run that cannot write checkpoints ends now; its last step is saved by the export in any case."""
+        training = self._training
+        left = training.progress.step < len(training.task.stream)
+        return left and not self._is_ending and training.recipe.checkpoint.on_failure == "stop"
 
     def _uses_background(self, shards: Mapping[str, Shard]) -> bool:
         """Return whether to write in the background; the same on every rank."""

@@ -39,6 +39,8 @@ IGNORED = 10
 _SLOWER, _ERRORS, _USUAL_ERRORS = 0.1, 4.0, 6.0
 # A step's seconds count up to this multiple of the median of all.
 _OUTLIER = 4.0
+# A slower rank that costs a smaller part of a step is not worth a notice: what ranks are compared in is short.
+_GAIN = 0.02
 # It is named again only after it was no slower than this.
 _RECOVERED = 0.05
 _NOISE_WINDOWS = 20
@@ -130,7 +132,10 @@ class Comparison:
         late = slice(WINDOW // 2, None)  # it may have become slow within the window
         lost = (seconds[late, rank] - np.delete(seconds[late], rank, axis=1).max(axis=1)).sum(axis=0)
         whole = float(_without_outliers(np.array(self._walls)[late]).mean())  # such as an evaluation in between
-        without = statistics.median(self._usual) if self._usual else whole - self._delay(of_ranks[late], rank, whole)
+        own, others = of_ranks[late, rank].mean(), np.delete(of_ranks[late], rank, axis=1).max(axis=1).mean()
+        waited = whole - float(own - others)  # the others have waited this long, whatever steps took before
+        usual = statistics.median(self._usual) if self._usual else whole - self._delay(of_ranks[late], rank, whole)
+        without = min(usual, waited)
         return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, max(0.0, 1 - without / whole))
 
     def _delay(self, of_ranks: NDArray[np.float64], rank: int, whole: float) -> float:
@@ -202,6 +207,9 @@ class Stragglers(StepPolicy):
                 sleeps=False,
             )
         causes = world.gather(causes)[straggler.rank]
+        self._found = None
+        if straggler.gain < _GAIN:  # only here, as walls, unlike the seconds of ranks, are not the same everywhere
+            return
         why = in_words(causes)
         message = (
             f"rank {straggler.rank} has been {straggler.slower:.0%} slower than the other ranks over {WINDOW} steps, "
@@ -209,7 +217,6 @@ class Stragglers(StepPolicy):
         )
         details = {"step": step, **straggler._asdict(), "why": why, "causes": [cause.kind for cause in causes]}
         self.training.events.emit(Notice(message=message, kind="straggler", details=details))
-        self._found = None
 
 
 def own_seconds() -> list[float]:

@@ -14,13 +14,13 @@ from trainwright.recipe.strategy_spec import spec_of
 _DEVICES = ("NONE", "CPU", "NVME")
 _DEFAULT_STAGE = 2  # Accelerate's default, if neither the file nor a JSON file sets it
 _SAVED_WHOLE = "final/ is always one full model"
-_EACH = "start the command once on each machine, or under srun or mpirun"
+_EACH = "start the hosts to use with --hosts or --hostfile over ssh, or the command once on each machine, as with srun"
 _OFFLOADED = {"optimizer": "parallel.offload_optimizer", "param": "parallel.offload_parameters"}
 _NOTES = {
     "zero3_init_flag": "with zero3, weights are always loaded shard by shard",
     "zero3_save_16bit_model": _SAVED_WHOLE,
     "deepspeed_moe_layer_cls_names": "experts are sharded like all other layers",
-    "deepspeed_hostfile": _EACH,
+    "deepspeed_hostfile": "pass the file to the command, which starts its hosts: train RECIPE --hostfile FILE",
     "deepspeed_inclusion_filter": _EACH,
     "deepspeed_exclusion_filter": _EACH,
     "enable_msamp": "not supported",

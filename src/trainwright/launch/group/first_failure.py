@@ -18,6 +18,7 @@ from typing import TextIO
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.launch.ending import oom_killer
 from trainwright.launch.ending.exit_code import record_exit_code
+from trainwright.launch.ending.failed import record_failure
 from trainwright.launch.ending.failure import RankErrorHandler, describe_failure, error_file, error_record, is_follow_up
 from trainwright.launch.group.peers import GONE, Message, Peers
 from trainwright.text import say
@@ -80,6 +81,7 @@ class FailureReport:
         self._report(failure.exit_code, failure.message)
         if self._logs is not None or self.rank == 0:
             self._tell(failure.message, own=True)
+        self._record(failure.message)
         if self._peers is not None:
             self._peers.send(_FAILED, text=failure.message, exit_code=failure.exit_code)
         return failure.exit_code
@@ -93,6 +95,7 @@ class FailureReport:
         if self._logs is not None:
             self._tell(self.text, own=False)
         self._report(self.exit_code, self.text)
+        self._record(self.text)
         self.heard.set()
         if self._interrupt is not None:
             self._interrupt()
@@ -101,6 +104,10 @@ class FailureReport:
         timer = threading.Timer(_HEAR_SECONDS, _end, (self.exit_code,))
         timer.daemon = True
         timer.start()
+
+    def _record(self, message: str) -> None:
+        if self.rank == 0 and self._logs is not None:
+            record_failure(self._logs.parent, message, waits=False)
 
     def _code_of_gone(self) -> int:
         """Return the exit code for a rank that ended without a word: memory that ran out here will run out again."""

@@ -9,6 +9,7 @@ from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.plan import Plan
 from trainwright.planning.reasons import between, closeness, same_place, shortage, verdict
 from trainwright.planning.search import Candidate
+from trainwright.planning.step_time.step import StepTime
 from trainwright.text import count, plural, size, span
 
 # Groups of memory, from permanent to temporary, and the characters that draw them.
@@ -71,6 +72,10 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
     free = size(plan.chosen.available_bytes)
     whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
     yield f"{legend}{free} available ({whole})"
+    if (
+        shown := next((one.time for one in rows if one.time is not None and one.time.mfu is not None), None)
+    ) is not None:
+        yield f"MFU: of the {_peak(shown)}"
     if any(not one.layout.reshard_after_forward for one in rows):
         yield "whole: weights stay gathered between forward and backward (parallel.reshard_after_forward=false)"
 
@@ -90,12 +95,16 @@ def words(plan: Plan) -> Iterator[str]:
     if chosen.choice.num_processes > 1 and plan.cluster.device == "cuda":
         speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} per device"
     if time.mfu is not None:
-        peak = "measured peak rate" if plan.cluster.device == "cpu" or plan.calibrated else "datasheet's peak rate"
-        speed += f", {time.mfu:.0%} of the {peak}"
+        speed += f", {time.mfu:.0%} of the {_peak(time)}"
     yield from _labelled("speed", [speed, _speed_interval(chosen.errors, time.tokens_per_second)])
     if plan.workload.steps is not None:
         yield from _labelled("run", [_run_line(plan)])
     yield from _labelled("assumed", [_rates_line(plan), *_own_runs(plan), *plan.assumptions])
+
+
+def _peak(time: StepTime) -> str:
+    """Return what a share of the peak rate is a share of."""
+    return "datasheet's peak rate" if time.peak_is_nominal else "measured peak rate"
 
 
 def summary(plan: Plan) -> str:

@@ -97,17 +97,13 @@ class Rates:
         return thread_counts(None if self.calibration else self.measurement, processes, self.cluster.cpu_cores)
 
     def peak(self, devices: int, precision: str) -> float | None:
-        """Return the operations per second of ``devices`` devices (a CPU is one).
-
-        They are measured, or from the datasheet of a GPU; None for an unmeasured CPU, whose flags say little.
-        """
+        """Return the operations per second of ``devices`` devices (a CPU is one) that were measured, if they were."""
         found = self.calibration or self.measurement
         if found is not None:
             each = 1 if self.cluster.device == "cpu" else max(setting.processes for setting in found.settings)
             if (measured := peak(found, precision)) is not None:
                 return measured * devices / each
-        rate = self.cluster.card.rates.get(precision) if self.cluster.device == "cuda" else None
-        return None if rate is None else rate * devices
+        return None
 
     def collective(self, kind: CollectiveKind, size: float, group: Group) -> float:
         """Return the seconds of a collective over ``group``; ``size``: bytes of the full, unsharded tensor."""

@@ -44,8 +44,10 @@ class StepTime:
 
     ``parts``: seconds by purpose, in order; their sum is the step. ``tokens``: tokens of the step over all devices,
     without padding. ``operations``: FLOPs of the model's matrix products and attention for these tokens, forward and
-    backward, without recomputation. ``peak``: FLOPs per second of all devices, measured, or from the datasheet for GPUs
-    that are not present; None if unknown. ``watts``: full power of all devices.
+    backward, without recomputation. ``peak``: FLOPs per second of all devices: of a GPU by its datasheet, of dense
+    products in the precision of the run; of a CPU, whose flags say little, or a GPU without a datasheet, the fastest
+    products that were measured; None if unknown. ``peak_is_nominal``: whether it is from a datasheet. ``watts``: full
+    power of all devices.
     """
 
     parts: Mapping[str, float]
@@ -53,6 +55,7 @@ class StepTime:
     operations: float
     peak: float | None
     watts: float
+    peak_is_nominal: bool = False
 
     @property
     def seconds(self) -> float:
@@ -87,6 +90,8 @@ class StepTime:
             "tokens_per_second": self.tokens_per_second,
             "operations": self.operations,
             "mfu": self.mfu,
+            "peak": self.peak,
+            "peak_is_nominal": self.peak_is_nominal,
             "joules": self.joules,
         }
 
@@ -168,19 +173,28 @@ class _Step:
             "launches": self._launches(computed) if self.on_gpu else passes_a_step * passed.host,
             "data": self._data(),
         }
+        peak, is_nominal = self._peak()
         return StepTime(
             parts=parts,
             tokens=self.workload.tokens,
             operations=model_operations(self.workload),
-            peak=self._peak(),
+            peak=peak,
+            peak_is_nominal=is_nominal,
             watts=self.cluster.card.watts * (choice.num_processes if self.on_gpu else self.cluster.nodes),
         )
 
-    def _peak(self) -> float | None:
-        """Return the FLOPs per second of all devices."""
+    def _peak(self) -> tuple[float | None, bool]:
+        """Return the FLOPs per second of all devices, and whether they are from a datasheet.
+
+        What was measured on a GPU, at the sizes of a quick measurement, is less than its peak, and is no share of it.
+        """
+        names = _peak_names(self.choice.mixed_precision, self.workload)
+        nominal = _nominal_peak(self.cluster, self.choice.num_processes, names) if self.on_gpu else None
+        if nominal is not None:
+            return nominal, True
         devices = self.choice.num_processes if self.on_gpu else self.cluster.nodes
-        found = (self.rates.peak(devices, name) for name in _peak_names(self.choice.mixed_precision, self.workload))
-        return next((rate for rate in found if rate is not None), None)
+        found = (self.rates.peak(devices, name) for name in names)
+        return next((rate for rate in found if rate is not None), None), False
 
     def _launches(self, computed: Work) -> float:
         """Return the seconds in which a GPU waits for Python."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.task import LossSum
+from trainwright.engine.task import LossSum, Measured
 from trainwright.errors import RequestError
 from trainwright.models.history.files import save_history_model
 from trainwright.models.history.model import HistoryModel, HistoryShape
@@ -143,7 +143,7 @@ class AlgorithmDistillation:
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Do nothing: a step only changes the weights."""
 
-    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
+    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> Measured:
         """Return returns on held-out tasks in the first and the last episodes, with sampled and greedy actions."""
         trial = self._section.trial
         metrics: dict[str, float] = {}
@@ -158,7 +158,7 @@ class AlgorithmDistillation:
         best = float(self._environment.optimal_return(self._goals.tried).mean())
         if best == best and best:  # not known for every environment
             metrics["share_of_optimum"] = metrics["return_last"] / best
-        return metrics
+        return Measured(metrics)
 
     def _try(self, module: HistoryObjective, world: World, temperature: float, *, together: bool) -> Any:
         trial = self._section.trial

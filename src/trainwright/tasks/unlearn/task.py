@@ -19,7 +19,7 @@ from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.data.stream.unlearning import joined, refuse_overlap, some_of, with_roles
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
-from trainwright.engine.task import LossSum
+from trainwright.engine.task import LossSum, Measured
 from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.causal_lm import CausalLM
@@ -156,10 +156,10 @@ class Unlearning(ReferenceTask):
         rows = len(self._prepared.validation)
         return Watch.of(found, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
 
-    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> dict[str, float]:
+    def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> Measured:
         """Return the metrics of the model's answers to benchmark rows; all ranks must call it."""
         assert self._watch is not None and isinstance(module, CausalLM)
-        return self._watch.metrics(module, world, together=together)
+        return Measured(self._watch.metrics(module, world, together=together))
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         layer = self._unlearn.value("layer") if self._unlearn.facts.of == "activations" else None
