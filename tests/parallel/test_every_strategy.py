@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import Runs, difference
+from tests.support.slow import slow_but
 from tests.support.strategies import TOLERANCE, Singles, assert_same, assert_table, case, steps
 from tests.support.training import Case, train
 
@@ -53,7 +54,7 @@ def test_the_whole_table_of_ddp(runs: Runs, processes: int) -> None:
     assert_table(runs, processes, (using("ddp"),))
 
 
-@pytest.mark.parametrize("precision", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("no", "fp16"))])
+@pytest.mark.parametrize("precision", slow_but("bf16", among=("no", "bf16", "fp16")))
 def test_three_processes_round_as_one_does(runs: Runs, precision: str) -> None:
     """Three is no power of two: a factor of the loss is rounded by every operation of a backward pass in bf16."""
     settings = (f"train.mixed_precision={precision}", "train.micro_batch_size=1", "train.global_batch_size=6")

@@ -46,7 +46,7 @@ class Schedule:
     rate 0 and step w has the peak. After it the rate is ``learning_rate`` * (r + (1 - r) * f(p)) with r =
     ``final_learning_rate_ratio`` and the progress p = (k - w) / (n - w), which is 0 at step w and would be 1 after the
     last step: f(p) = 1 (`constant`), 1 - p (`linear`) or (1 + cos(pi p)) / 2 (`cosine`), as in transformers and torch.
-    `warmup_stable_decay` (arXiv 2404.06395) falls linearly over the last d = ``decay_steps`` alone: p = (k - n + d) / d.
+    `warmup_stable_decay` (arXiv 2404.06395) falls linearly over the last d = ``decay_steps``: p = (k - n + d) / d.
     """
 
     def __init__(self, section: OptimizerSection, max_steps: int) -> None:

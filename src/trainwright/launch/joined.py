@@ -7,6 +7,7 @@ wait in a collective meanwhile but poll the store, without a time limit.
 from __future__ import annotations
 
 import _thread
+import functools
 import os
 import signal
 import socket
@@ -160,15 +161,16 @@ def run_joined(
         rank_info = participant.rank_info(place)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
+            from trainwright.launch.ending.failure import run_to_end
             from trainwright.launch.group.each_machine import prepare_each_machine
             from trainwright.launch.hangs.beside import watching
             from trainwright.launch.run_worker import prepare, train
 
             prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
             with watching(run, rank_info, terminal, lambda: failures.text):
-                code = train(
-                    run, opened.resume, rank_info, watched=True, deadline=deadline, launcher=environment.launcher
-                )
+                training = functools.partial(train, run, opened.resume, rank_info)
+                more = {"watched": True, "deadline": deadline, "launcher": environment.launcher}
+                code = run_to_end(functools.partial(training, **more), rank_info.rank)
         except Exception as error:
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:

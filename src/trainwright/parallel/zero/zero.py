@@ -50,8 +50,8 @@ class Zero:
         self.name = setup.parallel.strategy
         self.world = world
         self._sharded = spec_of(self.name).shards_parameters
-        # ZeRO-3 only averages gradients. Their sum is computed from the reduced fp32 gradients: a factor of the loss would
-        # pass through a backward pass in bf16, which rounds it unless it is a power of two.
+        # ZeRO-3 only averages gradients. Their sum is computed from the reduced fp32 gradients: a factor of the loss
+        # would pass through a backward pass in bf16, which rounds it unless it is a power of two.
         self._averaged = world.size if self._sharded else 1
         self._gather = import_deepspeed(world).zero.GatheredParameters
         self._model = module
