@@ -26,8 +26,8 @@ def check_skips(step: int, policies: Sequence[StepPolicy], skipped: Sequence[boo
             skipping, others = map(_named, ranks)
             raise TrainingError(
                 f"the step policy {type(policy).__module__}:{type(policy).__qualname__} skips the update of step "
-                f"{step} on {skipping} and not on {others}; its method skips must return the same on every rank. Correct it, "
-                "and --resume"
+                f"{step} on {skipping} and not on {others}; its method skips must return the same on every rank. "
+                "Correct it, and --resume"
             )
 
 
