@@ -37,6 +37,7 @@ from trainwright.launch.ending.left import left_in_words
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
 from trainwright.launch.group.report_once import should_report
+from trainwright.launch.group.waiting import Waiting
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import (
     die_with_parent,
@@ -287,11 +288,14 @@ class _Participant:
 
     def follow(self) -> tuple[Opened, Place]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
+        from trainwright.launch.group.addresses import in_words
         from trainwright.launch.group.members import Place
 
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
-        decision = self.rendezvous.wait_for("opened")
+        rendezvous, waiting = self.rendezvous, Waiting(f"rank {self.environment.rank}")
+        where = in_words(rendezvous.address, rendezvous.port)
+        decision = rendezvous.wait_for("opened", lambda: waiting.tell(lambda: f"rank 0 at {where} to begin the run"))
         if "refused" in decision:
             raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
         opened = Opened(**decision["opened"])

@@ -38,7 +38,7 @@ _PATIENCE = timedelta(days=7)
 
 
 def process_count(machine: Machine, wanted: int | None) -> int:
-    """Return one process per GPU, or one for all cores; or ``wanted``. Raises MachineError if there are too few GPUs."""
+    """Return one process per GPU, or one for all cores; or ``wanted``. Raises MachineError if GPUs are too few."""
     refuse_unusable(machine)
     if wanted is not None and 0 < len(machine.gpus) < wanted:
         raise MachineError(f"--num-processes {wanted}: this machine has {len(machine.gpus)} GPUs")
