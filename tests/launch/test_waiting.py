@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def test_it_is_told_within_15_s_and_at_widening_intervals(capsys: pytest.Capture
             )
         told += [now] if said else []
         now += 0.5
-    gaps = [after - before for before, after in zip(told, told[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(told)]
     assert told[0] <= 15 and 3 <= len(told) <= 6 and gaps == sorted(gaps)
 
 

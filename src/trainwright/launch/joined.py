@@ -47,6 +47,7 @@ from trainwright.launch.process import (
     threads_allowed,
 )
 from trainwright.launch.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
+from trainwright.launch.without_launcher import signal_warning, stop_without_launcher
 from trainwright.machine.detect import detect
 from trainwright.paths import appears
 from trainwright.text import say
@@ -158,6 +159,9 @@ def run_joined(
         if not own_threads:
             os.environ["OMP_NUM_THREADS"] = str(_threads(place))
         follow_signals()
+        stop_without_launcher(environment.launcher)
+        if environment.rank == 0 and (warning := signal_warning(environment.launcher)) is not None:
+            say(f"warning: {warning}", file=terminal)
         failures.interrupting(None)
         rank_info = participant.rank_info(place)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
