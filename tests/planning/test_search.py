@@ -85,7 +85,7 @@ def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) ->
     every = [
         choice_of(layout, processes, size, recompute, constraints, cluster)
         for processes in worlds(workload, cluster, constraints)
-        for layout in layouts(processes, cluster, constraints)
+        for layout in layouts(processes, cluster, constraints, math.ceil(workload.global_batch_rows))
         for recompute in recomputations(workload, constraints)
         for size in micro_batches(workload, processes, constraints)
     ]
@@ -310,8 +310,9 @@ def test_what_is_not_installed_is_not_chosen() -> None:
 def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:
     cluster = parse_machine("4x8xH100")
     assert worlds(work(SMALL, 1000), cluster, Constraints({})) == (32, 16, 8, 1)
-    assert worlds(work(SMALL, 20), cluster, Constraints({})) == (16, 8, 1)
-    assert worlds(work(SMALL, 3), cluster, Constraints({})) == (3, 1)
+    # Where some have no row, all can hold shards.
+    assert worlds(work(SMALL, 20), cluster, Constraints({})) == (16, 8, 1, 32)
+    assert worlds(work(SMALL, 3), cluster, Constraints({})) == (3, 1, 8, 32)
     assert worlds(work(SMALL, 1000), cluster, Constraints({}, lambda n, given_up: n % 5 == 0)) == (30,)
 
 
