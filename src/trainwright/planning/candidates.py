@@ -137,7 +137,9 @@ def layouts(
         and (processes <= rows or spec_of(layout.strategy).shards)
         and all(constraints.allows(key, getattr(layout, key)) for key in LAYOUT_KEYS)
     ]
-    if not found and asked is not None and processes <= rows and constraints.fixed.get("replicate_size", 1) == 1:  # requested explicitly
+    if (
+        not found and asked is not None and processes <= rows and constraints.fixed.get("replicate_size", 1) == 1
+    ):  # requested explicitly
         found.append(
             ParallelLayout(asked, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed})
         )
