@@ -146,7 +146,7 @@ def load(place: str, described: str) -> Any:
     _look_in_working_directory()
     try:
         return _at(place)
-    except Exception as error:  # importing a module can raise anything
+    except (Exception, SystemExit) as error:  # importing a module can raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise RequestError(f"{described} cannot be imported: {kind}{error}") from error
 

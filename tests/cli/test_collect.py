@@ -103,6 +103,8 @@ def test_killed_and_run_again_is_the_same(place: Path) -> None:
         ),
         (["algorithm_distillation.source={name: ucb}"], "source ucb: learns one state, and darkroom has more"),
         (["algorithm_distillation.environment=darkrom"], "did you mean darkroom"),
+        (["train.seed=5"], "train.seed: has no effect on what is collected"),
+        (["train.seed=5"], "set algorithm_distillation.source.seed"),
         (
             ["algorithm_distillation.environment_options={sise: 3}"],
             "algorithm_distillation.environment: environment darkroom: has no option sise",

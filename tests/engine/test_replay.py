@@ -70,10 +70,10 @@ def test_a_wrong_weight_is_found_and_taken_back(runs: Runs, count: int, strategy
     run, ended = flipped(runs, "Weight", {"rank": rank, "step": 7}, *overrides)
     assert ended.code == 0, ended.stdout + ended.stderr
     assert losses(run) == undisturbed
-    first, second = events(run, "fault")  # found at step 9, the last check without a finding was at 6
+    first, second = events(run, "fault")  # found before the checkpoint of step 8; the check at 6 passed
     assert first["kind"] == second["kind"] == "corrupted_weights"
     assert first["action"].endswith("step-00000004") and events(run, "rewind")[0]["left_out"] == []
-    assert f"the weights of rank {rank} were wrong at step 9" in second["detail"] and second["rank"] == rank
+    assert f"the weights of rank {rank} were wrong at step 8" in second["detail"] and second["rank"] == rank
     assert (first["rank"] == rank) or count == 2
 
 
@@ -116,7 +116,7 @@ def test_a_weight_that_is_wrong_only_where_it_is_computed_with_is_found(runs: Ru
     assert losses(run) == undisturbed
     first, second = events(run, "fault")
     assert first["kind"] == second["kind"] == "corrupted_weights"
-    assert "the weights of rank 1 were wrong at step 9" in second["detail"]
+    assert "the weights of rank 1 were wrong at step 8" in second["detail"]
 
 
 def test_without_a_check_that_has_passed_a_run_goes_back_to_what_it_was_resumed_from(runs: Runs) -> None:
@@ -148,7 +148,7 @@ def test_a_new_run_whose_first_check_fails_begins_again_when_it_is_resumed(runs:
 def test_a_run_may_end_instead(runs: Runs) -> None:
     overrides = (*settings(2, "ddp"), "faults.on_corruption=stop")
     run, ended = flipped(runs, "Weight", {"rank": 1, "step": 1}, *overrides)
-    assert ended.code == 5 and "the weights of the ranks differ at step 3" in ended.stderr
+    assert ended.code == 5 and "the weights of the ranks differ at step 2" in ended.stderr
     (fault,) = events(run, "fault")
     assert fault["action"] == "stop"
 
@@ -159,7 +159,7 @@ def test_a_wrong_frozen_weight_ends_the_run(runs: Runs, place: float) -> None:
     overrides = (*settings(2, "ddp"), "model.adapter={type: lora, rank: 4}")
     run, ended = flipped(runs, "FrozenWeight", {"rank": 1, "step": 4, "place": place, "bit": 22}, *overrides)
     assert ended.code == 5, ended.stdout + ended.stderr
-    assert "the frozen weights of the ranks differ at step 6: ranks 0, 1" in ended.stderr
+    assert "the frozen weights of the ranks differ at step 4: ranks 0, 1" in ended.stderr
     (fault,) = events(run, "fault")
     assert fault["kind"] == "corrupted_weights" and fault["action"] == "stop"
 

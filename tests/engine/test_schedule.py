@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
+from transformers import optimization
 
 from trainwright.engine.optimizer import Schedule
 from trainwright.recipe.schema import OptimizerSection
@@ -14,35 +18,66 @@ def rates(steps: int, **settings: Any) -> list[float]:
     return [schedule(step) for step in range(1, steps + 1)]
 
 
+def rates_of(steps: int, scheduler: Callable[[SGD], LRScheduler]) -> list[float]:
+    """Return the rates that a training loop with torch's ``scheduler`` and a peak of 1 uses."""
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    following = scheduler(optimizer)
+    used = []
+    for _ in range(steps):
+        used.append(float(following.get_last_lr()[0]))
+        optimizer.step()
+        following.step()
+    return used
+
+
 def test_constant() -> None:
     assert rates(4, schedule="constant") == [1.0] * 4
 
 
-def test_linear_reaches_its_floor_at_the_last_step() -> None:
-    assert rates(5, schedule="linear") == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])
-    assert rates(5, schedule="linear", final_learning_rate_ratio=0.5)[-1] == pytest.approx(0.5)
-
-
-def test_cosine_is_half_a_period() -> None:
-    expected = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(1, 9)]
-    assert rates(8, schedule="cosine") == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("warmup", [4, 0.4])
-def test_warm_up_rises_evenly_to_the_full_rate(warmup: int | float) -> None:
-    got = rates(10, schedule="constant", warmup_steps=warmup)
-    assert got == pytest.approx([0.2, 0.4, 0.6, 0.8] + [1.0] * 6)
-    assert rates(10, schedule="linear", warmup_steps=warmup)[4:] == pytest.approx(
-        [5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]
-    )
+@pytest.mark.parametrize("steps", [1, 2, 7, 30])
+@pytest.mark.parametrize("warmup", [0, 1, 6])
+@pytest.mark.parametrize(
+    ("schedule", "theirs"),
+    [
+        ("linear", optimization.get_linear_schedule_with_warmup),
+        ("cosine", optimization.get_cosine_schedule_with_warmup),
+    ],
+)
+def test_the_decay_is_that_of_transformers(
+    schedule: str, theirs: Callable[[SGD, int, int], LRScheduler], warmup: int, steps: int
+) -> None:
+    used = rates(steps, schedule=schedule, warmup_steps=warmup)
+    expected = rates_of(steps, lambda optimizer: theirs(optimizer, warmup, steps))
+    assert used[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
+    assert min(used) > 0
+    if warmup < steps:
+        assert used[warmup] == 1.0
 
 
 @pytest.mark.parametrize("decay", [5, 0.25])
-def test_warmup_stable_decay_holds_and_falls_at_the_end(decay: int | float) -> None:
-    got = rates(20, schedule="warmup_stable_decay", warmup_steps=3, decay_steps=decay)
-    assert got[:3] == pytest.approx([0.25, 0.5, 0.75])
-    assert got[3:15] == [1.0] * 12
-    assert got[15:] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])
+def test_warmup_stable_decay_is_that_of_transformers(decay: int | float) -> None:
+    used = rates(20, schedule="warmup_stable_decay", warmup_steps=3, decay_steps=decay, final_learning_rate_ratio=0.1)
+    expected = rates_of(
+        20,
+        lambda optimizer: optimization.get_wsd_schedule(
+            optimizer, 3, 5, num_stable_steps=12, decay_type="linear", min_lr_ratio=0.1
+        ),
+    )
+    assert used[3:] == pytest.approx(expected[3:], rel=1e-12)
+    assert used[:3] == pytest.approx([0.25, 0.5, 0.75])
+
+
+@pytest.mark.parametrize("warmup", [4, 0.4])
+def test_warm_up_is_linear_lr_of_torch(warmup: int | float) -> None:
+    used = rates(10, schedule="constant", warmup_steps=warmup)
+    assert used == pytest.approx(rates_of(10, lambda optimizer: LinearLR(optimizer, 1 / 5, total_iters=4)), rel=1e-12)
+    assert used[4] == 1.0
+
+
+def test_the_rate_falls_to_its_floor() -> None:
+    expected = rates_of(8, lambda optimizer: CosineAnnealingLR(optimizer, T_max=8, eta_min=0.25))
+    assert rates(8, schedule="cosine", final_learning_rate_ratio=0.25) == pytest.approx(expected, rel=1e-12)
+    assert rates(5, schedule="linear", final_learning_rate_ratio=0.5) == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
 
 
 def test_a_run_shorter_than_its_warm_up_never_divides_by_zero() -> None:

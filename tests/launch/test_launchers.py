@@ -411,6 +411,40 @@ def test_a_killed_rank_under_torchrun_ends_all(tmp_path: Path, runs: Runs) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "number", "to_all", "code"),
+    [
+        (2, signal.SIGUSR1, True, EXIT_STOPPED),  # as Slurm's --signal=USR1@N, also to the command around torchrun
+        (0, signal.SIGUSR1, True, -signal.SIGUSR1),
+        (0, signal.SIGKILL, False, -signal.SIGKILL),
+    ],
+    ids=["under", "torchrun alone", "torchrun killed"],
+)
+def test_workers_whose_torchrun_dies_write_a_checkpoint(
+    tmp_path: Path, runs: Runs, before: int, number: signal.Signals, to_all: bool, code: int
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = UNDER_TORCHRUN if before else torchrun
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [*launcher, "-m", "trainwright.worker", str(TINY), LONG, f"logging.run_directory={run}"],
+        cwd=tmp_path,
+        env=environment(TRAINWRIGHT_CACHE=str(runs.directory / "cache")),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        wait_for(lambda: (run / "events.jsonl").exists() and '"event": "step"' in (run / "events.jsonl").read_text())
+        if to_all:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        assert process.wait(timeout=PATIENCE) == code
+        wait_for(lambda: '"event": "finish"' in (run / "events.jsonl").read_text())
+    assert events(run, "finish")[0]["status"] == "stopped" and list((run / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_under_torchrun_has_the_exit_code_of_a_stop(tmp_path: Path, runs: Runs, number: signal.Signals) -> None:
     run = tmp_path / "run"
@@ -461,6 +495,24 @@ def test_a_launcher_without_a_run_ends_with_its_own_code(tmp_path: Path) -> None
     with pytest.raises(RequestError, match="COMMAND: nowhere: program not found"):
         run_launcher(["nowhere"])
     assert record_exit_code(EXIT_FAULT) == EXIT_FAULT
+
+
+def test_under_keeps_a_launcher_from_dying_of_the_signals_that_schedulers_send() -> None:
+    from trainwright.launch.program import run_launcher
+
+    assert run_launcher(["bash", "-c", "kill -USR1 $$; kill -USR2 $$; exit 3"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("handled", "warns"), [("", True), ("signal.signal(10, print); signal.signal(12, print)", False)]
+)
+def test_a_launcher_that_dies_of_slurms_signal_is_named_at_the_start(handled: str, warns: bool) -> None:
+    child = "from trainwright.launch.without_launcher import signal_warning; print(signal_warning('torchrun'))"
+    parent = f"import signal, subprocess, sys; {handled or 'pass'}; subprocess.run([sys.executable, '-c', {child!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", parent], env=environment(SLURM_JOB_ID="7"), capture_output=True, text=True
+    )
+    assert ("dies of SIGUSR1 and SIGUSR2" in done.stdout and "trainwright under" in done.stdout) is warns, done.stderr
 
 
 def test_under_has_torchrun_wait_for_the_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,15 @@ OFFLOADED = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+            "warmup_type": "linear",
+            "cos_min_ratio": "auto",
+        },
+    },
 }
 OFFLOADING = ("parallel.strategy=zero3", "parallel.offload_optimizer=true", "parallel.offload_parameters=true")
 
@@ -78,6 +86,52 @@ def test_a_file_that_says_what_the_recipe_says_agrees(tmp_path: Path) -> None:
         "steps_per_print": 100,
     }
     check(recipe(tmp_path, content, "train.mixed_precision=bf16"))
+
+
+@pytest.mark.parametrize(
+    ("section", "missing"),
+    [
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 30, "warmup_num_steps": 8}}},
+            [
+                "scheduler.params.warmup_type: is missing, and DeepSpeed's default log contradicts "
+                "optimizer.warmup_steps, whose warm-up is linear; set it to linear here",
+                "scheduler.params.warmup_max_lr: is missing, and DeepSpeed's default 0.001 contradicts "
+                "optimizer.learning_rate 0.002; set it to auto, or to the value of optimizer.learning_rate, here",
+            ],
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_type": "linear"}}},
+            [
+                "scheduler.params.warmup_num_steps: is missing, and DeepSpeed's default 1000 contradicts "
+                "optimizer.warmup_steps 8; set it to auto, or to the value of optimizer.warmup_steps, here"
+            ],
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
+            [
+                "optimizer.params.weight_decay: is missing, and DeepSpeed's default 0.01 contradicts "
+                "optimizer.weight_decay 0.0; set it to auto, or to the value of optimizer.weight_decay, here"
+            ],
+        ),
+    ],
+)
+def test_deepspeeds_defaults_for_keys_left_out_count(
+    tmp_path: Path, section: dict[str, Any], missing: list[str]
+) -> None:
+    ours = ("optimizer.schedule=linear", "optimizer.warmup_steps=8", "optimizer.learning_rate=0.002")
+    assert problems(tmp_path, section, *ours, "optimizer.weight_decay=0") == missing
+
+
+def test_a_warm_up_of_no_steps_has_any_shape(tmp_path: Path) -> None:
+    section = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    check(recipe(tmp_path, section, "optimizer.schedule=constant", "optimizer.warmup_steps=0"))
+
+
+def test_one_accumulation_step_says_nothing_about_packs(tmp_path: Path) -> None:
+    packed = ("data.pack_length=512", "train.micro_batch_size=2")
+    check(recipe(tmp_path, {"gradient_accumulation_steps": 1}, *packed))
+    assert problems(tmp_path, {"gradient_accumulation_steps": 3}, *packed)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.workload import AdapterShape, Choice, Workload
 from trainwright.recipe.loading import recipe_of
+from trainwright.recipe.strategy_spec import spec_of
 
 SMALL, LARGE, HUGE = "HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
 
@@ -45,6 +46,16 @@ AVX2, AVX512, BF16 = ("avx2",), ("avx2", "avx512f"), ("avx2", "avx512f", "avx512
 AMX = (*BF16, "amx_bf16")
 
 
+def test_processes_without_rows_hold_shards_where_fewer_would_have_to_offload() -> None:
+    found = plan(LARGE, "8xH100", 4, fixed={"strategy": "zero3"})
+    assert found.chosen.choice.num_processes == 8 and not found.chosen.choice.offload_optimizer
+    (why,) = (reason for reason in found.reasons if reason.startswith("parallel.num_processes"))
+    assert "a step has 4 rows; 4 processes have none and hold shards" in why
+    small = plan(SMALL, "8xH100", 4)
+    assert small.chosen.choice.num_processes == 4
+    assert any(reason.startswith("parallel.num_processes 4: with 8 a step takes") for reason in small.reasons)
+
+
 def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
     assert plan(SMALL, "8xH100").chosen.choice.strategy == "ddp"
     assert plan(SMALL, "1xH100").chosen.choice.strategy == "single"
@@ -59,7 +70,7 @@ def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
 def test_every_candidate_makes_the_global_batch_in_as_few_passes(on: str, rows: int) -> None:
     for one in plan(SMALL, on, rows).found.candidates:
         choice = one.choice
-        assert choice.num_processes <= max(1, rows)
+        assert choice.num_processes <= max(1, rows) or spec_of(choice.strategy).shards
         share = math.ceil(rows / choice.micro_batch_size)
         assert choice.gradient_accumulation_steps == math.ceil(
             math.ceil(rows / choice.num_processes) / choice.micro_batch_size
@@ -85,7 +96,7 @@ def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) ->
     every = [
         choice_of(layout, processes, size, recompute, constraints, cluster)
         for processes in worlds(workload, cluster, constraints)
-        for layout in layouts(processes, cluster, constraints)
+        for layout in layouts(processes, cluster, constraints, math.ceil(workload.global_batch_rows))
         for recompute in recomputations(workload, constraints)
         for size in micro_batches(workload, processes, constraints)
     ]
@@ -310,8 +321,9 @@ def test_what_is_not_installed_is_not_chosen() -> None:
 def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:
     cluster = parse_machine("4x8xH100")
     assert worlds(work(SMALL, 1000), cluster, Constraints({})) == (32, 16, 8, 1)
-    assert worlds(work(SMALL, 20), cluster, Constraints({})) == (16, 8, 1)
-    assert worlds(work(SMALL, 3), cluster, Constraints({})) == (3, 1)
+    # Where some have no row, all can hold shards.
+    assert worlds(work(SMALL, 20), cluster, Constraints({})) == (16, 8, 1, 32)
+    assert worlds(work(SMALL, 3), cluster, Constraints({})) == (3, 1, 8, 32)
     assert worlds(work(SMALL, 1000), cluster, Constraints({}, lambda n, given_up: n % 5 == 0)) == (30,)
 
 

@@ -256,3 +256,11 @@ def test_reading_a_recipe_imports_no_torch(write: Write) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
+
+
+def test_prompts_can_be_turned_off_where_a_recipe_sets_their_length() -> None:
+    recipe = load_recipe(
+        STUDY.parents[1] / "sft" / "tiny.yaml",
+        ["evaluate.prompts=[Hi]", "evaluate.max_new_tokens=4", "evaluate.prompts=[]"],
+    )
+    assert recipe.evaluate.prompts == [] and recipe.evaluate.max_new_tokens == 4

@@ -107,6 +107,13 @@ def collected(
     if section is None:
         name = recipe if isinstance(recipe, Path) else "the recipe"
         raise RequestError(f"{name}: collect needs a recipe with task: algorithm_distillation")
+    if ignored := [word for word in overrides if not word.startswith(("algorithm_distillation.", "task="))]:
+        key = ignored[0].partition("=")[0]
+        seed = "; for other histories set algorithm_distillation.source.seed" if key.endswith("seed") else ""
+        raise RequestError(
+            f"{key}: has no effect on what is collected, which the section algorithm_distillation describes{seed}; "
+            "remove it"
+        )
     from trainwright.reinforcement.collection import collect
 
     collection = _collection(section)

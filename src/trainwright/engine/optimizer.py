@@ -40,11 +40,13 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
 
 
 class Schedule:
-    """Learning rates of a run of ``max_steps`` optimizer steps, as a function of the step alone: no state to save.
+    """Learning rates of a run of n = ``max_steps`` optimizer steps, as a function of the step alone: no state to save.
 
-    Warm-up rises linearly to ``learning_rate``, which step ``warmup`` + 1 is the first to use in full. After it the
-    rate decays to ``learning_rate * final_learning_rate_ratio`` at the last step: not at all (`constant`), linearly, by
-    a cosine, or linearly over the last ``decay_steps`` only (`warmup_stable_decay`, arXiv 2404.06395).
+    Step k of 0 to n - 1 uses ``learning_rate`` * (k + 1) / (w + 1) in a warm-up of w steps, so that no step has the
+    rate 0 and step w has the peak. After it the rate is ``learning_rate`` * (r + (1 - r) * f(p)) with r =
+    ``final_learning_rate_ratio`` and the progress p = (k - w) / (n - w), which is 0 at step w and would be 1 after the
+    last step: f(p) = 1 (`constant`), 1 - p (`linear`) or (1 + cos(pi p)) / 2 (`cosine`), as in transformers and torch.
+    `warmup_stable_decay` (arXiv 2404.06395) falls linearly over the last d = ``decay_steps``: p = (k - n + d) / d.
     """
 
     def __init__(self, section: OptimizerSection, max_steps: int) -> None:
@@ -61,13 +63,11 @@ class Schedule:
         """Return the learning rate of optimizer step ``step``, counted from 1."""
         if step <= self._warmup:
             return self._peak * step / (self._warmup + 1)
-        remaining = self._last - step
-        if self._kind == "constant" or remaining >= self._decay:
+        progress = 1.0 - (self._last - (step - 1)) / self._decay
+        if self._kind == "constant" or progress <= 0:
             return self._peak
-        # From 0 at the start of the decay to 1 at the last step.
-        progress = 1.0 - remaining / self._decay
-        fall = 0.5 * (1.0 - math.cos(math.pi * progress)) if self._kind == "cosine" else progress
-        return self._peak * (1.0 - (1.0 - self._floor) * fall)
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if self._kind == "cosine" else 1.0 - progress
+        return self._peak * (self._floor + (1.0 - self._floor) * remaining)
 
 
 def steps_of(value: int | float, max_steps: int) -> int:

@@ -15,6 +15,7 @@ from trainwright import heartbeat
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.out_of_memory import MemoryShortage, attempt, peak_memory
+from trainwright.engine.policies.agreement import check_steps
 from trainwright.engine.policies.base import RankReport, StepGradients, StepPolicy, Training
 from trainwright.engine.policies.builtin import handle_wrong_numbers
 from trainwright.engine.policies.divergence import Divergence
@@ -96,7 +97,7 @@ class StepPasses:
             functools.reduce(torch.add, done.losses.unbind()),
         )  # in their order
         peak, resident = peak_memory(world.device), self._resident.after_passes()
-        values = [stop, peak, shortage is not None, save, written, resident, *self._own_seconds()]
+        values = [stop, peak, shortage is not None, save, step, written, resident, *self._own_seconds()]
         host = torch.tensor(values, dtype=torch.float64)
         row = torch.cat([torch.stack([loss]), on_device(host, world.device), done.statistics[: self._sums]])
         # Everything is read at once: the host waits for the device once a step.
@@ -104,6 +105,7 @@ class StepPasses:
         rows = [read[i : i + len(row)] for i in range(0, world.size * len(row), len(row))]
         norm, *losses = read[world.size * len(row) :]
         reports = [RankReport(*row[:_REPORT]) for row in rows]
+        check_steps([int(rank.step) for rank in reports])
         found = StepGradients(batch, sum(rank.loss for rank in reports) / batch.weight, norm, reports, losses)
         if any(rank.out_of_memory for rank in reports):
             return replace(found, shortage=shortage)

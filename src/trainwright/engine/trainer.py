@@ -21,6 +21,7 @@ from trainwright.engine.measured import RunMeasurements
 from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
 from trainwright.engine.passes import StepPasses
+from trainwright.engine.policies.agreement import check_skips
 from trainwright.engine.policies.base import (
     Corrupted,
     RewindRequested,
@@ -80,7 +81,8 @@ class Trainer:
         self._begun_at = 0  # the step at which this launch began
         self._halving, self._replay = Halving(self.training), Replay(self.training)
         ours = (LossScale, GradientNoise, LossSpikes, NonFinite, Stragglers)
-        self._policies = [self._halving, self._replay, *(policy(self.training) for policy in (*ours, *self.policies))]
+        self._added = [policy(self.training) for policy in self.policies]
+        self._policies = [self._halving, self._replay, *(policy(training) for policy in ours), *self._added]
         self._checkpointing = Checkpointing(
             self.training, self.checkpoints, self._policies, lambda: self._replay.trusted_before
         )
@@ -171,14 +173,18 @@ class Trainer:
         while self.progress.step < self.max_steps:
             try:
                 result = self._step()
+                last = self.progress.step == self.max_steps
+                every = self.training.recipe.evaluate.every
+                evaluates = last or (every is not None and self.progress.step % every == 0)
+                if result.stop or result.save or evaluates or self.is_over:
+                    heartbeat.phase("replay", self.progress.step)
+                    self._replay.compare_weights(self.progress.step)  # before they are written
             except RewindRequested as fault:
                 self._rewind(fault)
                 self._evaluate()  # what was pending at the checkpoint
                 continue
             self._checkpointing.advance(result.written)
-            last = self.progress.step == self.max_steps
-            every = self.training.recipe.evaluate.every
-            if last or (every is not None and self.progress.step % every == 0):
+            if evaluates:
                 self.progress.pending = EVALUATION
             if result.stop:
                 raise StopRequested
@@ -244,6 +250,7 @@ class Trainer:
         heartbeat.phase("optimizer", step)
         self.updating()
         skipped = [policy.skips(step, found) for policy in self._policies]  # every policy is called, as each may count
+        check_skips(step, self._added, skipped[len(skipped) - len(self._added) :], self.world)
         if any(skipped):
             self.strategy.discard_gradients()
         else:

@@ -7,6 +7,7 @@ wait in a collective meanwhile but poll the store, without a time limit.
 from __future__ import annotations
 
 import _thread
+import functools
 import os
 import signal
 import socket
@@ -36,6 +37,7 @@ from trainwright.launch.ending.left import left_in_words
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
 from trainwright.launch.group.report_once import should_report
+from trainwright.launch.group.waiting import Waiting
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import (
     die_with_parent,
@@ -45,6 +47,7 @@ from trainwright.launch.process import (
     threads_allowed,
 )
 from trainwright.launch.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
+from trainwright.launch.without_launcher import signal_warning, stop_without_launcher
 from trainwright.machine.detect import detect
 from trainwright.paths import appears
 from trainwright.text import say
@@ -156,19 +159,23 @@ def run_joined(
         if not own_threads:
             os.environ["OMP_NUM_THREADS"] = str(_threads(place))
         follow_signals()
+        stop_without_launcher(environment.launcher)
+        if environment.rank == 0 and (warning := signal_warning(environment.launcher)) is not None:
+            say(f"warning: {warning}", file=terminal)
         failures.interrupting(None)
         rank_info = participant.rank_info(place)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
+            from trainwright.launch.ending.failure import run_to_end
             from trainwright.launch.group.each_machine import prepare_each_machine
             from trainwright.launch.hangs.beside import watching
             from trainwright.launch.run_worker import prepare, train
 
             prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
             with watching(run, rank_info, terminal, lambda: failures.text):
-                code = train(
-                    run, opened.resume, rank_info, watched=True, deadline=deadline, launcher=environment.launcher
-                )
+                training = functools.partial(train, run, opened.resume, rank_info)
+                more = {"watched": True, "deadline": deadline, "launcher": environment.launcher}
+                code = run_to_end(functools.partial(training, **more), rank_info.rank)
         except Exception as error:
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:
@@ -285,11 +292,14 @@ class _Participant:
 
     def follow(self) -> tuple[Opened, Place]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
+        from trainwright.launch.group.addresses import in_words
         from trainwright.launch.group.members import Place
 
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
-        decision = self.rendezvous.wait_for("opened")
+        rendezvous, waiting = self.rendezvous, Waiting(f"rank {self.environment.rank}")
+        where = in_words(rendezvous.address, rendezvous.port)
+        decision = rendezvous.wait_for("opened", lambda: waiting.tell(lambda: f"rank 0 at {where} to begin the run"))
         if "refused" in decision:
             raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
         opened = Opened(**decision["opened"])

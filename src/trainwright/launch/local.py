@@ -38,15 +38,19 @@ from trainwright.launch.ending.agent_log import quiet_agent
 from trainwright.launch.ending.failure import (
     Cause,
     Ended,
+    EndedEarly,
     Failure,
     RankErrorHandler,
     Slot,
+    early_ends,
     ended_from_outside,
     error_file,
     error_record,
     error_records,
     first_failure,
     new_slot,
+    run_to_end,
+    set_done,
     slot_records,
 )
 from trainwright.launch.ending.stop import Stopping
@@ -128,6 +132,12 @@ def launch_once(
     rendezvous.checks = [each.check for each in (StopWatcher(stopping, alive), hangs, elastic) if each is not None]
     stopping.flags.fresh.value = stopping.flags.closing.value = stopping.flags.resize.value = 0
     slots = {rank: new_slot() for rank in ranks}
+
+    def check_ends() -> None:
+        for error in early_ends(slots, rendezvous.exit_codes(first)).values():
+            raise error
+
+    rendezvous.checks.append(check_ends)
     killed_for_memory = oom_killer.kills()
     codes: dict[int, int | None] = {}
     hang: dict[int, dict[str, Any]] = {}
@@ -148,14 +158,15 @@ def launch_once(
         codes = rendezvous.exit_codes(first)
         cause = Cause.HANG if watched is not None and watched.on_hang == "restart" else None
         hang = {hanging.verdict.ranks[0]: {**error_record(FaultError(str(hanging))), "cause": cause}}
-    except NodesLost:
+    except (NodesLost, EndedEarly):
         codes = codes or rendezvous.exit_codes(first)
     except SignalException as ending:
         return EXIT_STOPPED if stopping.killed else Failure(str(ending), EXIT_TRAINING)
     finally:
         conflict = None if hangs is None else hangs.close()
     out_of_memory = oom_killer.kills() > killed_for_memory
-    records = error_records(logs, ranks) | slot_records(slots) | hang
+    early = {rank: error_record(error) for rank, error in early_ends(slots, codes).items()}
+    records = error_records(logs, ranks) | slot_records(slots) | early | hang
     if nodes is None:
         return _explained(first_failure(logs, processes, codes, out_of_memory, records=records), conflict)
     failure = nodes.fail(logs, codes, records, out_of_memory)
@@ -206,7 +217,9 @@ def _worker(entry: Callable[[], int], logs: Path, parent: int, flags: stop.Flags
     stop.follow_launcher(flags, functools.partial(_ended_from_outside, rank, errors))
     torch.set_num_threads(threads_allowed())
     try:
-        return record(entry, errors)() or EXIT_FINISHED
+        code = record(functools.partial(run_to_end, entry, rank), errors)()
+        set_done(slots[rank])
+        return code or EXIT_FINISHED
     except Exception as error:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -117,10 +117,10 @@ def lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
     return io.TextIOWrapper(file, encoding=encoding or "utf-8", errors=errors, line_buffering=True)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` (its pid) dies in any way (prctl(2))."""
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send ``number`` to this process when `parent` (its pid) dies in any way (prctl(2))."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     else:
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it died between the fork and the line above

@@ -22,7 +22,8 @@ from trainwright.launch.ending.exit_code import CODES_FILE, SHUTDOWN_TIMEOUT, re
 from trainwright.launch.ending.stop import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers, and dies of the others.
+# torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers, and dies of the others, which Slurm may send to every
+# process of a job: it ignores them here and is sent SIGTERM instead.
 _STOPS_OF_LAUNCHERS: Mapping[int, int] = dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU), signal.SIGTERM)
 _RANGE_OF_NODES = re.compile(r"--nnodes[= ]\d+:\d+")
 # By default torchrun kills its workers 30 s after a signal, also while they write the last checkpoint.
@@ -58,7 +59,8 @@ def run_launcher(command: Sequence[str]) -> int:
         file = Path(directory) / "codes"
         with passing_on(_STOPS_OF_LAUNCHERS) as (programs, _):
             try:
-                programs.append(started(command, env={**_variables(command), CODES_FILE: str(file)}))
+                variables = {**_variables(command), CODES_FILE: str(file)}
+                programs.append(started(command, ignored=tuple(_STOPS_OF_LAUNCHERS), env=variables))
             except FileNotFoundError:
                 raise RequestError(f"COMMAND: {command[0]}: program not found") from None
             code = programs[0].wait()
@@ -76,13 +78,15 @@ def _variables(command: Sequence[str]) -> dict[str, str]:
     return {**_TIME_TO_STOP, **(_SEPARATE_STORES if _RANGE_OF_NODES.search(words) else {}), **os.environ}
 
 
-def started(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """Start ``command``, which gets SIGTERM when this process dies in any way (prctl(2))."""
+def started(command: Sequence[str], ignored: Sequence[int] = (), **options: Any) -> subprocess.Popen[Any]:
+    """Start ``command``, which gets SIGTERM when this process dies in any way (prctl(2)) and ignores some signals."""
     if not sys.platform.startswith("linux"):
         return subprocess.Popen(command, **options)
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def end_with_parent() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # it died between the fork and the line above
             os._exit(1)

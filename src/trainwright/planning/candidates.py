@@ -89,10 +89,11 @@ LAYOUT_KEYS = tuple(field.name for field in fields(ParallelLayout) if field.name
 
 
 def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tuple[int, ...]:
-    """Return the numbers of processes to try, the largest first; empty if none is valid.
+    """Return the numbers of processes to try; empty if none is valid.
 
     On GPUs one per device, as long as each has a row; fewer are worthwhile only where communication costs more than it
-    gains. On a CPU any number up to its cores.
+    gains. Last come all devices of a node, and of all nodes, where some have no row: they can still hold shards. On a
+    CPU any number up to its cores.
     """
     if "num_processes" in constraints.fixed:
         return (constraints.fixed["num_processes"],)
@@ -105,11 +106,10 @@ def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tu
     largest = next(
         (n for n in range(min(most, usual[0]), 0, -1) if constraints.allows_world(n, constraints.given_up)), None
     )
-    if largest is None:
-        return ()
-    return tuple(
-        sorted({largest, *(n for n in usual if constraints.allows_world(n, constraints.given_up))}, reverse=True)
-    )
+    node = cluster.devices_per_node
+    idle = {n for n in (node, cluster.devices) if n > usual[0]} if cluster.device == "cuda" else set()
+    found = [*sorted({*usual, *([] if largest is None else [largest])}, reverse=True), *sorted(idle)]
+    return tuple(n for n in found if constraints.allows_world(n, constraints.given_up))
 
 
 def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
@@ -122,16 +122,24 @@ def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted({most, *(n for n in fewer if 0 < n <= most)}, reverse=True))
 
 
-def layouts(processes: int, cluster: Cluster, constraints: Constraints) -> Iterator[ParallelLayout]:
-    """Yield the layouts to try, the simpler ones first, which are preferred where two are equally fast."""
+def layouts(
+    processes: int, cluster: Cluster, constraints: Constraints, rows: float = math.inf
+) -> Iterator[ParallelLayout]:
+    """Yield the layouts to try, the simpler ones first, which are preferred where two are equally fast.
+
+    ``rows``: of a step. Processes beyond their number are of use only to strategies that shard something.
+    """
     asked = constraints.fixed.get("strategy")
     found = [
         layout
         for layout in _all_layouts(processes, cluster, asked)
         if constraints.allows("strategy", layout.strategy)
+        and (processes <= rows or spec_of(layout.strategy).shards)
         and all(constraints.allows(key, getattr(layout, key)) for key in LAYOUT_KEYS)
     ]
-    if not found and asked is not None and constraints.fixed.get("replicate_size", 1) == 1:  # requested explicitly
+    if (
+        not found and asked is not None and processes <= rows and constraints.fixed.get("replicate_size", 1) == 1
+    ):  # requested explicitly
         found.append(
             ParallelLayout(asked, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed})
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from trainwright.machine.describe import Cluster
@@ -148,6 +149,10 @@ def _slower_part(candidate: Candidate, best: Candidate) -> str:
 def _why_processes(chosen: Candidate, found: SearchResult, workload: Workload, cluster: Cluster) -> str:
     count = chosen.choice.num_processes
     others = [one for one in found.candidates if one.runs and one.choice.num_processes != count]
+    rows = max(1, math.ceil(workload.global_batch_rows))
+    if count > rows:
+        without = plural(count - rows, "process has none and holds", "processes have none and hold")
+        return f"a step has {plural(rows, 'row')}; {without} shards, which leaves more memory to each"
     if not others and found.slower and chosen.time is not None:
         nearest_count, seconds = min(found.slower.items(), key=lambda item: item[1])
         ratio = seconds / chosen.time.seconds
@@ -156,7 +161,8 @@ def _why_processes(chosen: Candidate, found: SearchResult, workload: Workload, c
         if count == 1 and cluster.devices == 1 and cluster.device == "cuda":
             return "only one GPU"
         if count >= workload.global_batch_rows:
-            return "the global batch has no more rows"
+            idle = f"; the other {cluster.devices - count} GPUs would only hold shards" * (count < cluster.devices)
+            return f"the global batch has no more rows{idle if cluster.device == 'cuda' else ''}"
         if cluster.device == "cuda":
             return "one per GPU" if count == cluster.devices else "the most that the set values allow"
         return "as many as fit"

@@ -288,7 +288,11 @@ def _checkpoints(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _evaluation(recipe: Recipe) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
-    if not evaluate.prompts and not evaluate.metrics and "max_new_tokens" in evaluate.changed():
+    turned_off = evaluate.model_fields_set & {
+        "prompts",
+        "metrics",
+    }  # by an override; the length was for what it replaces
+    if not evaluate.prompts and not evaluate.metrics and "max_new_tokens" in evaluate.changed() and not turned_off:
         yield Contradiction(
             ("evaluate.max_new_tokens", "evaluate.prompts"),
             "has no effect without evaluate.prompts or evaluate.metrics; remove it, or set one of them",

@@ -61,10 +61,16 @@ class OptimizerSection(Section):
     eps: Positive = Field(1e-8, description="Added to the denominator of the update for numerical stability.")
     weight_decay: NotNegative = Field(0.0, description="Decoupled weight decay, applied to matrices only.")
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
-        "cosine", description="Learning rate schedule after the warm-up."
+        "cosine",
+        description="Learning rate schedule after the warm-up. With step k from 0 to n - 1 and w warm-up steps, step w "
+        "has learning_rate, and the rate falls with the progress p = (k - w) / (n - w): by 1 - p (linear) or "
+        "(1 + cos(pi p)) / 2 (cosine), as in transformers, to final_learning_rate_ratio after the last step. "
+        "warmup_stable_decay falls linearly in its last decay_steps.",
     )
     warmup_steps: Steps = Field(
-        0, description="Linear warm-up steps: a whole number, or a fraction (below 1) of all steps."
+        0,
+        description="Linear warm-up steps w: a whole number, or a fraction (below 1) of all steps. Step k, "
+        "counted from 0, has (k + 1) / (w + 1) of learning_rate.",
     )
     decay_steps: Steps = Field(
         0.1,
@@ -72,7 +78,7 @@ class OptimizerSection(Section):
         "fraction (below 1) of all steps.",
     )
     final_learning_rate_ratio: Proportion = Field(
-        0.0, description="Final learning rate as a fraction of learning_rate."
+        0.0, description="Learning rate that the schedule falls to, as a fraction of learning_rate."
     )
     max_grad_norm: Positive | None = Field(1.0, description="Clip gradients to this global norm. null: no clipping.")
 

@@ -170,3 +170,22 @@ def test_same_variables_as_accelerates_own_launcher(tmp_path: Path, text: str) -
     names = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
     known = {name: value for name, value in theirs.items() if name.startswith(names) and name not in os.environ}
     assert {k: v.lower() for k, v in ours.items()} == {k: v.lower() for k, v in known.items()}
+
+
+@pytest.mark.parametrize(
+    ("variables", "strategy"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "1"}, "zero2"),
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "zero3"),
+        ({"ACCELERATE_USE_FSDP": "yes"}, "fsdp"),
+    ],
+)
+def test_variables_that_a_user_sets_without_a_precision_count(variables: dict[str, str], strategy: str) -> None:
+    found = from_environment(variables | TORCHRUN)
+    assert found is not None and found.problems == ()
+    assert values(found)["parallel.strategy"] == strategy
+
+
+def test_deepspeed_that_is_turned_off_is_not_used() -> None:
+    off = {"ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    assert from_environment(off | TORCHRUN) is None

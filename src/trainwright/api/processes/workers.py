@@ -38,13 +38,10 @@ _PATIENCE = timedelta(days=7)
 
 
 def process_count(machine: Machine, wanted: int | None) -> int:
-    """Return one process per GPU, or one for all cores; or ``wanted``. Raises MachineError if there are too few
-    devices.
-    """
+    """Return one process per GPU, or one for all cores; or ``wanted``. Raises MachineError if GPUs are too few."""
     refuse_unusable(machine)
-    most = len(machine.gpus) or machine.cpu_cores
-    if wanted is not None and wanted > most:
-        raise MachineError(f"--num-processes {wanted}: this machine has {most} {'GPUs' if machine.gpus else 'cores'}")
+    if wanted is not None and 0 < len(machine.gpus) < wanted:
+        raise MachineError(f"--num-processes {wanted}: this machine has {len(machine.gpus)} GPUs")
     return wanted or len(machine.gpus) or 1
 
 

@@ -31,6 +31,7 @@ class RankReport(NamedTuple):
     memory: float  # peak bytes
     out_of_memory: float  # whether memory ran out
     save: float  # whether a checkpoint is due; rank 0's counts
+    step: float = 0.0  # whose gradients it has computed
     written: float = 0.0  # how far its part of the checkpoint in the background is
     resident: float = 0.0  # bytes of its process in the host's memory now
     # Its seconds in these phases since its last report, without those in collectives; of those only in which it did not

@@ -105,6 +105,18 @@ class Replay(StepPolicy):
             Corrupted: something is wrong, and the run ends.
         """
         world, passes = self.training.world, self._take()
+        self.compare_weights(step)
+        everyone: list[Passes] = world.gather(passes)
+        if self._compares_passes and (wrong := _mismatches(everyone)):
+            again()
+            second: list[Passes] = world.gather(self._take())
+            again()
+            self._judge(step, wrong, everyone, second, world.gather(self._take()))
+        self.state[_CHECKED] = float(step)
+
+    def compare_weights(self, step: int) -> None:
+        """Compare the weights of all ranks, as far as each has them whole; raise as ``check`` does."""
+        world = self.training.world
         weights: list[tuple[int, int]] = world.gather((self._checksum(frozen=True), self._checksum(frozen=False)))
         if len(set(weights)) > 1:
             ranks = _odd_ones(weights) or range(world.size)
@@ -112,16 +124,9 @@ class Replay(StepPolicy):
                 self._end(_WEIGHTS, ranks, f"the frozen weights of the ranks differ at step {step}", step)
             self._suspected[step] = self._differing()
             self._fail(_WEIGHTS, ranks, f"the weights of the ranks differ at step {step}", step)
-        everyone: list[Passes] = world.gather(passes)
-        if self._compares_passes and (wrong := _mismatches(everyone)):
-            again()
-            second: list[Passes] = world.gather(self._take())
-            again()
-            self._judge(step, wrong, everyone, second, world.gather(self._take()))
         if ranks := self._farthest(self._suspected.pop(step, [])):
             detail = f"the weights of {_named(ranks)} were wrong at step {step}, before the run went back"
             self._tell(_WEIGHTS, ranks, detail, "continue", step)
-        self.state[_CHECKED] = float(step)
 
     def _judge(
         self, step: int, wrong: list[int], first: list[Passes], second: list[Passes], third: list[Passes]

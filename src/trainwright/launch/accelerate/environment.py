@@ -37,6 +37,7 @@ _FSDP: dict[str, tuple[str, str | None]] = {
     "fsdp_activation_checkpointing_offload": ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "false"),
     "fsdp_ignored_modules": ("FSDP_IGNORED_MODULES", None),
 }
+_TRUE = ("true", "1", "yes", "y", "t", "on")  # as Accelerate reads them
 _NAMES = ("sharding_strategy", "auto_wrap_policy", "backward_prefetch", "state_dict_type")
 _DEEPSPEED = {
     "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
@@ -80,7 +81,7 @@ _PARALLELISM: dict[str, tuple[str, str | None]] = {
 def from_environment(environment: Mapping[str, str] | None = None) -> Translation | None:
     """Return the settings that `accelerate launch` passed to this worker; None if something else started it."""
     variables = os.environ if environment is None else environment
-    if "ACCELERATE_MIXED_PRECISION" not in variables:
+    if "ACCELERATE_MIXED_PRECISION" not in variables and not any(_uses(variables).values()):
         return None
     return interpret(_source(variables))
 
@@ -188,7 +189,7 @@ def _source(variables: Mapping[str, str]) -> AccelerateConfig:
         part[path[-1]] = value
         places[path] = name
 
-    uses = {name: variables.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in ("FSDP", "DEEPSPEED")}
+    uses = _uses(variables)
     take(("mixed_precision",), "ACCELERATE_MIXED_PRECISION", unless="no")
     for part, known in (("dynamo_config", _DYNAMO), ("parallelism_config", _PARALLELISM), ("fsdp_config", _FSDP)):
         for key, (name, default) in known.items():
@@ -217,6 +218,17 @@ def _source(variables: Mapping[str, str]) -> AccelerateConfig:
         # Its launcher of one process sets a rendezvous address only if the file has several processes.
         one_of_several=alone and "MASTER_ADDR" in variables,
     )
+
+
+def _uses(variables: Mapping[str, str]) -> dict[str, bool]:
+    """Return whether FSDP and DeepSpeed are to be used, also of variables that a user has set without a launcher.
+
+    A ZeRO stage without ACCELERATE_USE_DEEPSPEED asks for DeepSpeed.
+    """
+    uses = {name: variables.get(f"ACCELERATE_USE_{name}", "").lower() in _TRUE for name in ("FSDP", "DEEPSPEED")}
+    if "ACCELERATE_USE_DEEPSPEED" not in variables:
+        uses["DEEPSPEED"] = any(variables.get(_DEEPSPEED[key]) for key in ("zero_stage", "deepspeed_config_file"))
+    return uses
 
 
 def _kind(uses: Mapping[str, bool], variables: Mapping[str, str], *, on_cpu: bool, alone: bool) -> tuple[str, str]:

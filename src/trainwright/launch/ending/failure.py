@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors.error_handler import Error
 from trainwright.diagnosis.explain import advice
 from trainwright.diagnosis.table import is_lost_connection, is_machine_fault
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
-from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainwrightError
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError
 from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER, START_METHOD
 from trainwright.paths import write_file
 from trainwright.text import say
@@ -30,6 +30,7 @@ from trainwright.text import say
 # directory deleted.
 Slot = Any
 _SLOT_BYTES = 2**16
+_DONE = b"done"  # in the slot of a worker that has ended its part of the run
 # A program, a user or the kernel sends them; the others follow from what the process does.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -51,6 +52,24 @@ FROM_OUTSIDE = (Cause.PROCESS, Cause.CONNECTION, Cause.HANG, Cause.NODE)
 
 class Ended(FaultError):
     """A signal from outside ended a worker."""
+
+
+class EndedEarly(TrainingError):
+    """A worker exited as if it were done, before the run had ended."""
+
+    def __init__(self, rank: int, code: object, call: str = "os._exit, or a program that replaced it") -> None:
+        super().__init__(f"rank {rank} ended itself with exit code {code} before the run had ended ({call})")
+        self.rank = rank
+
+
+def run_to_end(entry: Callable[[], int], rank: int) -> int:
+    """Return what ``entry`` returns. Raises EndedEarly if a worker's code, such as a step policy, calls sys.exit."""
+    try:
+        return entry()
+    except SystemExit as error:
+        called = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"sys.exit at {called.filename}:{called.lineno}"
+        raise EndedEarly(rank, 0 if error.code is None else error.code, where) from error
 
 
 class RankErrorHandler(ErrorHandler):
@@ -76,9 +95,19 @@ def new_slot() -> Slot:
     return multiprocessing.get_context(START_METHOD).RawArray(ctypes.c_char, _SLOT_BYTES)
 
 
+def set_done(slot: Slot) -> None:
+    """Note in a worker's slot that its part of the run has ended."""
+    slot.value = _DONE
+
+
 def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
     """Return the records in the workers' slots, by rank."""
-    return {rank: json.loads(slot.value) for rank, slot in slots.items() if slot.value}
+    return {rank: json.loads(slot.value) for rank, slot in slots.items() if slot.value not in (b"", _DONE)}
+
+
+def early_ends(slots: dict[int, Slot], exit_codes: dict[int, int | None]) -> dict[int, EndedEarly]:
+    """Return an error for each rank that exited with 0 and has not noted that it is done."""
+    return {rank: EndedEarly(rank, 0) for rank, code in exit_codes.items() if code == 0 and not slots[rank].value}
 
 
 def _fitting(record: dict[str, Any]) -> bytes:

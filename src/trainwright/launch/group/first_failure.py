@@ -115,7 +115,9 @@ class FailureReport:
 
     def _gone(self, peer: int) -> str:
         log = f"; its log: {self._logs / f'rank-{peer}.log'}" if self._logs is not None else ""
-        return f"rank {peer} is gone: it was killed, crashed in native code, or its machine was lost{log}"
+        return (
+            f"rank {peer} is gone: it was killed, crashed in native code, called os._exit, or its machine was lost{log}"
+        )
 
     def _tell(self, text: str, *, own: bool) -> None:
         if self._logs is not None and not self._is_first(own):

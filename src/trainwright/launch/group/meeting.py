@@ -36,6 +36,7 @@ from trainwright.launch.group.rendezvous import (
     join_store,
     meet,
 )
+from trainwright.launch.group.waiting import Waiting
 
 
 def meet_ranks(
@@ -81,7 +82,9 @@ def _join_round(environment: LaunchEnvironment, store: TCPStore, place: tuple[st
 def _newest_start(starts: Store, rank: int, address: str, seconds: float) -> tuple[str, Peers]:
     """Return the name of the start whose rank 0 answers, and the connection to it."""
     deadline, why = time.monotonic() + seconds, "it has not started"
+    waiting = Waiting(f"rank {rank}", seconds)
     while time.monotonic() < deadline:
+        waiting.tell(lambda reason=why: f"rank 0 at {address} ({reason})")  # type: ignore[misc]
         try:
             found = json.loads(starts.get("newest")) if starts.check(["newest"]) else None
         except RuntimeError as error:  # torch's DistNetworkError is one
@@ -115,7 +118,10 @@ def _meet_by_file(environment: LaunchEnvironment, seconds: float) -> tuple[TCPSt
             # All have read it once all of them have reported.
             waiting = PrefixStore("trainwright/file", store)
             deadline = time.monotonic() + seconds
-            while waiting.add("read", 0) < environment.size - 1 and time.monotonic() < deadline:
+            told = Waiting("rank 0", seconds)
+            while (come := waiting.add("read", 0)) < environment.size - 1 and time.monotonic() < deadline:
+                missing = f"{environment.size - 1 - come} of {environment.size} processes on {socket.gethostname()}"
+                told.tell(lambda what=missing: what)  # type: ignore[misc]
                 time.sleep(POLL_SECONDS)
         return store, int(store.port)
     port = _read_port(path, seconds)
@@ -144,8 +150,9 @@ def _written(path: Path, content: dict[str, Any]) -> Any:
 
 
 def _read_port(path: Path, seconds: float) -> int:
-    deadline = time.monotonic() + seconds
+    deadline, waiting = time.monotonic() + seconds, Waiting("this process", seconds)
     while time.monotonic() < deadline:
+        waiting.tell(lambda: f"rank 0 on this machine ({socket.gethostname()})")
         with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
             content = json.loads(path.read_text(encoding="utf-8"))
             # A file left by a killed run belongs to a process that no longer exists.

@@ -117,10 +117,12 @@ class Peers:
         seconds: float,
         meanwhile: Callable[[], None] = lambda: None,
         patience: float = ANSWER_SECONDS,
+        failing: Callable[[str], None] = lambda reason: None,
     ) -> Peers:
         """Return any other peer after peer 0 has accepted it; `welcome` is what peer 0 sent.
 
-        `meanwhile` is called repeatedly, and may raise. `patience`: seconds that the listener may take to answer as
+        `meanwhile` is called repeatedly, and may raise; so is `failing`, with the reason why the port cannot be
+        reached. `patience`: seconds that the listener may take to answer as
         peer 0.
 
         Raises:
@@ -135,6 +137,7 @@ class Peers:
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise Unreachable(error.strerror or str(error)) from None
+                failing(error.strerror or str(error))
             else:
                 answered_by = answered_by or time.monotonic() + patience
                 line.send({"kind": _HELLO, "peer": index, "job": job})

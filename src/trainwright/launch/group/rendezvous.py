@@ -21,6 +21,7 @@ from trainwright.launch.group.addresses import LOOKUP_SECONDS, in_words, is_loop
 from trainwright.launch.group.identity import WORDS, Job
 from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, Peers, Unreachable
+from trainwright.launch.group.waiting import Waiting
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -95,14 +96,23 @@ class Rendezvous:
 
         Raises MachineError naming those that did not arrive in time.
         """
-        deadline = time.monotonic() + seconds
+        deadline, waiting = time.monotonic() + seconds, Waiting(f"{self.noun} {self.index}", seconds)
+
+        def wait() -> None:
+            meanwhile()
+            waiting.tell(lambda: f"{self._missing()} at {in_words(self.address, self.port)}")
+
         members: dict[int, Any] = {}
         for index in range(self.count):
             left = max(0.0, deadline - time.monotonic())
             with contextlib.suppress(TimeoutError):
-                members[index] = self.wait_for(f"member/{index}", meanwhile, left)
+                members[index] = self.wait_for(f"member/{index}", wait, left)
         if len(members) < self.count and not enough(len(members)):
-            raise self._missing(seconds)
+            raise MachineError(
+                f"{self.count - len(members)} of {self.count} {self.noun}s did not come to "
+                f"{in_words(self.address, self.port)} within {seconds:g} s: {self._missing()}; start them, or increase "
+                "--rendezvous-timeout"
+            )
         return members
 
     def leave(self) -> None:
@@ -123,13 +133,9 @@ class Rendezvous:
         """Close the connections to the other members."""
         self.peers.close()
 
-    def _missing(self, seconds: float) -> MachineError:
+    def _missing(self) -> str:
         missing = [str(i) for i in range(self.count) if not self._keys.check([f"member/{i}"])]
-        names = f"{self.noun}{'s' * (len(missing) > 1)} {', '.join(missing)}"
-        return MachineError(
-            f"{len(missing)} of {self.count} {self.noun}s did not come to {in_words(self.address, self.port)} within "
-            f"{seconds:g} s: {names}; start them, or increase --rendezvous-timeout"
-        )
+        return f"{self.noun}{'s' * (len(missing) > 1)} {', '.join(missing)}"
 
 
 def meet(
@@ -159,7 +165,12 @@ def meet(
         peers.welcome = {"store": store.port}
     else:
         try:
-            peers = Peers.join(index, address, port, job, seconds, meanwhile, patience)
+            waiting, where = Waiting(f"{noun} {index}", seconds), in_words(address, port)
+
+            def tell(reason: str) -> None:
+                waiting.tell(lambda: f"{noun} 0 at {where} ({reason})")
+
+            peers = Peers.join(index, address, port, job, seconds, meanwhile, patience, tell)
         except Unreachable as error:
             raise MachineError(
                 f"{noun} 0 did not open {in_words(address, port)} within {seconds:g} s ({error}); start it, or "
@@ -229,9 +240,10 @@ def _listen(
 
 def join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
     """Return a client of the store that `host`, a name for messages, opens at this address within `seconds`."""
-    deadline = time.monotonic() + seconds
+    deadline, waiting = time.monotonic() + seconds, Waiting("this process", seconds)
     # Try to connect here first: torch's own attempts cannot be interrupted.
     while (problem := _unreachable(address, port)) is not None:
+        waiting.tell(lambda reason=problem: f"{host} at {in_words(address, port)} ({reason})")  # type: ignore[misc]
         if time.monotonic() > deadline:
             raise MachineError(
                 f"{host} did not open {in_words(address, port)} within {seconds:g} s ({problem}); start it, or "

@@ -91,6 +91,14 @@ _ELSEWHERE = {
     "seed": "use train.seed",
 }
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# What DeepSpeed uses for keys that a section which names a type leaves out, where the recipe's value may be another.
+_WARMUP_DEFAULTS = {"warmup_num_steps": 1000, "warmup_type": "log"}
+_SCHEDULER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "WarmupLR": _WARMUP_DEFAULTS,
+    "WarmupDecayLR": {**_WARMUP_DEFAULTS, "warmup_max_lr": 0.001},
+    "WarmupCosineLR": {**_WARMUP_DEFAULTS, "cos_min_ratio": 0.0001},
+}
+_OPTIMIZER_DEFAULTS = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -162,7 +170,10 @@ def _contradictions(content: dict[str, Any], recipe: Recipe) -> Iterator[str]:
         if key in _SECTIONS and isinstance(value, dict):
             yield from _SECTIONS[key](value, recipe)
         elif key in _BATCH or key == "gradient_clipping":
-            yield from _agrees(key, value, *_scalar(key, recipe))
+            ours, expected = _scalar(key, recipe)
+            if key == "gradient_accumulation_steps" and value == 1 and expected is None:
+                continue  # DeepSpeed's default, which sets nothing here: the packs of a step give the number
+            yield from _agrees(key, value, ours, expected)
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -227,6 +238,10 @@ def _optimizer(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     # DeepSpeed's Adam uses AdamW's weight decay unless adam_w_mode disables it.
     if kind != AUTO and str(kind).lower() not in ("adam", "adamw"):
         yield f"optimizer.type: {kind} contradicts optimizer.name {ours.name}"
+    elif kind != AUTO:
+        torch_adam = _parameters(section).get("torch_adam") is True
+        defaults = {**_OPTIMIZER_DEFAULTS, **({"weight_decay": 0.01} if torch_adam else {})}
+        yield from _left_out("optimizer", section, defaults, expected)
     yield from _section("optimizer", section, {"type", "params"})
     for key, value in _parameters(section).items():
         if key in expected:
@@ -254,12 +269,35 @@ def _scheduler(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
         "total_num_steps": ("train.max_steps", recipe.train.max_steps),
         "warmup_type": ("optimizer.warmup_steps, whose warm-up is", "linear"),
         "cos_min_ratio": ("optimizer.final_learning_rate_ratio", ours.final_learning_rate_ratio),
+        "warmup_min_ratio": ("optimizer.warmup_steps, whose warm-up begins at", 0.0),
     }
+    if not warmup and _parameters(section).get("warmup_num_steps") in (AUTO, 0):
+        del expected["warmup_type"]  # there is no warm-up
+    if _SCHEDULES.get(kind) == ours.schedule:
+        yield from _left_out("scheduler", section, _SCHEDULER_DEFAULTS[kind], expected)
     for key, value in _parameters(section).items():
         if key in expected:
             yield from _agrees(f"scheduler.params.{key}", value, *expected[key])
+        elif key == "warmup_type":
+            continue
         elif not is_harmless(f"scheduler.params.{key}", value):
             yield f"scheduler.params.{key}: is not supported here; remove it"
+
+
+def _left_out(
+    name: str, section: dict[str, Any], defaults: dict[str, Any], expected: dict[str, tuple[str, Any]]
+) -> Iterator[str]:
+    """Yield the keys for which DeepSpeed would use a default that contradicts the recipe."""
+    for key, default in defaults.items():
+        if key in _parameters(section) or key not in expected:
+            continue
+        ours, value = expected[key]
+        if value is None or not _equal(default, value):
+            shown = "linear" if key == "warmup_type" else f"auto, or to the value of {ours.partition(',')[0]},"
+            yield (
+                f"{name}.params.{key}: is missing, and DeepSpeed's default {default} contradicts {ours} "
+                f"{'(a fraction of the steps)' if value is None else value}; set it to {shown} here"
+            )
 
 
 def _parameters(section: dict[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,9 @@ class Zero:
         self.name = setup.parallel.strategy
         self.world = world
         self._sharded = spec_of(self.name).shards_parameters
+        # ZeRO-3 only averages gradients. Their sum is computed from the reduced fp32 gradients: a factor of the loss
+        # would pass through a backward pass in bf16, which rounds it unless it is a power of two.
+        self._averaged = world.size if self._sharded else 1
         self._gather = import_deepspeed(world).zero.GatheredParameters
         self._model = module
         self._weights = weights
@@ -97,18 +100,17 @@ class Zero:
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradients of ``loss``; after the ``last`` micro-batch of a step, exchange them."""
         self._engine.set_gradient_accumulation_boundary(last)
-        if self._sharded:
-            loss = loss * self.world.size  # ZeRO-3 only averages
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
-        return self.world.sum_tensor(squared_norm(self._partitions.gradients())).sqrt()
+        return self.world.sum_tensor(squared_norm(self._partitions.gradients())).sqrt() * self._averaged
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        scale *= self._averaged
         if scale != 1.0:
             for part in self._partitions.gradients():
                 part.mul_(scale)
