@@ -1,9 +1,9 @@
 """Few sizes of matrix products on CPUs.
 
-oneDNN, which computes products in bf16 and fp16 on a CPU, generates code for every new shape, and torch and oneDNN cache
-it: 2 to 3 ms and 0.55 MiB each (measured with AMX). Rows of varied lengths would give each step new shapes. Their
-numbers are therefore rounded up, by 3 % in the mean and at most a sixteenth. Padding comes after everything else, is not
-attended to, and is removed before losses are computed.
+oneDNN, which computes products in bf16 and fp16 on a CPU, generates code for every new shape, and torch and oneDNN
+cache it: 2 to 3 ms and more than half a MiB each (measured with AMX). Rows of varied lengths would give each step new
+shapes. Their numbers are therefore rounded up, by 3 % in the mean and at most a sixteenth. Padding comes after
+everything else, nothing attends to it, and it is removed before losses are computed.
 """
 
 from __future__ import annotations

@@ -142,7 +142,8 @@ class LedgerWriter:
         # What has not ended yet, on a device what it has not done yet, belongs to what this rank does now.
         open_seconds = now - self._started - sum(spent.values())
         spent[use] = spent.get(use, 0.0) + max(0.0, open_seconds)
-        seconds = {name: round(value, 4) for name, value in by_category(spent, self._own.behind, self._own.slowed).items()}
+        categories = by_category(spent, self._own.behind, self._own.slowed)
+        seconds = {name: round(value, 4) for name, value in categories.items()}
         line = {
             "format": FORMAT,
             "launch": self._launch,

@@ -42,8 +42,9 @@ _WORKSPACES, _WORKSPACES_BEFORE_HOPPER = 64 * _MIB, 2 * 8_519_680
 WORKSPACES = "workspaces of matrix products"
 # Communicators with their channels, within and between nodes.
 _NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
-# Blocks that the allocator holds unused, as a share of temporary memory.
-_SLACK = {"cuda": 0.04, "cpu": 0.02}
+# Blocks that the allocator holds unused, as a share of temporary memory. On a CPU freed memory is kept until resident
+# memory has grown (machine/allocator.py).
+_SLACK = {"cuda": 0.04, "cpu": 0.3}
 # Resident: Python, torch, transformers and the mapped code of both.
 _PROCESS = 380 * _MIB
 
