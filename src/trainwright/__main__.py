@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Interrupted
 from trainwright.launch.ending.stop import interruptible
-from trainwright.machine.openmp import limit_spinning
 from trainwright.text import say
 
 _INTERRUPTED = 130  # the shell's exit code of a program ended by ctrl-C
@@ -20,7 +19,6 @@ _BETWEEN_COLLECTIONS = 100_000
 def main() -> None:
     """Run the command line. Imports take seconds, so handle a stop during them, too."""
     gc.set_threshold(_BETWEEN_COLLECTIONS)
-    limit_spinning()  # here, as every command that computes loads torch later, in this process or another
     trains = sys.argv[1:2] == ["train"]
     try:
         with interruptible() if trains else nullcontext(), Activity(sys.stderr, "starting", until_output=True):

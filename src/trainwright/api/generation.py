@@ -124,7 +124,7 @@ class GenerationRequest:
 def answer(request: GenerationRequest, prompt: str | None = None) -> str:
     """Answer one prompt, or with None prompts typed by the user, in this process; return the last answer."""
     machine = _checked(request)
-    from trainwright.launch.process import prepare_environment
+    from trainwright.launch.process import limit_product_caches, prepare_environment
 
     prepare_environment(machine.cpu_cores, 1)
     with Activity(sys.stderr, "importing torch and transformers"):
@@ -133,6 +133,10 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
         from trainwright.inference.chat import HELP, ChatSession, chat, read_lines
         from trainwright.inference.finding import find_model
         from trainwright.inference.loading import DTYPES, check_fits, load
+        from trainwright.parallel.openmp import limit_spinning
+
+        limit_product_caches()
+        limit_spinning()
 
         doing("reading the model")
         dtype = DTYPES[_dtype(request, machine)]

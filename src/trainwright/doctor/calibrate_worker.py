@@ -17,6 +17,7 @@ from trainwright.doctor.calibrate_passes import pass_cases
 from trainwright.doctor.undisturbed import Stopwatch, Timed, undisturbed
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.launch.process import keep_freed_memory, stop_requested
+from trainwright.parallel.openmp import limit_spinning
 from trainwright.parallel.world import World, join, leave
 
 _SLOT_SECONDS = 0.02  # seconds per case and round; at least one call is made
@@ -42,6 +43,7 @@ def measure(device_type: str, ends: tuple[float, float], output: Path) -> int:
     """
     torch.manual_seed(0)
     keep_freed_memory()
+    limit_spinning()
     world = join(device_type)
     try:
         parts = {

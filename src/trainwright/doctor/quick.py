@@ -42,6 +42,7 @@ from trainwright.doctor.undisturbed import Stopwatch, Timed, least
 from trainwright.launch.process import die_with_parent, keep_freed_memory
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
 from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
+from trainwright.parallel.openmp import limit_spinning
 
 _TIMEOUT = 10.0  # seconds that a process waits for another
 _LEAST_SECONDS = 0.7  # minimum time of measuring, regardless of imports
@@ -73,6 +74,7 @@ def main() -> None:
     """Measure what standard input requests, and write it as the JSON of a calibration."""
     request = json.load(sys.stdin)
     keep_freed_memory()  # as in training
+    limit_spinning()
     torch.manual_seed(0)
     imported = time.monotonic() - request["begun"]
     end = time.monotonic() + max(_LEAST_SECONDS, request["seconds"] - _AFTERWARDS - imported)

@@ -35,7 +35,6 @@ from trainwright.launch.ending.stop import (
     set_fresh,
     stop_requested,
 )
-from trainwright.machine.openmp import limit_spinning
 from trainwright.parallel.constants import CACHED_PRODUCTS
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 def prepare_environment(cores: int, processes: int, threads: int | None = None) -> int:
     """Set variables that torch reads when it is loaded, unless the user has set them. Call this before importing it.
 
-    OMP_NUM_THREADS shares the cores among the processes, whose threads sleep while they wait. The allocator of GPUs may enlarge its segments, so that blocks
+    OMP_NUM_THREADS shares the cores among the processes. The allocator of GPUs may enlarge its segments, so that blocks
     of memory of different sizes, as of packs, do not leave gaps that nothing fits into.
 
     Args:
@@ -139,7 +138,6 @@ def prepare_environment(cores: int, processes: int, threads: int | None = None) 
     """
     if not any(name in os.environ for name in _ALLOCATOR_OPTIONS):
         os.environ[_ALLOCATOR_OPTIONS[0]] = "expandable_segments:True"
-    limit_spinning()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads or max(1, cores // processes)))
     return threads_allowed()
 

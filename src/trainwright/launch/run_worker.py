@@ -64,6 +64,7 @@ from trainwright.observe.plan_watch import PlanWatch, Watched
 from trainwright.observe.stalls import Stalls
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
+from trainwright.parallel.openmp import limit_spinning
 from trainwright.parallel.strategy import Setup, Strategy, build_strategy
 from trainwright.parallel.world import RankInfo, World, join, leave
 from trainwright.parallel.zero import deepspeed_config
@@ -319,6 +320,8 @@ def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
     torch.set_num_threads(threads_allowed())
     keep_freed_memory()
     limit_product_caches()
+    if not machine.gpus or recipe.parallel.device == "cpu":
+        limit_spinning()
     check_library(recipe.parallel.strategy)
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)

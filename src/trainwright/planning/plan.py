@@ -224,10 +224,11 @@ def _why_precision(evaluator: Evaluator, chosen: MixedPrecision, plain: float, l
 
 
 def _rates(basis: Basis) -> tuple[str, ...]:
-    calibration = basis.calibration
+    calibration, load = basis.calibration, () if basis.load is None else (basis.load,)
     if calibration is None or calibration.unreliable_reason is None:
-        return ()
+        return load
     return (
+        *load,
         f"the calibration is unreliable: {calibration.unreliable_reason}; run `trainwright machine calibrate` again",
     )
 

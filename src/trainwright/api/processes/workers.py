@@ -133,9 +133,13 @@ def _prepare(prepare: Callable[[], None]) -> None:
 
 def _work(entry: Callable[[World], None]) -> int:
     from trainwright.launch.group.contract import usable_device
+    from trainwright.launch.process import limit_product_caches
     from trainwright.machine.detect import detect
+    from trainwright.parallel.openmp import limit_spinning
     from trainwright.parallel.world import join, leave
 
+    limit_product_caches()
+    limit_spinning()
     world = join(usable_device(detect(), None), timeout=_PATIENCE)
     try:
         with Activity(console()):

@@ -6,7 +6,9 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import psutil
 
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, current_calibration
@@ -15,6 +17,8 @@ from trainwright.machine.measured.quick import Shapes, for_block, measured
 from trainwright.planning.operations import block_kinds, block_weights
 from trainwright.planning.workload import Workload
 
+_LOAD_SECONDS, _SMALL_LOAD = 0.1, 0.3  # for which the load is measured; cores
+
 
 @dataclass(frozen=True)
 class Basis:
@@ -22,7 +26,8 @@ class Basis:
 
     ``measurement``: with the block alone that is nearest to the model's; beside a calibration, which has none of this
     size, only its block counts. ``message``: message about a measurement made now. ``trouble``: why there is no
-    measurement. ``runs``: this machine's own runs, which correct predictions.
+    measurement. ``runs``: this machine's own runs, which correct predictions. ``load``: what other programs that use
+    the cores now cost, which the times do not include.
     """
 
     calibration: Calibration | None = None
@@ -30,6 +35,7 @@ class Basis:
     message: str | None = None
     trouble: str | None = None
     runs: OwnRuns = OwnRuns()  # noqa: RUF009
+    load: str | None = None
 
     @property
     def kind(self) -> str:
@@ -46,6 +52,27 @@ def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] 
     Args:
         doing: called with a message before an operation that takes a few seconds.
     """
+    basis = _basis_of(machine, workload, doing)
+    if machine.device != "cpu" or machine.described_by is not None or not machine.is_here:
+        return basis
+    load = _load(machine.cpu_cores)
+    return replace(basis, load=load, message="\n".join(filter(None, (basis.message, load))) or None)
+
+
+def _load(cores: int) -> str | None:
+    """Return what the programs that use the cores of this machine now cost; None if it is little."""
+    others = psutil.cpu_percent(_LOAD_SECONDS) / 100 * (psutil.cpu_count() or 1)
+    if others < _SMALL_LOAD:
+        return None
+    # A thread shares its core with another program, and all others wait for it.
+    slower = 1 + max(min(others, 1.0), others / cores)
+    return (
+        f"the plan assumes that all {cores} cores are free; other programs use {others:.1f} of them now, with which a "
+        f"step takes about {slower:.1f} times as long"
+    )
+
+
+def _basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None]) -> Basis:
     calibration, runs = current_calibration(machine), own_runs(machine)
     calibrated = calibration is not None and not calibration.is_disturbed
     if calibrated and machine.device != "cpu":

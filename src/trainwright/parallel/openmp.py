@@ -1,0 +1,57 @@
+"""Threads of a process that compute together and wait for one another, on cores that other programs use too.
+
+A thread of GNU's OpenMP, which torch computes with on CPUs, looks 300,000 times whether the others are ready before it
+sleeps, up to 20 ms. On a quiet machine this is fastest. Where another program uses a core, the thread that waits takes
+the time of the one that it waits for: steps of 1 s took 60 s. While a process has more threads than there are cores,
+OpenMP looks only 1,000 times (GOMP_SPINCOUNT in the manual of libgomp), so threads are added while others use cores.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import torch
+
+from trainwright.machine.measured.contention import CpuContention, usable_cores
+
+_SET_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+_INTERVAL = 0.3  # seconds
+_BUSY = 0.1  # share of the time in which a thread could run and had no core
+_QUIET_SECONDS = 10.0  # after which the added threads end
+_PARALLEL_ELEMENTS = 2**20  # torch shares an operation on so many among its threads
+
+
+def limit_spinning() -> None:
+    """Watch from now on whether other programs use the cores of this process, and limit spinning while they do."""
+    if torch.get_num_threads() > 1 and not any(name in os.environ for name in _SET_BY_USER):
+        threading.Thread(target=_watch, name="openmp", daemon=True).start()
+
+
+def _watch() -> None:
+    enough: threading.Event | None = None  # ends the threads that were added
+    before, busy_at = CpuContention.now(), 0.0
+    while True:
+        time.sleep(_INTERVAL)
+        now = CpuContention.now()
+        if now.since(before).get("waited", 0.0) > _BUSY:
+            busy_at = time.monotonic()
+            enough = enough or _add_threads()
+        elif enough is not None and time.monotonic() - busy_at > _QUIET_SECONDS:
+            enough.set()
+            enough = None
+        before = now
+
+
+def _add_threads() -> threading.Event:
+    """Add OpenMP threads that sleep until the event that is returned is set: more than there are cores."""
+    enough, threads = threading.Event(), torch.get_num_threads()
+    for _ in range(max(0, usable_cores() - threads) // (threads - 1) + 1):
+        threading.Thread(target=_compute_together, args=(enough,), name="openmp", daemon=True).start()
+    return enough
+
+
+def _compute_together(enough: threading.Event) -> None:
+    torch.zeros(_PARALLEL_ELEMENTS).add_(1.0)  # the first operation of a thread makes those that it computes with
+    enough.wait()
