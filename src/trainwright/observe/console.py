@@ -165,6 +165,8 @@ class ConsoleObserver:
             self._row(label, value)
         for number, why in enumerate(reasons_of(self._predicted, measured)):
             self._row("" if number else "why", why)
+        if resident := self._last_step.get("resident_bytes"):
+            self._row("memory now", f"{text.size(resident)} resident in the largest process at the last step")
         memory = self._last_step.get("memory_bytes")
         if memory and not any(label == "memory" for label, _ in rows):
             self._row("peak memory", f"{text.size(memory)} on the process with the highest peak")

@@ -20,6 +20,7 @@ _STEP_SCALARS = (
     "tokens_per_second",
     "step_time",
     "memory_bytes",
+    "resident_bytes",
 )
 _FLUSH_SECONDS = 10
 

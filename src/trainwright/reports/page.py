@@ -69,6 +69,8 @@ def _tiles(run: RunFigures) -> Iterator[tuple[str, str]]:
         yield "Speed", f"{text.count(run.tokens_per_second)} tokens/s"
     yield "Tokens", text.count(float(last.get("tokens", 0)))
     yield "Peak memory per process", text.size(max(float(event.get("memory_bytes", 0)) for event in run.steps))
+    if resident := float(last.get("resident_bytes", 0)):
+        yield "Resident memory at the last step", text.size(resident)
     if run.goodput is not None:
         yield "Goodput", f"{run.goodput:.0%}"
     yield "Time in steps", text.duration(sum(float(event["step_time"]) for event in run.steps))

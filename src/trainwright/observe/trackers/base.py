@@ -15,7 +15,10 @@ from trainwright.text import say
 
 _EVENTS = 10_000  # those that wait for a slow tracker; about an hour of steps
 _LAST_SECONDS = 30.0
-_STEP = (*("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_time", "memory_bytes"),)
+_STEP = (
+    *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_time"),
+    *("memory_bytes", "resident_bytes"),
+)
 
 Values = dict[str, float]
 
