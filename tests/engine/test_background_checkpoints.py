@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.commands import MACHINE
 from tests.support.forked import wait_for
-from tests.support.runs import Runs, column, events
+from tests.support.runs import TINY, Runs, column, events
 from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.background import Background
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.engine.checkpoints.writer import Writer
+from trainwright.observe.reader import read_events
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
@@ -66,6 +68,28 @@ def test_they_have_the_same_bytes_as_those_that_training_waits_for(runs: Runs, s
         for tensor in load_file(background / "checkpoints" / "step-00000012" / file).values()
     )
     assert written <= 2 * copied <= 1.01 * written
+
+
+@pytest.mark.parametrize(("cores", "background"), [(2, False), pytest.param(8, True, marks=pytest.mark.slow)])
+def test_auto_does_not_take_the_cores_of_the_training(runs: Runs, tmp_path: Path, cores: int, background: bool) -> None:
+    described = json.loads(MACHINE.read_text())
+    described["machine"]["cpu_cores"] = cores
+    (tmp_path / "machine.json").write_text(json.dumps(described))
+    run = runs.new_directory("run")
+    ended = runs.command(
+        *("train", str(TINY), f"logging.run_directory={run}", "logging.tensorboard=false"),
+        *("parallel={num_processes: 2, strategy: ddp}", "train.max_steps=4", "evaluate.every=null"),
+        *("checkpoint={every: 2, keep_best: false}", "model.config.intermediate_size=30000"),
+        TRAINWRIGHT_MACHINE=str(tmp_path / "machine.json"),
+    ).wait()
+    assert ended.code == 0, ended.stderr
+    order = [(event["event"], event["step"]) for event in read_events(run / "events.jsonl") if "step" in event]
+    first, third = order.index(("checkpoint", 2)), order.index(("step", 3))
+    assert (first > third) == background, order
+    (event, *_) = events(run, "checkpoint")
+    assert event["slowed_seconds"] >= 0.0
+    if not background:
+        assert event["slowed_seconds"] == 0.0
 
 
 @pytest.mark.slow

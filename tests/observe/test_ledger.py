@@ -44,6 +44,16 @@ def test_time_in_collectives_is_exchange_as_far_as_no_other_rank_was_waited_for(
     assert by_category(spent, behind=9.0)["waiting for ranks"] == 2.0
 
 
+def test_what_a_checkpoint_has_taken_from_steps_is_its_time() -> None:
+    spent = {Use("forward", False): 3.0, Use("backward", False): 6.0, Use("checkpoint", False): 0.5}
+    assert by_category(spent, behind=0.0, slowed=1.8) == pytest.approx(
+        {"forward": 2.4, "backward": 4.8, "checkpoint": 2.3}
+    )
+    assert by_category(spent, behind=0.0, slowed=-1.0) == pytest.approx(
+        {"forward": 3.0, "backward": 6.0, "checkpoint": 0.5}
+    )
+
+
 @pytest.mark.parametrize(
     ("phase", "category"),
     [
