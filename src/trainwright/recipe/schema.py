@@ -108,7 +108,8 @@ class CheckpointSection(Section):
         description="Write checkpoints in a process of their own while training goes on; it needs host memory for one "
         "more copy of a process's part of the state, which the plan counts with true. The last one, and one at a stop, "
         "are always waited for. auto: if that part has at least 64 MiB, the host's memory is free at the first "
-        "checkpoint, and no adapter is trained.",
+        "checkpoint, no adapter is trained, and training does not need all cores of a CPU, unless writing mostly waits "
+        "for the disk.",
     )
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
