@@ -23,10 +23,11 @@ from trainwright.observe.reader import read_events
 FIELDS = {
     "start": "task world_size strategy mixed_precision device micro_batch_size gradient_accumulation_steps "
     "global_batch_size parameters trainable_parameters resumed_from",
-    "step": "step loss grad_norm learning_rate tokens target_tokens tokens_per_second step_time memory_bytes",
+    "step": "step loss grad_norm learning_rate tokens target_tokens tokens_per_second step_time memory_bytes "
+    "resident_bytes",
     "evaluate": "step metrics seconds",
     "generate": "step prompt text",
-    "checkpoint": "step path seconds blocked_seconds",
+    "checkpoint": "step path seconds blocked_seconds slowed_seconds",
     "finish": "status step seconds path measured",
 }
 

@@ -38,7 +38,7 @@ def test_answers_and_their_metrics_are_progress_one_by_one(marks: list[Use]) -> 
     section = EvaluateSection(metrics=["exact_match", "f1"], generation_limit=3, max_new_tokens=5)
     questions = ValidationQuestions(section, rows_as_tokens(), 10_000, TOKENIZER)
     found = questions.metrics(model_of("llama", positions=512), Stop(frozenset()), ALONE, together=False)
-    assert set(found) == {"exact_match", "f1"}
+    assert set(found.metrics) == {"exact_match", "f1"}
     assert len(marks) == 5 + 1 + 2 * 3, "tokens of all, their batch, and each answer by each metric"
 
 

@@ -242,7 +242,7 @@ def test_wrong_settings_of_an_adapter_are_told(adapter: Path, tmp_path: Path, va
         ({"target_modules": "(q_proj"}, "cannot be compared"),
         (
             {"target_modules": r"(?:.*(?:self_attn|mlp).*?(?:q_proj|v_proj).*)|(?:\bmodel\.layers\.[\d]{1,}\.up_proj)"},
-            "",
+            "does not fit",  # compared with the modules; its weights are of others
         ),
     ],
 )
@@ -251,9 +251,6 @@ def test_patterns_of_modules_that_do_not_end_are_told(
 ) -> None:
     copy = Path(shutil.copytree(adapter, tmp_path / "adapter"))
     change_json(copy / "adapter_config.json", **values)
-    if not said:
-        check_adapter(on(tmp_path, copy), 0)
-        return
     if "more than" in said:
         monkeypatch.setattr(adapters_config, "_COMPARISON_SECONDS", 1)
     with pytest.raises(RequestError, match=said):

@@ -36,7 +36,8 @@ def test_a_key_in_the_wrong_section_names_the_right_one(refusal: Refusal, text: 
 
 def test_a_key_like_no_other_lists_those_there_are(refusal: Refusal) -> None:
     assert refusal("checkpoint: {qqq: 1}\n") == [
-        "run.yaml:4: checkpoint.qqq: unknown key; choose from every, keep_last, copies, keep_best, background"
+        "run.yaml:4: checkpoint.qqq: unknown key; choose from every, keep_last, copies, keep_best, background, "
+        "on_failure"
     ]
 
 

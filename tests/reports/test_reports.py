@@ -208,7 +208,7 @@ def test_the_untrained_model_does_not_count_and_other_data_is_said(tmp_path: Pat
     def run(name: str, losses: dict[int, float], data: dict[str, str], recipe: str) -> Path:
         steps = [step(n, 101.0 + n) for n in range(1, max(losses) + 1)]
         evaluations = [evaluate(n, 120.0 + n, loss) for n, loss in losses.items()]
-        return written(tmp_path / name, {**start(100.0), "data": data}, *steps, *evaluations, recipe=recipe)
+        return written(tmp_path / name, {**start(100.0), "fingerprints": data}, *steps, *evaluations, recipe=recipe)
 
     recipe = "task: sft\nmodel: {name: small}\ndata: {train: a.jsonl, validation: b.jsonl, max_length: 64}\n"
     same = {"train": "1", "validation": "2"}

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.rows.bounded import TokenizerError
+from trainwright.data.rows.bounded import TokenizerError, unknown_token
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import NoTarget, RowReader, by_turn
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.text_encoding import TextEncoder
-from trainwright.data.rows.vocabulary import unknown_token
 from trainwright.data.sources.media import media_notes
 from trainwright.data.sources.reading import iterate_source, read_rows, source_notes
 from trainwright.data.sources.row_files import Row

@@ -46,7 +46,7 @@ class Start(Event):
         gpus: how many the run uses.
         pending: what the previous launch interrupted after that step, `evaluation` or `generation`.
         attention: the kernels that compute the model's attention, and why not faster ones.
-        data: fingerprints of the tokens, ``train`` and ``validation``, by which runs on the same data are recognized.
+        fingerprints: of the tokens, ``train`` and ``validation``, by which runs on the same data are recognized.
         versions: of Python and the libraries that compute, by name.
         details: fields specific to the task.
     """
@@ -81,7 +81,7 @@ class Start(Event):
     nodes: Sequence[str]
     gpus: int
     attention: Sequence[str] = ()
-    data: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -152,8 +152,8 @@ class Generate(Event):
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWritten(Event):
     """A checkpoint was written. ``blocked_seconds``: how long training waited for it; ``slowed_seconds``: how much
-    longer the steps beside it took than those before; ``copy_seconds``: how long the
-    newest complete one of ``checkpoint.copies`` has taken.
+    longer the steps beside it took than those before; ``copy_seconds``: how long the newest complete one of
+    ``checkpoint.copies`` has taken.
     """
 
     kind_of_event = "checkpoint"

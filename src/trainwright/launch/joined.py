@@ -167,7 +167,7 @@ def run_joined(
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         try:
             from trainwright.launch.ending.failure import run_to_end
-            from trainwright.launch.group.each_machine import prepare_each_machine
+            from trainwright.launch.group.rendezvous import prepare_each_machine
             from trainwright.launch.hangs.beside import watching
             from trainwright.launch.run_worker import prepare, train
 

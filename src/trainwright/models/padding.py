@@ -14,15 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from trainwright.data.stream.batch import Batch
-
-_SMALLEST_STEP = 16  # rows of a tile of AMX
-_SIZES = 16  # between a power of two and the next
-
-
-def padded_size(count: int) -> int:
-    """Return ``count`` rounded up to one of 16 sizes between powers of two, and to a multiple of 16."""
-    step = max(_SMALLEST_STEP, (1 << max(0, count - 1).bit_length()) // (2 * _SIZES))
-    return -(-count // step) * step
+from trainwright.parallel.constants import padded_size
 
 
 def needs_padding(like: torch.Tensor) -> bool:

@@ -92,7 +92,7 @@ def _other_data(first: RunFigures, run: RunFigures, split: str) -> str:
         isinstance((each.recipe.get("data") or {}).get("validation"), (str, list)) for each in (first, run)
     )
     keys = [key for key in recipe_differences([first, run]) if _concerns(key, split, held_out=held_out)]
-    one, other = ((each.start.get("data") or {}).get(split) for each in (first, run))
+    one, other = ((each.start.get("fingerprints") or {}).get(split) for each in (first, run))
     if one is not None and other is not None:
         return "" if one == other else ", ".join(keys) or "their rows have changed"
     # Recorded by an earlier version, or before the first launch. The key that names other validation data is decisive.

@@ -10,7 +10,7 @@ import errno
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +28,8 @@ DEFAULT_TIMEOUT = 600.0  # seconds
 
 _STORE_TIMEOUT = timedelta(minutes=15)
 POLL_SECONDS = 0.1
+
+_PREPARED = "prepared"
 
 
 class Rendezvous:
@@ -267,3 +269,25 @@ def _unreachable(address: str, port: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def prepare_each_machine(prepare: Callable[[], None], rendezvous: Rendezvous | None, firsts: Sequence[int]) -> None:
+    """Call ``prepare`` if this process is the first of its machine; return when it is done on every machine.
+
+    The machines may share a cache or each have one of its own. There is no time limit, as there is for joining the
+    process group: preparing takes as long as it takes.
+
+    Args:
+        firsts: the first rank of each machine but rank 0's, which is prepared.
+    """
+    if rendezvous is None or not firsts:
+        return
+    if rendezvous.index in firsts:
+        prepare()
+        rendezvous.publish(f"{_PREPARED}/{rendezvous.index}", True)
+    if rendezvous.index == 0:
+        for first in firsts:
+            rendezvous.wait_for(f"{_PREPARED}/{first}")
+        rendezvous.publish(_PREPARED, True)
+    else:
+        rendezvous.wait_for(_PREPARED)

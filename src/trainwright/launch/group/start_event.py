@@ -79,7 +79,7 @@ def start_event(
         nodes=list(dict.fromkeys(hosts)),
         gpus=world.size if world.device.type == "cuda" else 0,
         attention=_attention(recipe, task, world),
-        data={
+        fingerprints={
             split: stream.dataset.fingerprint
             for split, stream in (("train", task.stream), ("validation", task.validation))
             if stream is not None

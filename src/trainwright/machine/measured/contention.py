@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from trainwright.machine.cgroups import groups
 from trainwright.machine.system_files import read
 
@@ -75,6 +77,11 @@ class CpuContention:
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_cores(seconds: float) -> float:
+    """Return how many cores all programs use, in the mean of so many seconds, for which this process sleeps."""
+    return psutil.cpu_percent(seconds) / 100 * (psutil.cpu_count() or 1)
 
 
 def _more(after: Mapping[str, int], before: Mapping[str, int]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trainwright.machine.describe import Cluster
-from trainwright.parallel.constants import CACHED_ELEMENTS, CACHED_PRODUCTS, PRODUCT_BYTES
+from trainwright.parallel.constants import CACHED_ELEMENTS, CACHED_PRODUCTS, PRODUCT_BYTES, padded_size
 from trainwright.planning.memory.inventory import (
     Inventory,
     by_unit,
@@ -45,8 +45,8 @@ _NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
 # Blocks that the allocator holds unused, as a share of temporary memory. On a CPU freed memory is kept until resident
 # memory has grown (machine/allocator.py).
 _SLACK = {"cuda": 0.04, "cpu": 0.3}
-# Resident: Python, torch, transformers and the mapped code of both.
-_PROCESS = 380 * _MIB
+# Resident: Python, torch, transformers and the mapped code of both; PEFT, which adapters need.
+_PROCESS, _PEFT = 380 * _MIB, 40 * _MIB
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,11 @@ def micro_batch(workload: Workload, choice: Choice, later: bool = False) -> Batc
     return BatchShape(1, tokens, kept, workload.targets(tokens, sum(n for _, n in kept)), packed=True, masked=False)
 
 
+def _padded(batch: BatchShape, padded: bool) -> BatchShape:
+    """Return the batch as half-precision products on a CPU compute it (models/padding.py)."""
+    return replace(batch, length=padded_size(batch.length)) if padded else batch
+
+
 def _filled(workload: Workload, first: int, rows: int) -> int:
     """Return the tokens, without padding, of ``rows`` padded rows from index ``first`` of the global batch."""
     lengths = [workload.length_at(first + row) for row in range(min(rows, _PLACES))]
@@ -117,7 +122,9 @@ def _filled(workload: Workload, first: int, rows: int) -> int:
 
 def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack = OWN) -> Memory:
     """Return the memory that ``choice`` needs for ``workload`` on a device of ``cluster``; ``stack``: the program."""
-    setting = PassSettings.of(workload, choice, micro_batch(workload, choice), cluster, stack)
+    padded = cluster.device == "cpu" and choice.width == 2 and stack is OWN
+    batch = _padded(micro_batch(workload, choice), padded)
+    setting = PassSettings.of(workload, choice, batch, cluster, stack)
     held = partly_trained(
         inventory(
             workload.architecture, setting.width, setting.trainable, setting.adapter, setting.quantization, stack
@@ -128,7 +135,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     parts = passes(setting, recompute)
     after = parts
     if choice.gradient_accumulation_steps > 1:
-        batch = micro_batch(workload, choice, later=True)
+        batch = _padded(micro_batch(workload, choice, later=True), padded)
         after = passes(replace(setting, batch=batch), recompute)
     moved = _moved(choice, cluster)
     frozen = choice.spec.gathers_blocks and setting.adapter is not None
@@ -183,7 +190,7 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     fullest = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total)
     moment = fullest.parts()
     held_then = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
-    return Memory(held_then, phases, _overhead(choice, cluster, between, max(phases.values())), host)
+    return Memory(held_then, phases, _overhead(choice, cluster, workload, between, max(phases.values())), host)
 
 
 def _moved(choice: Choice, cluster: Cluster) -> Moved:
@@ -253,12 +260,13 @@ def _load(
     return base.get("parameters", 0)
 
 
-def _overhead(choice: Choice, cluster: Cluster, lasting: int, most: int) -> dict[str, int]:
+def _overhead(choice: Choice, cluster: Cluster, workload: Workload, lasting: int, most: int) -> dict[str, int]:
     """Return the overhead by name. ``lasting``: bytes of tensors kept between steps, ``most``: bytes at the peak."""
     slack = {"allocator slack": int(_SLACK[cluster.device] * max(0, most - lasting))}
     if cluster.device == "cpu":
         library = choice.spec.library
-        process = {"process and libraries": _PROCESS + (library.process_bytes if library else 0), **slack}
+        others = _PEFT * (workload.adapter is not None) + (library.process_bytes if library else 0)
+        process = {"process and libraries": _PROCESS + others, **slack}
         return {**process, "code of products": CACHED_PRODUCTS * PRODUCT_BYTES} if choice.width == 2 else process
     several = choice.num_processes > 1
     between = choice.num_processes > cluster.devices_per_node
