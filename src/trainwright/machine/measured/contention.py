@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,9 +80,23 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def busy_cores(seconds: float) -> float:
-    """Return how many cores all programs use, in the mean of so many seconds, for which this process sleeps."""
-    return psutil.cpu_percent(seconds) / 100 * (psutil.cpu_count() or 1)
+def other_cores(seconds: float) -> float:
+    """Return how many cores programs other than this process and those that it has started use, in the mean of so many
+    seconds, for which this thread sleeps.
+    """
+    before = _own_seconds()
+    busy = psutil.cpu_percent(seconds) / 100 * (psutil.cpu_count() or 1)
+    return max(0.0, busy - (_own_seconds() - before) / seconds)
+
+
+def _own_seconds() -> float:
+    """Return the processor time of this process and those that it has started."""
+    process, used = psutil.Process(), 0.0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended
+            times = each.cpu_times()
+            used += times.user + times.system
+    return used
 
 
 def _more(after: Mapping[str, int], before: Mapping[str, int]) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, current_calibration
-from trainwright.machine.measured.contention import busy_cores
+from trainwright.machine.measured.contention import other_cores
 from trainwright.machine.measured.own_runs import OwnRuns, own_runs
 from trainwright.machine.measured.quick import Shapes, for_block, measured
 from trainwright.planning.operations import block_kinds, block_weights
@@ -60,7 +60,7 @@ def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] 
 
 def _load(cores: int) -> str | None:
     """Return what the programs that use the cores of this machine now cost; None if it is little."""
-    others = busy_cores(_LOAD_SECONDS)
+    others = other_cores(_LOAD_SECONDS)
     if others < _SMALL_LOAD:
         return None
     # A thread shares its core with another program, and all others wait for it.
