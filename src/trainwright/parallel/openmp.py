@@ -8,6 +8,7 @@ OpenMP looks only 1,000 times (GOMP_SPINCOUNT in the manual of libgomp), so thre
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -26,32 +27,50 @@ _PARALLEL_ELEMENTS = 2**20  # torch shares an operation on so many among its thr
 def limit_spinning() -> None:
     """Watch from now on whether other programs use the cores of this process, and limit spinning while they do."""
     if torch.get_num_threads() > 1 and not any(name in os.environ for name in _SET_BY_USER):
-        threading.Thread(target=_watch, name="openmp", daemon=True).start()
+        closing = threading.Event()
+        watch = threading.Thread(target=_watch, args=(closing,), name="openmp", daemon=True)
+        watch.start()
+        # A thread that still computes when the interpreter ends would end the process with an error.
+        atexit.register(_end, closing, watch)
 
 
-def _watch() -> None:
-    enough: threading.Event | None = None  # ends the threads that were added
+def _end(closing: threading.Event, watch: threading.Thread) -> None:
+    closing.set()
+    watch.join()
+
+
+def _watch(closing: threading.Event) -> None:
+    added: _Added | None = None
     before, busy_at = CpuContention.now(), 0.0
-    while True:
-        time.sleep(_INTERVAL)
+    while not closing.wait(_INTERVAL):
         now = CpuContention.now()
         if now.since(before).get("waited", 0.0) > _BUSY:
             busy_at = time.monotonic()
-            enough = enough or _add_threads()
-        elif enough is not None and time.monotonic() - busy_at > _QUIET_SECONDS:
-            enough.set()
-            enough = None
+            added = added or _Added()
+        elif added is not None and time.monotonic() - busy_at > _QUIET_SECONDS:
+            added.end()
+            added = None
         before = now
+    if added is not None:
+        added.end()
 
 
-def _add_threads() -> threading.Event:
-    """Add OpenMP threads that sleep until the event that is returned is set: more than there are cores."""
-    enough, threads = threading.Event(), torch.get_num_threads()
-    for _ in range(max(0, usable_cores() - threads) // (threads - 1) + 1):
-        threading.Thread(target=_compute_together, args=(enough,), name="openmp", daemon=True).start()
-    return enough
+class _Added:
+    """OpenMP threads that sleep: with those that compute, more than there are cores."""
 
+    def __init__(self) -> None:
+        self._ending, threads = threading.Event(), torch.get_num_threads()
+        count = max(0, usable_cores() - threads) // (threads - 1) + 1
+        self._threads = [threading.Thread(target=self._run, name="openmp", daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
 
-def _compute_together(enough: threading.Event) -> None:
-    torch.zeros(_PARALLEL_ELEMENTS).add_(1.0)  # the first operation of a thread makes those that it computes with
-    enough.wait()
+    def _run(self) -> None:
+        torch.zeros(_PARALLEL_ELEMENTS).add_(1.0)  # the first operation of a thread makes those that it computes with
+        self._ending.wait()
+
+    def end(self) -> None:
+        """End the threads, and with each those of OpenMP that it has made."""
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
