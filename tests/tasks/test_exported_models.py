@@ -172,6 +172,19 @@ def test_a_saved_model_that_is_not_the_trained_one_is_refused(tmp_path: Path) ->
         check_saved(tmp_path / "saved", checksums, IDS, expected)
 
 
+def test_a_model_whose_logits_are_all_zero_passes_the_check(tmp_path: Path) -> None:
+    from trainwright.models.files.check import check_saved, logits_of
+    from trainwright.models.files.save import save_model
+
+    model = AutoModelForCausalLM.from_pretrained(make_base(tmp_path / "base")).eval()
+    with torch.no_grad():
+        model.model.norm.weight.zero_()
+    checksums = save_model(tmp_path / "saved", model.config, model.state_dict(), bytes_tokenizer())
+    expected = logits_of(model, IDS)
+    assert not expected.any()
+    check_saved(tmp_path / "saved", checksums, IDS, expected)
+
+
 def test_tied_weights_that_differ_and_values_beyond_fp16_are_not_saved(tmp_path: Path) -> None:
     from trainwright.errors import TrainingError
     from trainwright.models.files.save import save_model

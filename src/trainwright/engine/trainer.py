@@ -158,7 +158,8 @@ class Trainer:
             except TrainingError as error:
                 self.events.emit(Fault(kind="export", rank=0, detail=str(error).partition("; ")[0], action="continue"))
                 continue
-            return f"the weights of step {step} are in {target}; a new run can begin with them (model.name)"
+            key = "model.name" if self.task.base is None else "model.adapter.start_from"
+            return f"the weights of step {step} are in {target}; a new run can begin with them ({key})"
         return f"the weights of step {step} fit nowhere either, so they are lost"
 
     def _train(self) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from trainwright.engine.checkpoints.read_back import check_export, gathered
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.task import Task
-from trainwright.errors import TrainingError
+from trainwright.errors import EXIT_TRAINING, TrainwrightError, error_of
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 
@@ -34,23 +34,29 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
     adapter = task.base is not None
     parameters = gathered(strategy, different) if adapter else strategy.parameters()
     tensors = _in_turns(parameters, world, may_stop=saved == step)
-    failure: str | None = None
+    failure: tuple[int, str] | None = None  # exit code and message, the same on every rank
     if world.is_main:
         try:
             done = attempt(lambda: task.export(tensors, final))
         except OSError as error:
-            failure = f"{final} could not be written: {error.strerror or error}"
+            reason = f"{final} could not be written: {error.strerror or error}"
+            failure = EXIT_TRAINING, f"{reason}; {_kept(step, saved)}: free disk space, then --resume this run"
+        except TrainwrightError as error:
+            failure = error.exit_code, str(error)
         else:
             if isinstance(done, MemoryShortage):
-                raise TrainingError(
-                    f"memory ran out while {final} was written: {done.detail}; {_kept(step, saved)}: --resume this "
-                    "run with more memory"
+                failure = (
+                    EXIT_TRAINING,
+                    (
+                        f"memory ran out while {final} was written: {done.detail}; {_kept(step, saved)}: --resume this "
+                        "run with more memory"
+                    ),
                 )
     for _ in tensors:  # every rank takes part in gathering
         pass
     failure = world.broadcast(failure)
     if failure is not None:
-        raise TrainingError(f"{failure}; {_kept(step, saved)}: free disk space, then --resume this run")
+        raise error_of(*failure)
     check_export(task, strategy, final, different)
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, Training
+from trainwright.models.files.save import checksum
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 _FACTOR = 1_000_003  # so that exchanging two tensors changes the checksum of all
 _PART, _MOST_PARTS = 4096, 256  # elements; how many are kept for the comparison
 _CHECKED = "checked"
@@ -161,9 +161,11 @@ class Replay(StepPolicy):
         """End the run. Frozen weights are in no checkpoint, and loaded again when the run is resumed."""
         unknown = " (one of them, it is not known which)" if len(ranks) > 1 else ""
         self._tell(kind, ranks, f"{detail}: {_named(ranks)}{unknown}", "stop", step)
+        remove = ""
+        if (since := self.trusted_before) is not None:
+            remove = f"remove the checkpoints of step {since} and later ones, in checkpoint.copies too, "
         raise Corrupted(
-            f"training stopped: {detail}: {_named(ranks)}{unknown}; remove the checkpoints of step "
-            f"{self.trusted_before} and later ones, in checkpoint.copies too, test the memory and the processor, then "
+            f"training stopped: {detail}: {_named(ranks)}{unknown}; {remove}test the memory and the processor, then "
             "--resume"
         )
 
@@ -232,12 +234,6 @@ class Replay(StepPolicy):
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, torch.Tensor):
             self._outputs.append(first.detach())
-
-
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's elements as integers, modulo 2^64: any flipped bit changes it."""
-    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
-    return bits.sum(dtype=torch.int64)
 
 
 def _odd_ones(values: Sequence[Hashable]) -> list[int]:

@@ -57,16 +57,16 @@ def check_saved(
     stored = loaded.config.dtype
     for name, tensor in loaded.state_dict().items():
         exact = tensor.to(stored) if tensor.is_floating_point() else tensor
-        if name in checksums and checksum(exact) != checksums[name]:
+        if name in checksums and int(checksum(exact)) != checksums[name]:
             raise TrainingError(f"the model in {directory} is not the trained one: {name} loads with other values")
     if expected is None:
         return
     logits = logits_of(loaded.eval(), input_ids.cpu())
-    difference = float((logits.float() - expected.float().cpu()).abs().max() / expected.abs().max())
+    difference, largest = float((logits.float() - expected.float().cpu()).abs().max()), float(expected.abs().max())
     exactly = expected.dtype is stored is torch.float32
     tolerance = _SAME_ROUNDED if not exactly else _SAME if expected.device.type == "cpu" else _SAME_ON_DEVICES
-    if not difference <= tolerance:
+    if not difference <= tolerance * largest:
         raise TrainingError(
-            f"the model in {directory} does not compute what was trained: logits differ by {difference:.2g} of the "
-            "largest"
+            f"the model in {directory} does not compute what was trained: logits differ by up to {difference:.2g}, "
+            f"and the largest is {largest:.2g}"
         )

@@ -100,12 +100,12 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """Return the sum of a tensor's bits, read as whole numbers."""
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's elements as integers, modulo 2^64: any flipped bit changes it."""
     import torch
 
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.detach().contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64))
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(integers[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def _stored(
@@ -121,7 +121,7 @@ def _stored(
                 f"the model cannot be saved in fp16: {name} has values of up to {float(value.abs().max()):.3g}, and "
                 "fp16 ends at 65,504; save it in bf16 or fp32 (model.save_dtype, --dtype)"
             )
-        checksums[name] = checksum(stored)
+        checksums[name] = int(checksum(stored))
         yield name, stored
 
 

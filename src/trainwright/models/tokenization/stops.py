@@ -16,7 +16,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
     """Return the token that ends a turn in this chat template; if it is not a single token, the text that does."""
     ids, targets = encode_messages(tokenizer, [_turn("user", "a"), _turn("assistant", "b")])
     trained = [token for token, is_target in zip(ids, targets, strict=True) if is_target]
-    if trained[-1] in tokenizer.all_special_ids or trained[-1] in tokenizer.added_tokens_decoder:
+    if trained and (trained[-1] in tokenizer.all_special_ids or trained[-1] in tokenizer.added_tokens_decoder):
         return trained[-1], ""
     return None, str(tokenizer.decode(trained)).rpartition("b")[2].rstrip(" ")
 

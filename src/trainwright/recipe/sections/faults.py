@@ -40,7 +40,8 @@ class FaultsSection(Section):
     replay_every: Count | None = Field(
         200,
         description="Number of steps between checks for silent corruption of memory and processors: a micro-batch of "
-        "each rank is computed on another rank too, and copies of the weights are compared, to the bit. null: never.",
+        "each rank is computed on another rank too, and copies of the weights are compared, to the bit. null: weights "
+        "are only compared before evaluations, checkpoints and the end.",
     )
     on_corruption: Literal["rewind", "stop"] = Field(
         "rewind",
