@@ -20,7 +20,7 @@ import torch
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.paths import user_path
-from trainwright.reinforcement.environments import Environment, make
+from trainwright.reinforcement.environments import Environment, check_stored, make
 
 FORMAT = "trainwright-histories-1"
 
@@ -64,7 +64,8 @@ class Histories:
         """Open and check the file.
 
         Args:
-            environment: of a file that does not name its own. Default: the reference implementation's darkroom.
+            environment: taken if the file names the same one, or none. Otherwise the file's own is made, if it is a
+                registered one. Default, for a file that names none: the reference implementation's darkroom.
 
         Raises:
             RequestError: the file does not exist, is not HDF5, lacks an array, or does not match its environment.
@@ -94,7 +95,7 @@ class Histories:
 
     def make_environment(self) -> Environment:
         """Return the environment that the histories are of."""
-        return make(self.environment["name"], **self.environment["options"])
+        return self._environment
 
     def goal(self, index: int, time: slice = slice(None), streams: slice = slice(None)) -> History:
         """Return the history of the ``index``-th goal of ``goals``, or a part of it.
@@ -143,7 +144,12 @@ class Histories:
         self.goals = sorted(int(name) for name in file if name.isdigit())
         if not self.goals:
             raise RequestError(f"{self.path}: has no histories: groups named 0, 1, ... are expected, one for each goal")
-        self._environment = environment = self.make_environment()
+        if self.environment == unsaid:
+            environment = otherwise
+        else:
+            check_stored(self.environment, f"{self.path}: attribute environment")
+            environment = make(self.environment["name"], **self.environment["options"])
+        self._environment = environment
         self.observation_size = environment.observation_size
         self.time, self.streams = _shape_of(self.path, file, self.goals[0])
         for goal in self.goals:
