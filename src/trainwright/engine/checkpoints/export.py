@@ -10,6 +10,7 @@ from trainwright.engine.checkpoints.read_back import check_export, gathered
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.task import Task
 from trainwright.errors import EXIT_TRAINING, TrainwrightError, error_of
+from trainwright.machine.allocator import return_freed_memory
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 
@@ -30,6 +31,7 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
         StopRequested: on every rank.
     """
     world = strategy.world
+    return_freed_memory()  # of the steps, so that the copies of the model made below do not raise the peak
     different: list[str] = []
     adapter = task.base is not None
     parameters = gathered(strategy, different) if adapter else strategy.parameters()
