@@ -118,9 +118,9 @@ def _write(
 ) -> None:
     takes = inspect.signature(model.forward).parameters
     cache_name, cache = _new_cache(model)
-    attends = hasattr(model.config.get_text_config(), "num_attention_heads")
-    embeddings = model.config.get_text_config().vocab_size
-    inputs, mask = _left_padded(prompts, padding_token(tokenizer, embeddings), model.device)
+    config = model.config.get_text_config()
+    attends = hasattr(config, "num_attention_heads")
+    inputs, mask = _left_padded(prompts, padding_token(tokenizer, config.vocab_size), model.device)
     positions = (mask.cumsum(1) - 1).clamp_(min=0)
     step = 0
     while rows:

@@ -13,7 +13,7 @@ from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers
 from trainwright.models.configuration import no_progress_bar
-from trainwright.models.files.check import logit_difference
+from trainwright.models.files.check import has_experts, logit_difference
 from trainwright.models.files.save import replacing, save_model
 from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer, untie
 from trainwright.models.merged import Merged
@@ -180,7 +180,7 @@ def _verify(
     for _, layer in lora_layers(apart):
         layer.get_base_layer().weight.data = _merged_weight(layer).to(compute)
         layer._disable_adapters = True
-    _check_same("merged", logit_difference(_logits(apart, ids), expected, apart.config), compute)
+    _check_same("merged", logit_difference(_logits(apart, ids), expected, mixture=has_experts(apart)), compute)
     for parameter in apart.parameters():
         parameter.data = parameter.data.to(dtype).to(compute)
     rounded = _logits(apart, ids)
@@ -188,11 +188,11 @@ def _verify(
     with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=compute, local_files_only=True).eval()
     found = _logits(model, ids)
-    _check_same("written", logit_difference(found, rounded, model.config), compute)
+    _check_same("written", logit_difference(found, rounded, mixture=has_experts(model)), compute)
     start = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False)
     written = model.generate(**start, max_new_tokens=_NEW_TOKENS, do_sample=False)
     sample = str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
-    return logit_difference(found, expected, model.config), sample
+    return logit_difference(found, expected, mixture=has_experts(model)), sample
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
