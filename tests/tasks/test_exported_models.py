@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.support.commands import MACHINE
+from tests.support.commands import machine_file
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.export import export
@@ -219,13 +219,11 @@ def test_an_export_that_fails_its_check_is_kept_beside(tmp_path: Path, monkeypat
 
 
 def test_a_model_that_is_larger_than_the_free_memory_is_said_not_to_be_compared(runs: Runs, tmp_path: Path) -> None:
-    described = json.loads(MACHINE.read_text())
-    described["machine"] |= {"memory_bytes": 100_000, "memory_free_bytes": 100_000}
-    (tmp_path / "machine.json").write_text(json.dumps(described))
+    machine = machine_file(tmp_path, memory_bytes=100_000, memory_free_bytes=100_000)
     run = runs.new_directory("run")
     ended = runs.command(
         *("train", str(TINY), *SHORT, f"logging.run_directory={run}", "--force"),
-        TRAINWRIGHT_MACHINE=str(tmp_path / "machine.json"),
+        TRAINWRIGHT_MACHINE=machine,
     ).wait()
     assert ended.code == 0, ended.stderr
     (message,) = [event["message"] for event in events(run, "notice") if "compared" in event["message"]]
