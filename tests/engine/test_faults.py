@@ -404,7 +404,7 @@ def test_a_disk_that_fills_and_then_a_stop_is_one_message(runs: Runs, tmp_path: 
     """The whole run lies on the disk, with its logs and events."""
     directory = tmp_path / "disk"
     directory.mkdir()
-    with small_disk(directory, 4096):
+    with small_disk(directory, "size=4096k"):
         settings = (processes(count), ON_ROWS, "train.max_steps=3000", f"logging.run_directory={directory}/run")
         started = runs.train(*settings)
         started.run = directory / "run"
