@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from tests.support.commands import ROOT, environment, trainwright
 from tests.support.learners import write_histories
+from trainwright import registries
 from trainwright.cli.main import app
 from trainwright.models.history.files import save_history_model
 from trainwright.models.history.model import HistoryModel, HistoryShape
@@ -69,22 +70,30 @@ KEYS = {
     "metric": "evaluate.metrics=['evil:score']",
     "observer": "logging.observers=['evil:score']",
     "step policy": "train.step_policies=['evil:Policy']",
+    "objective": "unlearn.objective=evil:SPEC",
+    "environment": "algorithm_distillation.environment=evil:Room",
 }
+# Of another task than the other keys.
+RECIPES = {"objective": "unlearn", "environment": "algorithm_distillation"}
+
+
+def test_every_kind_of_extension_has_an_attack() -> None:
+    assert set(KEYS) == {registry.kind for registry in registries.KEYS.values()}
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_no_key_of_a_recipe_makes_a_check_execute_anything(folder: Path, key: str) -> None:
-    asked = ("recipe", "check", str(TINY), KEYS[key])
+    asked = ("recipe", "check", str(ROOT / "recipes" / RECIPES.get(key, "sft") / "tiny.yaml"), KEYS[key])
     refused = trainwright(*asked, cwd=folder)
     assert not (folder / "executed").exists()
-    if key in ("task", "strategy", "source"):  # without which the rest cannot be checked
+    if key in ("task", "strategy", "source", "objective"):  # without which the rest cannot be checked
         assert refused.returncode == 2 and "--trust-code" in refused.stderr, refused.stderr
     elif key == "step policy":
         assert refused.returncode == 2 and f"{folder / 'evil.py'} has no Policy" in refused.stderr
     else:
         assert refused.returncode == 0, refused.stderr
     trainwright(*asked, "--trust-code", cwd=folder)
-    assert (folder / "executed").exists()
+    assert (folder / "executed").exists() == (key != "environment")  # which a check does not make
 
 
 @pytest.mark.parametrize("place", ["cProfile:run", "os:system", "subprocess:Popen", "os.path:exists"])

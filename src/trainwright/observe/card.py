@@ -10,7 +10,7 @@ from typing import Any
 
 from trainwright import __version__, text
 from trainwright.models.adapters.base_model import BASE, BaseModel
-from trainwright.models.usage import asking, loading
+from trainwright.models.usage import asking, evaluating, is_in_code, loading
 from trainwright.observe.reader import EventRecord, precision_of, read_events
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe
@@ -82,7 +82,10 @@ def _introduction(recipe: Recipe, start: EventRecord, is_adapter: bool, base: Ba
 
 def _usage(recipe: Recipe, name: str, weights: Path) -> str:
     if not recipe.has_texts:
-        return f"```sh\nhf download {name} --local-dir agent\ntrainwright eval agent\n```"
+        own = is_in_code(weights)
+        note = "Its environment is code that the recipe below names; save the recipe as `agent/recipe.yaml`.\n\n"
+        download = f"hf download {name} --local-dir {'agent/final' if own else 'agent'}"
+        return note * own + f"```sh\n{download}\n{evaluating(weights, 'agent')}\n```"
     lines = loading(weights, name, published=True)
     if lines is None:
         return (

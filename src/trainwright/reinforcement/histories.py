@@ -292,9 +292,26 @@ def _typed(arrays: Any) -> History:
     return History(states, actions, rewards.astype(np.float32), next_states, dones.astype(bool))
 
 
+def _array(path: Path, file: Any, goal: int, name: str) -> Any:
+    """Return an array of a goal, None if there is none; raise RequestError if it is one of another file."""
+    h5py = _h5py()
+    for place in (str(goal), f"{goal}/{name}"):
+        link = file.get(place, getlink=True)
+        if isinstance(link, (h5py.ExternalLink, h5py.SoftLink)):  # a soft link can pass through an external one
+            raise RequestError(
+                f"{path}: {place} is a link, which may lead to other files; copy the arrays into this one"
+            )
+    array = file.get(f"{goal}/{name}")
+    if not isinstance(array, h5py.Dataset):
+        return None
+    if array.is_virtual or array.external:
+        raise RequestError(f"{path}: {goal}/{name} is stored in other files; copy the array into this one")
+    return array
+
+
 def _shape_of(path: Path, file: Any, goal: int) -> tuple[int, int]:
-    array = file.get(f"{goal}/actions")
-    if not hasattr(array, "shape") or array.ndim != 2 or 0 in array.shape:
+    array = _array(path, file, goal, "actions")
+    if array is None or array.ndim != 2 or 0 in array.shape:
         raise RequestError(f"{path}: goal {goal} has no array actions [time, streams]")
     return array.shape[0], array.shape[1]
 
@@ -302,8 +319,8 @@ def _shape_of(path: Path, file: Any, goal: int) -> tuple[int, int]:
 def _check(path: Path, file: Any, goal: int, shape: tuple[int, int], environment: Environment) -> None:
     size = environment.observation_size
     for name in ARRAYS:
-        array = file.get(f"{goal}/{name}")
-        if not hasattr(array, "shape"):  # missing, or a group
+        array = _array(path, file, goal, name)
+        if array is None:
             raise RequestError(f"{path}: goal {goal} has no array {name}; each goal needs {', '.join(ARRAYS)}")
         if array.dtype.kind not in "biuf":
             raise RequestError(f"{path}: {name} of goal {goal} is of type {array.dtype}; numbers are expected")

@@ -10,7 +10,12 @@ from trainwright.errors import RequestError
 from trainwright.registries import ENVIRONMENTS
 from trainwright.reinforcement.environments.base import Environment, VectorEnvironment
 
-__all__ = ["Environment", "VectorEnvironment", "check_stored", "make"]
+__all__ = ["Environment", "VectorEnvironment", "check_stored", "make", "names_code"]
+
+
+def names_code(environment: Mapping[str, Any]) -> bool:
+    """Return whether the ``name`` and ``options`` of an environment name code (``module:Class``)."""
+    return ":" in environment["name"] or "entry_point" in environment["options"]
 
 
 def check_stored(environment: Mapping[str, Any], file: str) -> None:
@@ -22,7 +27,7 @@ def check_stored(environment: Mapping[str, Any], file: str) -> None:
     name, options = environment["name"], environment["options"]
     if not isinstance(name, str) or not isinstance(options, dict):
         raise RequestError(f"{file}: its environment needs a name, and options by name")
-    if ":" in name or "entry_point" in options:
+    if names_code(environment):
         raise RequestError(
             f"{file}: its environment is the code {options.get('entry_point', name)!r}, which is imported only if your "
             "own recipe names it with equal options; use that recipe or its run, or install a package that registers "
