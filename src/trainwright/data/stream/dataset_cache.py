@@ -172,6 +172,8 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     backend.no_truncation()  # remove the settings of earlier calls
     backend.no_padding()
     rest = {"template": tokenizer.chat_template, "special": tokenizer.special_tokens_map}
+    if tokenizer.init_kwargs.get("characters"):
+        rest["unknown"] = "refused"  # not dropped, as in older caches
     return hashlib.sha256(backend.to_str().encode() + _digest(rest).encode()).hexdigest()
 
 
