@@ -41,7 +41,7 @@ def model_card(run: Path, name: str, weights: Path) -> str:
         "## Measured\n\n" + "\n".join(_metrics(events)),
         "## Loss\n\n" + "\n".join(_curve(events)),
         "## Data\n\n" + "\n".join(f"- {line}" for line in start.get("data", []) if "tokens kept in" not in line),
-        f"## Recipe\n\n```yaml\n{dump_recipe(recipe).strip()}\n```",
+        f"## Recipe\n\n```yaml\n{dump_recipe(_published(recipe)).strip()}\n```",
         f"Trained with Trainwright {__version__}.",
     ]
     return _without_paths("\n\n".join(sections) + "\n", recipe, *([] if base is None else [base.name]))
@@ -119,6 +119,13 @@ def _curve(events: Sequence[EventRecord]) -> Iterator[str]:
         event = steps[i]
         other = held_out.get(event["step"])
         yield f"| {event['step']:,} | {text.metric(event['loss'])} | {'' if other is None else text.metric(other)} |"
+
+
+def _published(recipe: Recipe) -> Recipe:
+    """Return the recipe without what belongs to the place where it ran: its job, its copies and its ports."""
+    checkpoint = recipe.checkpoint.model_copy(update={"copies": []})
+    logging = recipe.logging.model_copy(update={"prometheus": None})
+    return recipe.model_copy(update={"launch": None, "checkpoint": checkpoint, "logging": logging})
 
 
 def _without_paths(card: str, recipe: Recipe, *more: str) -> str:
