@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainwright.errors import RequestError
+from trainwright.text import quoted
 
 _LATE_SECONDS, _LOOK_SECONDS = 30.0, 0.2
 _STALE_PAUSES = (0.0, 0.1, 0.4, 1.0)  # seconds before a stale file is opened again
@@ -64,7 +65,7 @@ def run_path(path: str | os.PathLike[str]) -> Path:
     where = f"{url[1]}://{os.fspath(path)[url.end() :]}"  # a Path has only one of the slashes
     raise RequestError(
         f"{where} is a place for copies of runs, and this command needs a directory of this machine; use the run's "
-        f"directory where it is trained, or go on with the run here: trainwright train --resume {where}"
+        f"directory where it is trained, or go on with the run here: trainwright train --resume {quoted(where)}"
     )
 
 

@@ -11,6 +11,7 @@ from trainwright.api.processes.separate import run_in_process
 from trainwright.errors import RequestError
 from trainwright.models.merged import Merged
 from trainwright.paths import user_path
+from trainwright.text import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,7 @@ def check_finished(found: FoundModel) -> None:
     if found.checkpoint is not None and found.section.adapter.type != "none":
         raise RequestError(
             f"{found.origin} is a checkpoint of an adapter, which cannot be merged before its run is finished: "
-            f"continue with trainwright train --resume {found.run or 'RUN'}, then pass the run or its final/"
+            f"continue with trainwright train --resume {quoted(found.run or 'RUN')}, then pass the run or its final/"
         )
 
 

@@ -16,7 +16,7 @@ from trainwright.data.rows.chat_encoding import install_template
 from trainwright.errors import MachineError, RequestError
 from trainwright.observe.reader import read_events
 from trainwright.paths import user_path
-from trainwright.text import plural, say
+from trainwright.text import plural, quoted, say
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
@@ -264,7 +264,8 @@ def _weights(run: Path) -> Path:
         raise RequestError(f"RUN: {run} is not a run directory: it has no recipe.yaml")
     if not (run / "final").is_dir():
         raise RequestError(
-            f"RUN: {run} has no final/: the run is not finished; continue it with trainwright train --resume {run}"
+            f"RUN: {run} has no final/: the run is not finished; continue it with "
+            f"trainwright train --resume {quoted(run)}"
         )
     return run / "final"
 

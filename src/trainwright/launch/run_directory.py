@@ -22,6 +22,7 @@ from trainwright.paths import user_path, write_file
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import parse_value
+from trainwright.text import quoted
 
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
@@ -69,7 +70,7 @@ def check_new(directory: Path) -> None:
     """Raise RequestError if the directory of a new run already exists."""
     if directory.exists():
         raise RequestError(
-            f"logging.run_directory: {directory} exists; continue that run with --resume {directory}, "
+            f"logging.run_directory: {directory} exists; continue that run with --resume {quoted(directory)}, "
             "or choose another directory"
         )
 

@@ -28,7 +28,7 @@ from trainwright.launch.limits import check_limits
 from trainwright.launch.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
 from trainwright.launch.slurm.orphaned import end_orphaned_step
 from trainwright.machine.usage.sample import process_age
-from trainwright.text import say
+from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.launch.nodes.crew import Crew
@@ -301,4 +301,4 @@ def _set_threads(before: int | None, threads: int | None) -> None:
 
 
 def _next(run: Path) -> str:
-    return f"continue with: trainwright train --resume {run}"
+    return f"continue with: trainwright train --resume {quoted(run)}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.recipe.files import read_json
+from trainwright.text import quoted
 
 _QUANTIZATION = {
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})',
@@ -83,7 +83,7 @@ def evaluating(weights: Path, name: str) -> str:
     """Return the command that evaluates an agent's run or directory, ``name``; with the flag it needs if its
     environment is code that the run's recipe names.
     """
-    return f"trainwright eval {shlex.quote(name)}{' --trust-code' if is_in_code(weights) else ''}"
+    return f"trainwright eval {quoted(name)}{' --trust-code' if is_in_code(weights) else ''}"
 
 
 def is_in_code(weights: Path) -> bool:

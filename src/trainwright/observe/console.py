@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import TextIO
 
@@ -190,13 +189,13 @@ class ConsoleObserver:
             if (Path(model) / "agent.json").is_file():
                 rows.append(("use it", evaluating(Path(model), str(self._run))))
             else:
-                rows.append(("use it", f"trainwright generate {shlex.quote(str(self._run))}"))
+                rows.append(("use it", f"trainwright generate {text.quoted(self._run)}"))
                 if (Path(model) / "config.json").is_file():
                     rows.append(("saved in", _saved_in(Path(model))))
                 if not (Path(model) / "adapter_config.json").is_file():
                     rows.append(("in Python", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
-            rows.append(("curves", f"tensorboard --logdir {shlex.quote(str(self._run / 'tensorboard'))}"))
+            rows.append(("curves", f"tensorboard --logdir {text.quoted(self._run / 'tensorboard')}"))
         if (self._run / "report.html").is_file():
             rows.append(("report", str(self._run / "report.html")))
         return rows
