@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +33,23 @@ def user_path(path: str | os.PathLike[str]) -> Path:
         name = os.fspath(path).partition("/")[0].removeprefix("~")
         why = f"there is no user {name}" if name else "this user has no home directory"
         raise RequestError(f"{os.fspath(path)}: {why}; write the whole path instead of ~{name}") from None
+
+
+def is_working_directory(path: str) -> bool:
+    """Return whether an entry of ``sys.path`` is the working directory."""
+    try:
+        return not path or os.path.samefile(path, ".")
+    except OSError:
+        return False
+
+
+def search_working_directory_last() -> None:
+    """Have Python look for modules in the working directory, as ``python -m`` does, but after all that are installed:
+    it may be anybody's folder, and a ``torch.py`` in it would be imported as torch.
+    """
+    # More than once where PYTHONPATH ends with a colon, as in PYTHONPATH=/mine:$PYTHONPATH.
+    if here := [path for path in sys.path if is_working_directory(path)]:
+        sys.path[:] = [*(path for path in sys.path if path not in here), here[0]]
 
 
 def run_path(path: str | os.PathLike[str]) -> Path:

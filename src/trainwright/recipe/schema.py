@@ -127,7 +127,7 @@ class EvaluateSection(Section):
     prompts: list[Text] = Field(
         [], description="Prompts that the model answers at every evaluation; the answers are shown."
     )
-    metrics: list[Annotated[str, Registered(METRICS)]] = Field(
+    metrics: list[Annotated[str, Registered(METRICS, imports=False)]] = Field(
         [],
         description="Metrics of generated answers to validation rows, computed at every evaluation; for all of them "
         "1 is best. answer: the short answer found by answer_pattern is right. rouge_l: F1. rouge_l_recall: recall.",
