@@ -204,10 +204,9 @@ def _accelerate() -> Translation | None:
 
 
 def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | None:
-    from trainwright.launch.group.addresses import set_interfaces
+    from trainwright.launch.group.addresses import LOOPBACK, set_interfaces
     from trainwright.launch.group.meeting import meet_ranks
     from trainwright.launch.group.members import Member
-    from trainwright.launch.group.rendezvous import LOOPBACK
 
     if environment.size == 1:
         return None
