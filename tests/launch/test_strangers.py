@@ -74,7 +74,7 @@ def heard_by(place: tuple[str, int], sent: bytes) -> bytes:
             stranger.shutdown(socket.SHUT_WR)
             while data := stranger.recv(65536):
                 received += data
-        except ConnectionError:  # hung up on while it sent
+        except OSError:  # hung up on while it sent
             pass
         return received
 

@@ -27,7 +27,6 @@ from trainwright.launch.group.environment import LaunchEnvironment
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import NotPeerZero, Peers, Unreachable
-from trainwright.launch.group.trust.secret import Unproven, secret_of
 from trainwright.launch.group.rendezvous import (
     DEFAULT_TIMEOUT,
     POLL_SECONDS,
@@ -38,6 +37,7 @@ from trainwright.launch.group.rendezvous import (
     meet,
     unproven,
 )
+from trainwright.launch.group.trust.secret import Unproven, secret_of
 from trainwright.launch.group.waiting import Waiting
 
 
@@ -83,9 +83,7 @@ def _join_round(environment: LaunchEnvironment, store: TCPStore, place: tuple[st
     return rendezvous
 
 
-def _newest_start(
-    starts: Store, rank: int, size: int, place: tuple[str, int], seconds: float
-) -> tuple[str, Peers]:
+def _newest_start(starts: Store, rank: int, size: int, place: tuple[str, int], seconds: float) -> tuple[str, Peers]:
     """Return the name of the start whose rank 0 answers, and the connection to it."""
     address = place[0]
     deadline, why = time.monotonic() + seconds, "it has not started"

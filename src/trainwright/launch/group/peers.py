@@ -154,13 +154,15 @@ class Peers:
             else:
                 answered_by = answered_by or time.monotonic() + patience
                 known = secret()
+                proved = False
                 try:
-                    proved, refused = prove(line.socket, known, PEERS, answered_by, meanwhile), False
+                    proved = prove(line.socket, known, PEERS, answered_by, meanwhile)
                 except Unproven:
-                    proved, refused = False, True
+                    refused = True
                 except OSError:
-                    proved = False
+                    pass
                 if proved:
+                    refused = False
                     line.send({"kind": _HELLO, "peer": index, "job": job})
                     answer = _answer(line, answered_by, meanwhile)
                     if answer.get("kind") == _WELCOME:

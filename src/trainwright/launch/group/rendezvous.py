@@ -18,8 +18,9 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
+from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, is_loopback, to_listen_at
 from trainwright.launch.group.identity import WORDS, Job
+from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, Peers, Unreachable
 from trainwright.launch.group.trust.secret import VARIABLE, Unproven, secret_of
 from trainwright.launch.group.waiting import Waiting
@@ -170,6 +171,8 @@ def meet(
         FaultError: member 0 does not know the same secret.
     """
     address, port = place
+    if not is_loopback(address):
+        skip_reverse_lookups()
     if index == 0:
         listener = _listen(address, port, fix, seconds, meanwhile)
         secret, file = secret_of(place, shared)  # once this process has the port, nobody else removes the file

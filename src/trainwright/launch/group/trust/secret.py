@@ -93,9 +93,7 @@ def answer(secret: bytes, nonce: bytes, received: bytes) -> tuple[int, bytes] | 
     return int.from_bytes(said[BYTES:], "big"), _mac(secret, b"listener", nonce + said)
 
 
-def prove(
-    connection: socket.socket, secret: bytes, purpose: int, until: float, meanwhile: Callable[[], None]
-) -> bool:
+def prove(connection: socket.socket, secret: bytes, purpose: int, until: float, meanwhile: Callable[[], None]) -> bool:
     """Prove this process to the listener; return whether the listener has proved itself too.
 
     ``meanwhile`` is called repeatedly until then, and may raise. Raises Unproven, OSError.
