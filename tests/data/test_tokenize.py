@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+from tests.data.test_templates import HELLO, LLAMA_3
+from tests.data.test_text_encoding import LLAMA, opening
 from tests.support.commands import environment, wait_for
 from tests.support.slow import slow_but
 from trainwright.cli.data import tokens as data_tokens
@@ -67,6 +69,15 @@ def test_documents_are_there_whole_in_order_and_ended(tmp_path: Path) -> None:
     assert shards.about["characters"] == sum(map(len, texts))
     assert shards.digests[0] != shards.digests[1]
     assert shards.read(1, 8).tolist() == [258, *b"zwei\n\n"]
+
+
+def test_a_document_in_the_template_gets_no_second_beginning_or_end(tmp_path: Path) -> None:
+    tokenizer = opening(LLAMA, LLAMA_3, "<|end_of_text|>")
+    chat = str(tokenizer.apply_chat_template(HELLO, tokenize=False))
+    texts = [chat + "\n", "Hello there", "Hello<|end_of_text|>"]
+    found = documents(made(tmp_path / "out", rows(tmp_path / "rows.jsonl", texts), tokenizer=tokenizer))
+    written = [tokenizer.decode(ids) for ids in found]
+    assert written == [chat, "<|begin_of_text|>Hello there<|end_of_text|>", "<|begin_of_text|>Hello<|end_of_text|>"]
 
 
 def test_a_text_file_is_a_document_and_several_with_separators(tmp_path: Path) -> None:

@@ -166,6 +166,15 @@ def test_arguments_are_passed_as_the_template_needs_them(tmp_path: Path, templat
     assert [learned(found, index)[0].lstrip("\n") for index in range(2)] == [expected] * 2
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["found", "marked"])
+def test_bare_functions_are_wrapped_for_a_template_that_reads_the_outer_object(tmp_path: Path, template: str) -> None:
+    strict = template.replace("{{ t | tojson }}", "{{ t.function.name + (t.function.parameters | tojson) }}")
+    rows = [ROWS[0], ROWS[0] | {"tools": [one["function"] for one in ROWS[0]["tools"]]}]
+    found = run(tmp_path, rows, strict)
+    ids = [found.train.sequence(index)[0].tolist() for index in range(2)]
+    assert ids[0] == ids[1] and [text.lstrip("\n") for text in learned(found, 1)] == LEARNED[0]
+
+
 def test_a_null_that_the_row_writes_is_kept() -> None:
     turns = [
         {"from": "human", "value": "When?"},

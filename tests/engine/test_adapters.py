@@ -190,7 +190,7 @@ def read_back_without_room(cases: list[list[str]], directory: str) -> None:
         with pytest.raises(TrainingError, match="with its base is not the trained model"):
             check_export(task, strategy, final, different, available_memory=0)
         world.barrier()
-        assert not final.exists()
+        assert not final.exists() and (final.with_name(f"{index}-failed-check") / file.name).is_file()
     leave()
 
 

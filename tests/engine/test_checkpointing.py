@@ -15,7 +15,7 @@ from tests.support.training import ALONE, trainer_of
 from trainwright import heartbeat
 from trainwright.beats import read
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
-from trainwright.engine.checkpoints.checkpointing import Checkpointing
+from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingSaved
 from trainwright.engine.events import Record
 from trainwright.errors import FaultError, MachineError, RequestError, TrainwrightError
 from trainwright.heartbeat import Heartbeat
@@ -90,6 +90,29 @@ def test_the_best_is_kept_while_a_better_one_is_written_after_a_resume(make: Mad
     assert checkpointing.step == 30 and {10, 30} <= set(steps(tmp_path))
     checkpointing.close()
     assert steps(tmp_path) == [40]
+
+
+def test_a_run_whose_checkpoints_fail_goes_back_before_it_ends(make: Made, tmp_path: Path) -> None:
+    """The weights that a rewind gives up may be wrong, and must not be saved in place of a checkpoint."""
+    checkpointing, seen = make("checkpoint.background=true", "train.max_steps=100")
+    save(checkpointing, 1)
+    assert checkpointing.complete() == 1
+    (tmp_path / "checkpoints").rename(tmp_path / "away")
+    (tmp_path / "checkpoints").write_text("")  # as if the disk were full
+    for step in (2, 3):
+        save(checkpointing, step)
+        checkpointing.complete()
+    save(checkpointing, 4)
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "away").rename(tmp_path / "checkpoints")
+    found = checkpointing.newest(before=4, phase="rewinding")
+    assert found is not None and found.step == 1
+    assert [record["action"] for record in seen if record["event"] == "fault"] == ["continue"] * 3
+    (tmp_path / "checkpoints").rename(tmp_path / "away")
+    (tmp_path / "checkpoints").write_text("")
+    save(checkpointing, 2)
+    with pytest.raises(NothingSaved, match="4 checkpoints in a row could not be written"):
+        checkpointing.complete()
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, number: int, *named: str) -> None:

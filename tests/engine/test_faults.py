@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -257,9 +257,9 @@ def test_the_examples_named_do_not_depend_on_the_number_of_processes(runs: Runs,
 
 
 @contextmanager
-def small_disk(at: Path, kilobytes: int) -> Iterator[None]:
-    """A real file system of this size at a directory; the test is skipped where that needs other rights."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(at)]
+def small_disk(at: Path, options: str) -> Iterator[None]:
+    """A real file system with these options at a directory; the test is skipped where that needs other rights."""
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(at)]
     try:
         subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -280,7 +280,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int
     directory.rename(run / "before")
     directory.mkdir()
     size = sum(file.stat().st_size for file in (run / "before").rglob("*") if file.is_file()) // 1024
-    with small_disk(directory, int(size * 1.5) + 32):
+    with small_disk(directory, f"size={int(size * 1.5) + 32}k"):
         subprocess.run(["cp", "-r", *(run / "before").iterdir(), directory], check=True)
         ended = runs.resume(run, "checkpoint.every=4").wait()
         assert ended.code == 0, ended.stdout + ended.stderr
@@ -295,12 +295,17 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int
     assert (run / "final" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("count", slow_but(1, among=(1, 2)))
-def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_its_weights(runs: Runs, count: int) -> None:
-    run, ended = without_checkpoints(runs, processes(count), ON_ROWS, "train.max_steps=12")
+FULL, READ_ONLY = ("size=64k", "No space left on device"), ("ro", "Read-only file system")
+
+
+@pytest.mark.parametrize(("count", "disk"), [(1, FULL), pytest.param(2, FULL, marks=pytest.mark.slow), (1, READ_ONLY)])
+def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_its_weights(
+    runs: Runs, count: int, disk: tuple[str, str]
+) -> None:
+    run, ended = without_checkpoints(runs, processes(count), ON_ROWS, "train.max_steps=12", disk=disk[0])
     assert ended.code == 3, ended.stdout + ended.stderr
     assert f"3 checkpoints in a row could not be written to {run / 'checkpoints'}, and none was written" in ended.stderr
-    assert "No space left on device" in ended.stderr and "Traceback" not in ended.stderr
+    assert disk[1] in ended.stderr and "Traceback" not in ended.stderr
     assert "checkpoint.on_failure" in ended.stderr
     assert [fault["action"] for fault in events(run, "fault")] == ["continue", "continue", "stop"]
     assert len(column(run, "loss")) == 6, "what is left is not trained"
@@ -316,14 +321,43 @@ def test_a_run_goes_on_without_checkpoints_if_it_is_told_to(runs: Runs) -> None:
     assert (run / "final" / "model.safetensors").is_file() and len(events(run, "fault")) == 6
 
 
-def without_checkpoints(runs: Runs, *settings: str) -> tuple[Path, Finished]:
-    """A run from its first step on, whose disk for checkpoints is too small for any."""
+@pytest.mark.parametrize("copies", [True, False], ids=["copies", "nowhere"])
+def test_weights_that_the_run_directory_does_not_take_go_to_the_copies(
+    runs: Runs, tmp_path: Path, copies: bool
+) -> None:
+    """Or the message says that they could not be saved anywhere."""
+    places = tmp_path / "one", tmp_path / "two"
+    for place in places:
+        place.mkdir()
+    settings = (processes(1), ON_ROWS, "train.max_steps=12")
+    with small_disk(places[0], "ro"), nullcontext() if copies else small_disk(places[1], "ro"):
+        run, ended = without_checkpoints(
+            runs, *settings, more=(f"checkpoint.copies=[{places[0]}, {places[1]}]",), blocks_weights=True
+        )
+    assert ended.code == 3 and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
+    weights = places[1] / run.name / "weights-step-6"
+    if copies:
+        assert f"the weights of step 6 are in {weights}" in ended.stderr and (weights / "model.safetensors").is_file()
+    else:
+        assert "the weights of step 6 could not be saved anywhere else either" in ended.stderr
+    failed = [fault["detail"] for fault in events(run, "fault") if fault["kind"] == "export"]
+    assert len(failed) == (2 if copies else 3)
+    assert "weights-step-6 could not be written: Not a directory" in failed[0]
+    assert all("could not be written: Read-only file system" in detail for detail in failed[1:])
+
+
+def without_checkpoints(
+    runs: Runs, *settings: str, disk: str = "size=64k", more: tuple[str, ...] = (), blocks_weights: bool = False
+) -> tuple[Path, Finished]:
+    """A run from its first step on, whose disk for checkpoints takes none; nor its directory the weights."""
     run = stopped(runs, *settings, step=2)
     directory = run / "checkpoints"
     directory.rename(run / "before")
     directory.mkdir()
-    with small_disk(directory, 64):
-        return run, runs.resume(run, "checkpoint.every=2").wait()
+    if blocks_weights:
+        (run / ".weights-step-6.tmp-1").write_text("")  # a file where an earlier attempt has its directory
+    with small_disk(directory, disk):
+        return run, runs.resume(run, "checkpoint.every=2", *more).wait()
 
 
 @pytest.mark.slow
@@ -370,7 +404,7 @@ def test_a_disk_that_fills_and_then_a_stop_is_one_message(runs: Runs, tmp_path: 
     """The whole run lies on the disk, with its logs and events."""
     directory = tmp_path / "disk"
     directory.mkdir()
-    with small_disk(directory, 4096):
+    with small_disk(directory, "size=4096k"):
         settings = (processes(count), ON_ROWS, "train.max_steps=3000", f"logging.run_directory={directory}/run")
         started = runs.train(*settings)
         started.run = directory / "run"

@@ -159,7 +159,9 @@ def test_only_numbers_that_keep_the_rest_of_the_recipe_are_used(tmp_path: Path) 
         return in_words(usable_processes(recipe, asked))
 
     batch = "train: {max_steps: 1, global_batch_size: 8"
-    assert usable(batch + "}\nparallel: {num_processes: {min: 2, max: 64}}") == "2 to 8"
+    assert usable(batch + "}\nparallel: {strategy: ddp, num_processes: {min: 2, max: 64}}") == "2 to 8"
+    # Those without rows hold shards.
+    assert usable(batch + "}\nparallel: {strategy: fsdp, num_processes: {min: 2, max: 64}}") == "2 to 64"
     accumulation = ", micro_batch_size: 1, gradient_accumulation_steps: 2}\n"
     assert usable(batch + accumulation + "parallel: {num_processes: {min: 1, max: 8}}") == "4 to 7"
     replicas = "}\nparallel: {strategy: fsdp, replicate_size: 2, num_processes: {min: 1, max: 8}}"

@@ -214,6 +214,9 @@ SHELL = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TAS
         ),
         ({"ACCELERATE_MIXED_PRECISION": "no"}, r"use `accelerate launch … -m trainwright\.worker RECIPE`"),
         ({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch started this one as rank 5 of 8"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "accelerate launch started .* unset ACCELERATE_USE_FSDP$"),
+        ({"ACCELERATE_USE_DEEPSPEED": "1"}, "unset ACCELERATE_USE_DEEPSPEED$"),
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "unset ACCELERATE_DEEPSPEED_ZERO_STAGE$"),
     ],
 )
 def test_one_of_several_processes_does_not_start_others(variables: dict[str, str], said: str) -> None:
@@ -230,6 +233,8 @@ def test_one_of_several_processes_does_not_start_others(variables: dict[str, str
         (BATCH, 1),
         (SHELL, 1),
         ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
+        ({"ACCELERATE_USE_FSDP": "false"}, 1),
+        ({"ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, 1),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, 1),
         # One on each of the nodes that the command is told of.
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}, 2),

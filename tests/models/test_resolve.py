@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
 from trainwright.errors import RequestError
@@ -82,6 +83,7 @@ def test_incomplete_directories_are_named(tmp_path: Path) -> None:
         (whole[:-1], "it is truncated"),
         (whole[:100], "is damaged or not safetensors"),
         (b"", "is damaged or not safetensors"),
+        (save({}, {"format": "pt"}), "has weight files without a tensor"),
     ):
         weights.write_bytes(content)
         assert message in refusal(section)

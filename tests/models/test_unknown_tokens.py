@@ -12,16 +12,21 @@ from typer.testing import CliRunner
 
 from tests.data.test_templates import CHATML, IM, byte_level
 from trainwright.cli.main import app
+from trainwright.data.check import check_sources
+from trainwright.data.rows.formats import EXAMPLES
 from trainwright.errors import RequestError
 from trainwright.inference.generation import answer_batch
 from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import Stop
 from trainwright.models.load import load_tokenizer
-from trainwright.recipe.loading import recipe_of
+from trainwright.recipe.loading import dump_recipe, recipe_of
+from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import prepare_data
+from trainwright.tasks.pretrain.task import prepare_once
 
 ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]}
 EXTRA = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello <extra>"}]}
+ALONE = "parallel={strategy: single, num_processes: 1}"
 MESSAGE = r"rows.jsonl:3: has the token '<extra>' \(id \d+\), but the model has only {} embeddings"
 
 
@@ -50,8 +55,31 @@ def test_rows_with_such_a_token_are_named_before_training(model: Path, tmp_path:
         prepare_data(recipe, load_tokenizer(recipe.model), tmp_path / "cache")
     result = CliRunner().invoke(app, ["data", "check", str(file), "--model", str(model), "--max-length", "64"])
     assert "embeddings; remove it from the rows" in " ".join(str(result.exception or result.output).split())
+    for row, code in ((EXTRA, 2), (ROW, 0)):  # as in training, also in a late row
+        file.write_text("".join(json.dumps(one) + "\n" for one in (*[ROW] * 20, row)))
+        checked = CliRunner().invoke(app, ["recipe", "check", str(written(recipe, tmp_path / "recipe.yaml"))])
+        said = " ".join(f"{checked.output} {checked.exception}".split())
+        assert ("rows.jsonl:21: has the token '<extra>'" in said) == (code == 2), said
     file.write_text("".join(json.dumps(row) + "\n" for row in (ROW, ROW)))
     assert len(prepare_data(recipe, load_tokenizer(recipe.model), tmp_path / "cache").train) == 2
+
+
+def written(recipe: Recipe, file: Path) -> Path:
+    file.write_text(dump_recipe(recipe))
+    return file
+
+
+def test_a_corpus_with_such_a_token_is_refused_before_pretraining(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("Hello there", "Hello <extra>", "Hi")))
+    data = f"data={{train: {file}, validation: null, max_length: 16}}"
+    recipe = recipe_of(["task=pretrain", f"model.name={model}", data, ALONE], "test")
+    with pytest.raises(RequestError, match=r"document 2: has the token '<extra>'"):
+        prepare_once(recipe, tmp_path / "cache")
+    (checked,) = check_sources(
+        recipe, EXAMPLES, load_tokenizer(recipe.model), LlamaConfig.from_pretrained(model).vocab_size
+    )
+    assert "texts.jsonl:2: has the token '<extra>'" in checked.problems[0]
 
 
 def test_prompts_are_padded_with_a_token_that_the_model_has(model: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.request import RunRequest, for_nodes
 from trainwright.machine.describe import Cluster, cluster_of
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.planning.facts import facts_of
@@ -124,12 +123,31 @@ def test_the_best_checkpoint_is_kept_where_one_is_known(validation: object, kept
 
 def test_nodes_share_out_a_number_that_fits() -> None:
     wanted = recipe({"micro_batch_size": 1, "gradient_accumulation_steps": 2})
-    request = for_nodes(RunRequest(wanted, "some", None), machine(4), nodes=2)
-    assert request.recipe.parallel.num_processes == 6
-    assert request.reasons == (
-        "parallel.num_processes 6: 3 on each of 2 nodes, 4 (one per GPU) would contradict "
-        "train.gradient_accumulation_steps",
+    assert processes(resolve(wanted, machine(4), nodes=2)) == (
+        6,
+        "parallel.num_processes 6: the most that the set values allow",
     )
+    assert processes(resolve(recipe(), machine(cores=8), nodes=2))[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("parallel", "nodes", "small"),
+    [
+        ({"strategy": "zero3"}, 2, 4),
+        ({}, 2, 4),
+        ({"strategy": "zero3", "num_processes": {"min": 2, "max": 16}}, 1, 4),
+        ({"num_processes": {"min": 2, "max": 16}}, 1, 16),  # where it is faster, as with auto
+    ],
+)
+def test_processes_without_rows_hold_shards_on_nodes_and_in_a_range(
+    parallel: dict[str, Any], nodes: int, small: int
+) -> None:
+    here = replace(machine(16 // nodes), memory_bytes=2048 * GIB)
+    asked = recipe({"global_batch_size": 4}, parallel)
+    assert processes(resolve(asked, here, nodes))[0] == small
+    large = asked.model_copy(update={"model": asked.model.model_copy(update={"name": "google/gemma-2-27b-it"})})
+    count, why = processes(resolve(large, here, nodes))
+    assert count == 16 and why is not None and "4 rows; 12 processes have none and hold shards" in why
 
 
 def test_a_plan_names_the_attention_kernel_and_why_no_faster_one() -> None:

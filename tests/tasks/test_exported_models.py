@@ -11,8 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.support.runs import ON_ROWS, Runs
+from tests.support.commands import machine_file
+from tests.support.runs import ON_ROWS, TINY, Runs, events
+from tests.support.training import ALONE, trainer_of
+from trainwright.engine.checkpoints.export import export
+from trainwright.engine.checkpoints.read_back import check_export
+from trainwright.errors import TrainingError
+from trainwright.models.files.check import check_saved, logits_of
+from trainwright.models.files.save import save_model
 from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization.stops import ending_turns
 
 SIZES: dict[str, Any] = {
     "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -113,17 +121,16 @@ def test_the_stop_is_saved_with_an_adapter_and_merged(runs: Runs, tmp_path: Path
         assert GenerationConfig.from_pretrained(directory).eos_token_id == [258, 259, 7]
 
 
-def test_a_template_that_writes_the_end_of_a_text_renders_as_before(runs: Runs, tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base")
-    template = (
+@pytest.mark.parametrize("opening", ["", "\n", " \n\n", "  {% if true %}{% endif %}\n A"])
+def test_a_template_that_writes_the_end_of_a_text_renders_as_before(opening: str) -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
+    tokenizer.chat_template = opening + (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
     )
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(base)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    final = AutoTokenizer.from_pretrained(trained(runs, base) / "final")
+    final, _, _ = ending_turns(tokenizer, AutoConfig.for_model("llama", **SIZES), None)
     assert final.eos_token == "<|im_end|>"
     before, after = (each.apply_chat_template(messages, tokenize=False) for each in (tokenizer, final))
     assert after == before and str(after).endswith("<|im_end|><|endoftext|>")
@@ -154,10 +161,6 @@ def test_the_model_is_saved_in_the_precision_of_its_base_or_the_recipe(
 
 
 def test_a_saved_model_that_is_not_the_trained_one_is_refused(tmp_path: Path) -> None:
-    from trainwright.errors import TrainingError
-    from trainwright.models.files.check import check_saved, logits_of
-    from trainwright.models.files.save import save_model
-
     model = AutoModelForCausalLM.from_pretrained(make_base(tmp_path / "base")).eval()
     checksums = save_model(tmp_path / "saved", model.config, model.state_dict(), bytes_tokenizer())
     expected = logits_of(model, IDS)
@@ -173,9 +176,6 @@ def test_a_saved_model_that_is_not_the_trained_one_is_refused(tmp_path: Path) ->
 
 
 def test_a_model_whose_logits_are_all_zero_passes_the_check(tmp_path: Path) -> None:
-    from trainwright.models.files.check import check_saved, logits_of
-    from trainwright.models.files.save import save_model
-
     model = AutoModelForCausalLM.from_pretrained(make_base(tmp_path / "base")).eval()
     with torch.no_grad():
         model.model.norm.weight.zero_()
@@ -185,10 +185,53 @@ def test_a_model_whose_logits_are_all_zero_passes_the_check(tmp_path: Path) -> N
     check_saved(tmp_path / "saved", checksums, IDS, expected)
 
 
-def test_tied_weights_that_differ_and_values_beyond_fp16_are_not_saved(tmp_path: Path) -> None:
-    from trainwright.errors import TrainingError
-    from trainwright.models.files.save import save_model
+def test_a_mixture_whose_rounded_routing_differs_for_a_token_passes_the_check(tmp_path: Path) -> None:
+    sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 1}
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(10.0 if "experts" in name else 1.0)
+    checksums = save_model(
+        tmp_path / "saved", model.config, model.state_dict(), bytes_tokenizer(), dtype=torch.bfloat16
+    )
+    expected = logits_of(model, IDS)
+    loaded = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16).eval(), IDS)
+    assert float((loaded - expected).abs().max()) > 0.2 * float(expected.abs().max()), "a token has another expert"
+    assert check_saved(tmp_path / "saved", checksums, IDS, expected) is None
+    # All positions of a model that is another one differ.
+    settings = json.loads((tmp_path / "saved" / "config.json").read_text())
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 10.0}))
+    with pytest.raises(TrainingError, match="does not compute what was trained"):
+        check_saved(tmp_path / "saved", checksums, IDS, expected)
 
+
+def test_an_export_that_fails_its_check_is_kept_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
+    training = trainer_of(ALONE, [], tmp_path / "run")[0].training
+    final = tmp_path / "final"
+    export(training.task, training.strategy, final, 1, 1)
+    settings = json.loads((final / "config.json").read_text())
+    (final / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 10.0}))
+    with pytest.raises(TrainingError, match=r"not compute what was trained.* exported files are in .*final-failed"):
+        check_export(training.task, training.strategy, final, [])
+    assert not final.exists() and (tmp_path / "final-failed-check" / "model.safetensors").is_file()
+
+
+def test_a_model_that_is_larger_than_the_free_memory_is_said_not_to_be_compared(runs: Runs, tmp_path: Path) -> None:
+    machine = machine_file(tmp_path, memory_bytes=100_000, memory_free_bytes=100_000)
+    run = runs.new_directory("run")
+    ended = runs.command(
+        *("train", str(TINY), *SHORT, f"logging.run_directory={run}", "--force"),
+        TRAINWRIGHT_MACHINE=machine,
+    ).wait()
+    assert ended.code == 0, ended.stderr
+    (message,) = [event["message"] for event in events(run, "notice") if "compared" in event["message"]]
+    assert f"{run / 'final'} was not compared with the trained model: it has" in message
+    assert "was not compared with the trained model" in ended.stdout
+
+
+def test_tied_weights_that_differ_and_values_beyond_fp16_are_not_saved(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_base(tmp_path / "base"))
     state = dict(model.state_dict())
     state["lm_head.weight"] = state["lm_head.weight"] + 1

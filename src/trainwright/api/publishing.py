@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainwright.data.rows.chat_encoding import install_template
 from trainwright.errors import MachineError, RequestError
 from trainwright.observe.reader import read_events
 from trainwright.paths import user_path
-from trainwright.text import plural
+from trainwright.text import plural, say
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
@@ -156,15 +156,13 @@ def _write_model(found: FoundModel, out: Path, dtype: str | None) -> None:
     ids = probe(config.get_text_config().vocab_size).input_ids
     with loaded.lm.for_generation() as plain:
         expected = logits_of(plain, ids)
-    save_model(
-        out,
-        config,
-        model.state_dict(),
-        tokenizer,
-        generation,
-        dtype_of(dtype) or dtype_to_save(found.section),
-        check=lambda directory, checksums: check_saved(directory, checksums, ids, expected),
-    )
+
+    def check(directory: Path, checksums: Mapping[str, int]) -> None:
+        if (unchecked := check_saved(directory, checksums, ids, expected)) is not None:
+            say(unchecked, file=sys.stderr)
+
+    dtype_out = dtype_of(dtype) or dtype_to_save(found.section)
+    save_model(out, config, model.state_dict(), tokenizer, generation, dtype_out, check=check)
 
 
 def _trained_on_chats(run: Path) -> bool:

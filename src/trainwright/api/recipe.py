@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.errors import RequestError
 from trainwright.text import plural
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def checked(asked: Recipe) -> tuple[str, list[str], bool]:
     recipe = asked._recipe
     section, name = recipe.model, recipe.model.name
     notes: list[str] = []
-    seen = True
+    seen, readable = True, False
     deepspeed_config.check_keys(recipe)
     if recipe.has_texts:
         check_model(section, recipe.data.pack_length)
@@ -189,11 +190,13 @@ def checked(asked: Recipe) -> tuple[str, list[str], bool]:
                 locate(name, "model.name", section.gguf_file)  # says what is wrong with the path
             kind = "its files are not" if seen else "neither its configuration nor its files are"
             notes.append(f"model.name: {name}: {kind} on this machine, so whether they fit the recipe was not checked")
-        elif _is_read_directly(section):
+        elif readable := _is_read_directly(section):
             from trainwright.models.load import check_files
 
             notes += check_files(section, recipe.train.seed)
     check_data(recipe)
+    if readable:
+        _check_tokens(recipe)
     train = recipe.train
     length = f"{train.epochs or 0:g} epoch{'s' * (train.epochs != 1)} in batches"
     if train.max_steps is not None:
@@ -203,6 +206,24 @@ def checked(asked: Recipe) -> tuple[str, list[str], bool]:
     model, data = recipe.spec.inputs(recipe)
     line = f"{recipe.task} of {model} on {data}, {length} of {plural(train.global_batch_size, 'example')}"
     return line, notes, seen
+
+
+def _check_tokens(recipe: schema.Recipe) -> None:
+    """Raise RequestError with the row if a file has a token that the model has no embedding for, as training does.
+
+    Every row is read, but only if the tokenizer has such tokens.
+    """
+    from trainwright.data.check import check_sources
+    from trainwright.data.rows.kinds import kind_of_rows
+    from trainwright.models.load import load_config, load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.model)
+    embeddings = load_config(recipe.model, tokenizer).get_text_config().vocab_size
+    if len(tokenizer) <= embeddings:
+        return
+    for found in check_sources(recipe, kind_of_rows(recipe), tokenizer, embeddings, only_files=True):
+        if found.problems:
+            raise RequestError(found.problems[0])
 
 
 def _is_read_directly(model: ModelSection) -> bool:

@@ -225,7 +225,7 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     from trainwright.launch.group.environment import refuse_worker
     from trainwright.launch.ignored_settings import refuse_more_nodes
     from trainwright.launch.nodes.place import NodeRendezvous
-    from trainwright.launch.request import check_request, for_nodes, request_of, resolve_request
+    from trainwright.launch.request import check_nodes, check_request, request_of, resolve_request
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect
     from trainwright.simulation.computing import compute_on
@@ -250,7 +250,8 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     request = request_of(options.recipe, overrides, options.resume, translation)
     try:
         machine = with_device(detect(), request.recipe.parallel.device)
-        request = replace(for_nodes(request, machine, count), deadline=deadline_of(options.until, options.time_limit))
+        check_nodes(request.recipe, count)
+        request = replace(request, deadline=deadline_of(options.until, options.time_limit))
         doing("planning")
         resolved = resolve_request(request, machine, count)
         check_request(request, resolved.recipe, creates=not node_rank)

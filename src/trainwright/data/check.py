@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainwright.data.rows.bounded import TokenizerError, unknown_token
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import NoTarget, RowReader, by_turn
@@ -16,7 +18,7 @@ from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.text_encoding import TextEncoder
 from trainwright.data.sources.media import media_notes
-from trainwright.data.sources.reading import iterate_source, read_rows, source_notes
+from trainwright.data.sources.reading import files_of, iterate_source, read_rows, source_notes
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
@@ -25,6 +27,7 @@ from trainwright.text import plural, they
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from trainwright.data.sources.shards import Shards
     from trainwright.recipe.schema import Recipe
     from trainwright.recipe.sections.data import SourceSection
 
@@ -74,15 +77,26 @@ class Checked:
 
 
 def check_sources(
-    recipe: Recipe, kind: RowReader, tokenizer: PreTrainedTokenizerBase, embeddings: int | None = None
+    recipe: Recipe,
+    kind: RowReader,
+    tokenizer: PreTrainedTokenizerBase,
+    embeddings: int | None = None,
+    *,
+    only_files: bool = False,
 ) -> list[Checked]:
-    """Check all sources of a recipe's training and validation data, for a model with ``embeddings``."""
+    """Check the sources of a recipe's training and validation data, for a model with ``embeddings``.
+
+    Args:
+        only_files: pass over those of the Hub and built-in ones.
+    """
     data = recipe.data
     sources = list(zip(data.source_keys, data.sources, strict=True))
     if data.validation_source is not None:
         sources.append(("data.validation", data.validation_source))
+    if only_files:
+        sources = [(key, one) for key, one in sources if files_of(one.source, key, one.format == "documents")]
     if recipe.spec.corpus:
-        return [check_corpus(one, tokenizer, key=key) for key, one in sources]
+        return [check_corpus(one, tokenizer, embeddings, key=key) for key, one in sources]
     asked: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_length": data.max_length,
@@ -155,8 +169,10 @@ def check_rows(
     return found
 
 
-def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, key: str) -> Checked:
-    """Read all of a corpus as pretraining does, and count its documents and tokens.
+def check_corpus(
+    source: SourceSection, tokenizer: PreTrainedTokenizerBase, embeddings: int | None = None, *, key: str
+) -> Checked:
+    """Read all of a corpus as pretraining does, and count its documents and tokens, for a model with ``embeddings``.
 
     Raises:
         RequestError: the source is missing, or shards are incomplete or of another tokenizer.
@@ -171,15 +187,37 @@ def check_corpus(source: SourceSection, tokenizer: PreTrainedTokenizerBase, *, k
         shards = Shards.open(user_path(source.source), key)
         shards.check_tokenizer(tokenizer, key)
         found.examples, found.tokens = len(shards.ends), shards.token_count
+        if wrong := unknown_in_shards(shards, tokenizer, embeddings):
+            found.problem(wrong)
         return found
-    encode = Encoder(settings_of(tokenizer))
+    settings = settings_of(tokenizer)
+    encode = Encoder(settings)
     try:
         for piece in pieces(source, key, found.notes):
-            found.tokens += sum(encode([piece])[1])
+            tokens = np.frombuffer(encode([piece])[0], settings.dtype)
+            found.tokens += len(tokens)
             found.examples += piece.last
+            if wrong := unknown_token(int(tokens.max(initial=0)), tokenizer, embeddings):
+                found.problem(f"{piece.place}: {wrong}")
     except RequestError as error:
         found.problem(str(error))
     return found
+
+
+def unknown_in_shards(shards: Shards, tokenizer: PreTrainedTokenizerBase, embeddings: int | None) -> str | None:
+    """Return a message with the document if a model with this number of embeddings has none for a token of a corpus.
+
+    The tokens are only read if the tokenizer has such tokens.
+    """
+    if embeddings is None or len(tokenizer) <= embeddings:
+        return None
+    for begin, tokens in zip(shards.begins.tolist(), shards.files, strict=False):
+        if len(tokens) and tokens.max() >= embeddings:
+            position = int((tokens >= embeddings).argmax())
+            document = int(shards.ends.searchsorted(begin + position, side="right")) + 1
+            wrong = unknown_token(int(tokens[position]), tokenizer, embeddings)
+            return f"{shards.directory}: document {document:,}: {wrong}"
+    return None
 
 
 @dataclass(frozen=True)

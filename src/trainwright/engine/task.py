@@ -122,8 +122,10 @@ class Task(Protocol):
     def adds_nothing(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether an adapter with these parameters leaves the model unchanged."""
 
-    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> None:
+    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> str | None:
         """Check that the exported model, or the exported adapter on its base, gives the trained model's logits.
+
+        Return why it was not compared, or None.
 
         Args:
             module: as for generation; if not ``all_parameters``, all ranks run it together.

@@ -16,7 +16,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingSaved
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
-from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Rewind, Step
+from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Notice, Rewind, Step
 from trainwright.engine.measured import RunMeasurements
 from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
@@ -125,7 +125,9 @@ class Trainer:
             self._train()
             self.events.announce(f"writing the model to {final}", self.progress.step)
             heartbeat.phase("export", self.progress.step)
-            export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
+            unchecked = export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
+            if unchecked is not None:
+                self.events.emit(Notice(message=unchecked))
         except NothingSaved as error:
             self._checkpointing.close()
             error.args = (f"{error}; {self._save_weights()}",)
@@ -160,7 +162,7 @@ class Trainer:
                 continue
             key = "model.name" if self.task.base is None else "model.adapter.start_from"
             return f"the weights of step {step} are in {target}; a new run can begin with them ({key})"
-        return f"the weights of step {step} fit nowhere either, so they are lost"
+        return f"the weights of step {step} could not be saved anywhere else either"
 
     def _train(self) -> None:
         self._begun_at = self.progress.step

@@ -21,8 +21,8 @@ from trainwright.inference.stopping import Stop
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Argument names under which architectures take their cache.
-_CACHE_NAMES = ("past_key_values", "cache_params")
+# Argument names under which architectures take their cache: the first is that of transformers 5.24 and later.
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # Called with every generated token: the row in the batch, and the token.
 OnToken = Callable[[int, int], None]
 
@@ -117,15 +117,16 @@ def _write(
     on_token: OnToken | None,
 ) -> None:
     takes = inspect.signature(model.forward).parameters
-    cache = _new_cache(model)
-    embeddings = model.config.get_text_config().vocab_size
-    inputs, mask = _left_padded(prompts, padding_token(tokenizer, embeddings), model.device)
+    cache_name, cache = _new_cache(model)
+    config = model.config.get_text_config()
+    attends = hasattr(config, "num_attention_heads")
+    inputs, mask = _left_padded(prompts, padding_token(tokenizer, config.vocab_size), model.device)
     positions = (mask.cumsum(1) - 1).clamp_(min=0)
     step = 0
     while rows:
-        extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1, **dict.fromkeys(_CACHE_NAMES, cache)}
+        extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1, cache_name: cache}
         extra = {name: value for name, value in extra.items() if name in takes}
-        if "past_key_values" in takes or not step:  # recurrent states have no positions to mask
+        if attends or not step:  # recurrent states have no positions to mask
             extra["attention_mask"] = mask
         output = model(input_ids=inputs, use_cache=True, **extra)
         tokens = choose(output.logits[:, -1].float(), step, [row.number for row in rows])
@@ -164,9 +165,12 @@ def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.devic
     return ids.to(device), mask.to(device)
 
 
-def _new_cache(model: PreTrainedModel) -> Any:
+def _new_cache(model: PreTrainedModel) -> tuple[str, Any]:
+    """Return the name of the argument under which the model takes its cache, and an empty one."""
     from transformers import DynamicCache
 
-    if not any(name in inspect.signature(model.forward).parameters for name in _CACHE_NAMES):
-        raise RequestError(f"{type(model).__name__} has an unsupported kind of cache")
-    return DynamicCache(config=model.config)
+    takes = inspect.signature(model.forward).parameters
+    for name in _CACHE_NAMES:
+        if name in takes and "dict" not in str(takes[name].annotation):  # a table that XLM calls its cache
+            return name, DynamicCache(config=model.config)
+    raise RequestError(f"{type(model).__name__} has an unsupported kind of cache")

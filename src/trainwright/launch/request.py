@@ -20,7 +20,7 @@ from trainwright.launch.resuming import resumed_recipe
 from trainwright.launch.storage.stored_runs import is_url
 from trainwright.machine.machine import Machine
 from trainwright.paths import user_path
-from trainwright.planning.processes import choose_processes, in_words, usable_processes
+from trainwright.planning.processes import in_words, usable_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.schema import Recipe
@@ -257,39 +257,31 @@ def for_started(request: RunRequest, processes: int, launcher: str) -> RunReques
     return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 
 
-def for_nodes(request: RunRequest, machine: Machine, nodes: int) -> RunRequest:
-    """Return the request for several equal machines, of which `machine` is one.
+def check_nodes(recipe: Recipe, nodes: int) -> None:
+    """Raise RequestError if the processes, which are those of all nodes, cannot be divided over ``nodes`` equally.
 
-    parallel.num_processes counts the processes of all of them. Raises RequestError if they cannot be divided equally,
-    or if the strategy is for one process.
+    Or if the strategy is for one process.
     """
+    parallel = recipe.parallel
     if nodes == 1:
-        return request
-    parallel = request.recipe.parallel
+        return
     if parallel.is_one_process:
         raise RequestError(
             f"parallel.strategy: {parallel.strategy} runs one process, but --nodes is {nodes}; set it to auto, or "
             "remove --nodes"
         )
     processes = parallel.num_processes
-    reasons = request.reasons
     if isinstance(processes, ProcessRange):
         if processes.max % nodes:
             raise RequestError(
                 f"parallel.num_processes: the largest number of {processes} processes cannot be divided over --nodes "
                 f"{nodes} equally; set max to {max(1, processes.max // nodes) * nodes}"
             )
-        return request
-    if processes == "auto":
-        each, why = choose_processes(request.recipe, machine, nodes)
-        processes = each * nodes
-        reasons += (f"parallel.num_processes {processes}: {each} on each of {nodes} nodes, {why}",)
-    if processes % nodes:
+    elif processes != "auto" and processes % nodes:
         raise RequestError(
             f"parallel.num_processes: {processes} processes cannot be divided over --nodes {nodes} equally; set it to "
             f"{max(1, processes // nodes) * nodes} or auto"
         )
-    return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
 
 
 def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check_gpus: bool = True) -> Resolved:

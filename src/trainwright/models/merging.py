@@ -13,6 +13,7 @@ from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers
 from trainwright.models.configuration import no_progress_bar
+from trainwright.models.files.check import has_experts, logit_difference
 from trainwright.models.files.save import replacing, save_model
 from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer, untie
 from trainwright.models.merged import Merged
@@ -179,7 +180,7 @@ def _verify(
     for _, layer in lora_layers(apart):
         layer.get_base_layer().weight.data = _merged_weight(layer).to(compute)
         layer._disable_adapters = True
-    _check_same("merged", _logits(apart, ids), expected, compute)
+    _check_same("merged", logit_difference(_logits(apart, ids), expected, mixture=has_experts(apart)), compute)
     for parameter in apart.parameters():
         parameter.data = parameter.data.to(dtype).to(compute)
     rounded = _logits(apart, ids)
@@ -187,10 +188,11 @@ def _verify(
     with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=compute, local_files_only=True).eval()
     found = _logits(model, ids)
-    _check_same("written", found, rounded, compute)
+    _check_same("written", logit_difference(found, rounded, mixture=has_experts(model)), compute)
     start = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False)
     written = model.generate(**start, max_new_tokens=_NEW_TOKENS, do_sample=False)
-    return _difference(found, expected), str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
+    sample = str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
+    return logit_difference(found, expected, mixture=has_experts(model)), sample
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -198,12 +200,7 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def _check_same(done: str, found: torch.Tensor, expected: torch.Tensor, compute: torch.dtype) -> None:
-    difference = _difference(found, expected)
+def _check_same(done: str, difference: float, compute: torch.dtype) -> None:
     if not difference <= _SAME.get(compute, _SAME_ROUNDED):
         raise TrainingError(
             f"the model as {done} does not compute the same as base model and adapter: logits differ by "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import RequestError
-from trainwright.models.files.safetensors_files import DamagedFile, read_header
+from trainwright.models.files.safetensors_files import DamagedFile, read_header, stored_elements
 from trainwright.models.tokenization.stored import TOKENIZER_FILES
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
@@ -129,8 +129,13 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
             of_run = {"recipe.yaml", "final"} <= set(files)
             hint = "it is a run directory; its model is in final/" if of_run else _holds(files)
         raise RequestError(f"{key}: {directory} has no config.json: {hint}")
-    for shard in _weight_files(directory, files, key) if weights else ():
+    if not weights:
+        return
+    shards = _weight_files(directory, files, key)
+    for shard in shards:
         check_safetensors(shard, key)
+    if not any(map(stored_elements, shards)):
+        raise RequestError(f"{key}: {directory} has weight files without a tensor; save or download the model again")
 
 
 def weight_files(directory: Path, key: str = "model.name") -> list[Path]:

@@ -64,9 +64,9 @@ class Constraints:
     """Constraints: values that the recipe fixes, by field of Choice; all others are free.
 
     ``allows_world``: whether the rest of the recipe, without the keys in ``given_up``, is valid with a number of
-    processes. ``bound``: keys that other keys imply, so that setting them to ``auto`` changes nothing. ``precision``:
-    the fastest precision found, if the recipe leaves it open. ``why_not``: why the recipe is not valid with a number of
-    processes, or an empty text.
+    processes. ``worlds``: the only numbers of processes to try, where some are required. ``bound``: keys that other
+    keys imply, so that setting them to ``auto`` changes nothing. ``precision``: the fastest precision found, if the
+    recipe leaves it open. ``why_not``: why the recipe is not valid with a number of processes, or an empty text.
     """
 
     fixed: Mapping[str, Any]
@@ -75,6 +75,7 @@ class Constraints:
     given_up: frozenset[str] = frozenset()
     precision: MixedPrecision | None = None
     why_not: Callable[[int, frozenset[str]], str] = lambda processes, given_up: ""
+    worlds: tuple[int, ...] = ()
 
     def allows(self, name: str, value: object) -> bool:
         """Return whether the constraints allow this value."""
@@ -97,6 +98,8 @@ def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tu
     """
     if "num_processes" in constraints.fixed:
         return (constraints.fixed["num_processes"],)
+    if constraints.worlds:
+        return constraints.worlds
     asked = constraints.fixed.get("strategy")
     if asked is not None and spec_of(asked).is_one_process:
         return (1,)

@@ -15,6 +15,7 @@ from trainwright.machine.describe import Cluster
 from trainwright.machine.measured.own_runs import Correction
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions, worlds
 from trainwright.planning.errors import SHARE, Errors
+from trainwright.planning.processes import in_range
 from trainwright.planning.reasons import attention_of, reasons_of, shortage
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
 from trainwright.planning.step_time.basis import Basis
@@ -26,7 +27,7 @@ from trainwright.recipe.checks import contradictions
 from trainwright.recipe.parallel_checks import implied_strategy
 from trainwright.recipe.process_range import with_processes
 from trainwright.recipe.schema import Recipe
-from trainwright.recipe.sections.parallel import ParallelSection
+from trainwright.recipe.sections.parallel import ParallelSection, ProcessRange
 from trainwright.recipe.strategy_spec import spec_of
 
 # Typical compile time of a block on the measured machines; compiling must save several times that.
@@ -245,6 +246,9 @@ def constraints_of(recipe: Recipe) -> Constraints:
         "activation_checkpointing": train.activation_checkpointing,
         "compile": train.compile,
     }
+    elastic = parallel.num_processes
+    if isinstance(elastic, ProcessRange):
+        del named["num_processes"]
     fixed: dict[str, Any] = {key: value for key, value in named.items() if value != "auto"}
     if train.activation_offload:
         fixed["activation_offload"] = True
@@ -259,6 +263,7 @@ def constraints_of(recipe: Recipe) -> Constraints:
         lambda processes, given_up: not why_not(processes, given_up),
         frozenset() if implied is None else frozenset(["strategy"]),
         why_not=why_not,
+        worlds=in_range(recipe, elastic) if isinstance(elastic, ProcessRange) else (),
     )
 
 

@@ -1,4 +1,4 @@
-"""Choose the number of worker processes if the recipe leaves it open: what suits the machine and the recipe allows."""
+"""The numbers of worker processes that a plan tries and a run may have, if the recipe leaves the number open."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.parallel import ProcessRange
 
 
-def choose_processes(recipe: Recipe, machine: Machine, nodes: int = 1) -> tuple[int, str]:
-    """Choose the number of processes on each of ``nodes`` machines like this one, with the reason.
+def on_nodes(recipe: Recipe, machine: Machine, nodes: int) -> tuple[int, ...]:
+    """Return the numbers of processes to try on ``nodes`` machines like this one, as many on each.
 
-    If the recipe's batch sizes or replicas contradict the usual number, return the nearest smaller number that they
-    allow, or else the nearest larger one. If they allow none, return the usual number.
+    First the number with which each process has an example, or if the rest of the recipe does not allow it, the nearest
+    smaller number that it does, or else the nearest larger one. Then all GPUs: those without examples can hold shards.
     """
-    if machine.gpus:
-        usual, why, most = len(machine.gpus), "one per GPU", len(machine.gpus)
-    else:
-        usual, why = min(2, machine.cpu_cores), "no GPU, and more than two on a CPU gain nothing"
-        most = machine.cpu_cores
-    if usual > recipe.train.global_batch_size:
-        usual, why = recipe.train.global_batch_size, "the global batch has no more examples"
-    against = contradictions(with_processes(recipe, usual * nodes))
-    if against:
-        for count in chain(range(usual - 1, 0, -1), range(usual + 1, most + 1)):
-            if not contradictions(with_processes(recipe, count * nodes)):
-                return count, f"{usual} ({why}) would contradict {against[0].keys[0]}"
-    return usual, why
+    usual = len(machine.gpus) or min(2, machine.cpu_cores)  # more than two on a CPU gain nothing
+    busy = max(1, min(usual, recipe.train.global_batch_size // nodes))
+    others = chain(range(busy, 0, -1), range(busy + 1, (len(machine.gpus) or machine.cpu_cores) + 1))
+    each = next((n for n in others if not contradictions(with_processes(recipe, n * nodes))), busy)
+    idle = bool(machine.gpus) and not contradictions(with_processes(recipe, usual * nodes))
+    return tuple(dict.fromkeys((each * nodes, usual * nodes if idle else each * nodes)))
+
+
+def in_range(recipe: Recipe, asked: ProcessRange) -> tuple[int, ...]:
+    """Return the numbers of processes of a range to try: the largest with which each has an example, then the largest.
+
+    Raises RequestError as ``usable_processes``.
+    """
+    usable, rows = usable_processes(recipe, asked), recipe.train.global_batch_size
+    return tuple(dict.fromkeys((max((n for n in usable if n <= rows), default=usable[0]), usable[-1])))
 
 
 def usable_processes(recipe: Recipe, asked: ProcessRange) -> tuple[int, ...]:
     """Return the numbers of processes in a range that the rest of the recipe allows, in order.
 
-    None of them leaves a process without examples.
+    A process without examples is of use only to strategies that shard something.
 
     Raises:
         RequestError: there is no choice.
     """
-    most = max(asked.min, min(asked.max, recipe.train.global_batch_size))
+    spec, rows = recipe.parallel.spec, recipe.train.global_batch_size
+    most = asked.max if spec is None or spec.shards else max(asked.min, min(asked.max, rows))
     refused = {n: contradictions(with_processes(recipe, n)) for n in range(asked.min, most + 1)}
     usable = tuple(number for number, found in refused.items() if not found)
     if len(usable) < min(2, len(refused)):

@@ -21,7 +21,7 @@ from trainwright.parallel.zero import deepspeed_config
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints
 from trainwright.planning.facts import experts_note, facts_of
 from trainwright.planning.plan import Plan, constraints_of, installed, make_plan
-from trainwright.planning.processes import in_words, usable_processes
+from trainwright.planning.processes import in_words, on_nodes, usable_processes
 from trainwright.planning.step_time.basis import basis_of
 from trainwright.recipe.parallel_checks import implied_strategy
 from trainwright.recipe.problems import contradictions_in
@@ -68,14 +68,21 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     basis = basis_of(machine, facts.workload, doing)
     if basis.message is not None:
         say(basis.message, file=sys.stderr)
-    plan = make_plan(constraints_of(recipe), facts.workload, cluster, facts.assumptions, basis, installed)
+    constraints = constraints_of(recipe)
+    if elastic == "auto" and nodes > 1:
+        constraints = replace(constraints, worlds=on_nodes(recipe, machine, nodes))
+    plan = make_plan(constraints, facts.workload, cluster, facts.assumptions, basis, installed)
     if recipe.checkpoint.every == "auto":
         remarks.append(auto_reason(recipe.faults.mean_time_between))
     resolved = filled(recipe, plan)
     usable: tuple[int, ...] = ()
     if isinstance(elastic, ProcessRange):
-        usable = _fitting(resolved, elastic, lambda one: make_plan(one, facts.workload, cluster, (), basis, installed))
-        if len(usable) < len(allowed := usable_processes(resolved, elastic)):
+        allowed = tuple(n for n in usable_processes(resolved, elastic) if n <= plan.chosen.choice.num_processes)
+        usable = _fitting(resolved, allowed, lambda one: make_plan(one, facts.workload, cluster, (), basis, installed))
+        remarks.append(
+            f"parallel.num_processes: the run has as many of {in_words(allowed)} processes as there are GPUs and slots"
+        )
+        if len(usable) < len(allowed):
             few = in_words(allowed[: -len(usable)])
             remarks.append(f"parallel.num_processes: with {few} the run does not fit, so it waits for {usable[0]}")
         asked = with_processes(asked, usable[-1])
@@ -83,12 +90,12 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     return Resolved(resolved, (*plan.reasons, *remarks), plan, chosen, facts.estimated, usable)
 
 
-def _fitting(recipe: Recipe, asked: ProcessRange, planned: Callable[[Constraints], Plan]) -> tuple[int, ...]:
-    """Return the usable numbers of processes on which a resolved recipe fits: with fewer, shards are larger."""
-    usable, spec = usable_processes(recipe, asked), recipe.parallel.spec
+def _fitting(recipe: Recipe, allowed: tuple[int, ...], planned: Callable[[Constraints], Plan]) -> tuple[int, ...]:
+    """Return the allowed numbers of processes on which a resolved recipe fits: with fewer, shards are larger."""
+    spec = recipe.parallel.spec
     if spec is None or not spec.shards:
-        return usable
-    largest, *fewer = reversed(usable)
+        return allowed
+    largest, *fewer = reversed(allowed)
     fit = takewhile(lambda n: planned(constraints_of(with_processes(recipe, n))).fits, fewer)
     return (*sorted(fit), largest)
 
@@ -134,8 +141,6 @@ def _different(asked: Recipe, resolved: Recipe) -> Iterator[str]:
 def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple[Recipe, list[str]]:
     """Return the recipe with the strategy that its keys imply, and remarks about running it on ``cluster``.
 
-    Of a range of processes it has the largest usable number.
-
     Raises:
         RequestError: more processes than GPUs.
         MachineError: a precision that the devices cannot compute in, or offloading or TF32 without a GPU.
@@ -148,13 +153,6 @@ def possible(recipe: Recipe, cluster: Cluster, check_gpus: bool = True) -> tuple
             f"{('GPUs' if device == 'cpu' else 'CPU')}; set it to {cluster.device} or auto"
         )
     recipe = _with_implied_strategy(recipe, remarks)
-    if isinstance(recipe.parallel.num_processes, ProcessRange):
-        asked, usable = recipe.parallel.num_processes, usable_processes(recipe, recipe.parallel.num_processes)
-        recipe, check_gpus = with_processes(recipe, usable[-1]), False  # it begins with those that are there
-        remarks.append(
-            f"parallel.num_processes {usable[-1]}: the most of {asked}; the run has as many of {in_words(usable)} "
-            "as there are GPUs and slots"
-        )
     _check_offload(recipe, cluster)
     _check_processes(recipe, cluster, remarks, check_gpus)
     _check_precision(recipe, cluster, remarks)
@@ -192,8 +190,8 @@ def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
 
 
 def _check_processes(recipe: Recipe, cluster: Cluster, remarks: list[str], check_gpus: bool) -> None:
-    asked, rows = recipe.parallel.processes, recipe.train.global_batch_size
-    if asked == "auto":
+    asked, rows = recipe.parallel.num_processes, recipe.train.global_batch_size
+    if not isinstance(asked, int):  # a range begins with those that are there
         return
     if cluster.device == "cuda":
         gpus = cluster.devices

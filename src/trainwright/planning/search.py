@@ -253,7 +253,9 @@ def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool) -> S
         if bound > fastest:
             slower[processes] = bound
             continue
-        rows = math.inf if "num_processes" in constraints.fixed else math.ceil(evaluator.workload.global_batch_rows)
+        # What the recipe or the nodes require may leave processes idle.
+        required = constraints.fixed.get("num_processes", min(constraints.worlds, default=None))
+        rows = math.inf if processes == required else math.ceil(evaluator.workload.global_batch_rows)
         all_layouts = tuple(layouts(processes, evaluator.cluster, constraints, rows))
         found = _try(evaluator, [layout for layout in all_layouts if not layout.offloads], processes, constraints)
         if offloads and not any(one.runs for one in found):

@@ -290,13 +290,13 @@ class LanguageModelTask:
         """Return whether an adapter with these parts would leave the model unchanged."""
         return adds_nothing(tensors)
 
-    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> None:
+    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> str | None:
         """Check that the exported model, or the adapter on its base, gives the logits of the trained model."""
-        self._read_back(module, directory, all_parameters=all_parameters)
+        return self._read_back(module, directory, all_parameters=all_parameters)
 
     def _read_back(
         self, module: nn.Module, directory: Path | None, *, all_parameters: bool, same_logits: bool = True
-    ) -> None:
+    ) -> str | None:
         """Read the export back; without ``same_logits``, it is made from the trained model, but is another one."""
         assert isinstance(module, CausalLM)
         with module.for_generation() as model:
@@ -304,10 +304,11 @@ class LanguageModelTask:
             if self._adapter is not None:
                 assert directory is not None
                 self._adapter.read_back(model, directory, tokens, all_parameters=all_parameters)
-                return
+                return None
             expected = logits_of(model, tokens) if directory is not None or not all_parameters else None
-        if directory is not None:
-            check_saved(directory, self._checksums, tokens, expected if same_logits else None)
+        if directory is None:
+            return None
+        return check_saved(directory, self._checksums, tokens, expected if same_logits else None)
 
 
 class Sized(Protocol):

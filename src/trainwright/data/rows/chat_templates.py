@@ -6,9 +6,10 @@ concatenates them with text, as JSON; reasoning under each name that templates r
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.formats import Message
@@ -149,14 +150,15 @@ class ChatTemplate:
         self._try_forms(conversations)
 
         def render(some: Sequence[Sequence[Message]]) -> Any:
-            return self._tokenizer.apply_chat_template(
+            apply = functools.partial(
+                self._tokenizer.apply_chat_template,
                 [self._variables(one) for one in some],
-                tools=_tools(some[0]),
                 chat_template=self.text,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 **(arguments or {}),
             )
+            return _with_tools(apply, _tools(some[0]))
 
         try:
             if any(_tools(one) for one in conversations):  # tools belong to one conversation, so render one at a time
@@ -181,13 +183,14 @@ class ChatTemplate:
         self._try_forms([row])
         variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
         try:
-            result: Any = render_jinja_template(
+            apply = functools.partial(
+                render_jinja_template,
                 [self._variables(row)],
-                tools=_tools(row),
                 chat_template=self.text,
                 return_assistant_tokens_mask=True,
                 **variables,
             )
+            result: Any = _with_tools(apply, _tools(row))
         except Exception as error:
             raise self._refusal(str(error) or repr(error), index) from None
         (text,), (ranges,) = result
@@ -235,6 +238,17 @@ class ChatTemplate:
 
     def _refusal(self, why: str, index: int) -> TurnsError:
         return TurnsError(f"the chat template of {self.name} rejects the conversation: {why}", index)
+
+
+def _with_tools(apply: Callable[..., Any], tools: list[Any] | None) -> Any:
+    """Render with tools as the row has them or, if the template rejects bare functions, within the outer object."""
+    try:
+        return apply(tools=tools)
+    except Exception:
+        if all("function" in tool for tool in tools or ()):
+            raise
+        standard = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()]
+        return apply(tools=standard)
 
 
 def _tools(conversation: Sequence[Message]) -> list[Any] | None:

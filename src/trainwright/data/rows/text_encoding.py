@@ -22,7 +22,7 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.notes = [] if tokenizer.eos_token is not None else ["the tokenizer has no end-of-text token"]
         self._tokenizer = tokenizer
-        self._ends = tuple({end for end in (tokenizer.eos_token, _stop_of_turns(tokenizer)) if end})
+        self._ends = ends_of(tokenizer)
 
     def encode(self, texts: Sequence[str], remarks: Sequence[set[str]] | None = None) -> list[Encoded]:
         """Return ``(ids, targets)`` of each text.
@@ -32,7 +32,7 @@ class TextEncoder:
         """
         eos = self._tokenizer.eos_token_id
         stripped = [text.rstrip() for text in texts]
-        ended = [bool(self._ends) and text.endswith(self._ends) for text in stripped]
+        ended = [text.endswith(self._ends) for text in stripped]
         # As in a conversation, white space after the end is not trained on.
         wanted = [short if ends else text for text, short, ends in zip(texts, stripped, ended, strict=True)]
         encoded = []
@@ -62,6 +62,11 @@ def _ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[
 
 def _without_second(ids: list[int], bos: int | None) -> list[int]:
     return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return the texts of the tokens that end a text or an assistant turn."""
+    return tuple(end for end in dict.fromkeys((tokenizer.eos_token, _stop_of_turns(tokenizer))) if end)
 
 
 def _stop_of_turns(tokenizer: PreTrainedTokenizerBase) -> str:

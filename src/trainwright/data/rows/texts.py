@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.data import SourceSection
 
 SEPARATOR = "<|endoftext|>"
-VERSION = 3  # raised when the documents or pieces of a corpus change
+VERSION = 4  # raised when the documents, pieces or tokens of a corpus change
 _PIECE = 2**17  # characters; tokenizers use up to 200 bytes of memory per character
 _TEXT_FILES = frozenset((*document_files.SUFFIXES, ".txt", ".md")) - {".docx"}
 # Byte-level BPE always starts a new word between a line end and a letter or digit, so a cut there changes no token. In

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import doing
+from trainwright.data.check import unknown_in_shards
 from trainwright.data.rows.texts import VERSION
 from trainwright.data.sources.shards import Shards, is_shards, tokenizer_fingerprint
 from trainwright.data.stream.dataset_cache import CANNOT_STORE
@@ -29,21 +30,29 @@ if TYPE_CHECKING:
 
 
 def prepare_windows(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path, *, contiguous: bool
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+    embeddings: int | None = None,
+    *,
+    contiguous: bool,
 ) -> tuple[WindowDataset, WindowDataset | None, list[str]]:
     """Return the training dataset, the validation dataset or None, and lines of text about them.
 
     Args:
+        embeddings: of the model.
         contiguous: windows span concatenated documents; otherwise each is within one document.
 
     Raises:
-        RequestError: a source is wrong, shards are of another tokenizer, or one side would be empty.
+        RequestError: a source is wrong, shards are of another tokenizer or have tokens that the model has no embedding
+            for, or one side would be empty.
         MachineError: the cache cannot be written.
     """
     data = recipe.data
     named = zip(data.sources, data.source_keys, strict=True)
     corpora = [_shards(source, key, tokenizer, cache) for source, key in named]
     held: list[Spans] = []
+    separate = None
     if data.validation_source is not None:
         separate = _shards(data.validation_source, "data.validation", tokenizer, cache)
         held = [everything(separate, data.max_length, contiguous=contiguous)]
@@ -56,6 +65,9 @@ def prepare_windows(
             kept, aside = divided(corpus, data.max_length, wanted, recipe.train.seed, contiguous=contiguous, key=key)
             train.append(kept)
             held.append(aside)
+    for shards in (*corpora, *([separate] if separate is not None else [])):
+        if wrong := unknown_in_shards(shards, tokenizer, embeddings):
+            raise RequestError(wrong)
     mixture = _mixture(data, train)
     lines = [line for corpus in corpora for line in (_line(corpus), *corpus.about.get("notes", ()))]
     datasets = WindowDataset.of(train, mixture), (WindowDataset.of(held, None) if held else None)

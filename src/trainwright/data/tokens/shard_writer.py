@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from trainwright.data.rows.text_encoding import ends_of
 from trainwright.data.rows.texts import TextPiece, pieces
 from trainwright.data.sources.shards import ABOUT, INDEX, VERSION, tokenizer_fingerprint, tokenizer_name
 from trainwright.data.tokens.token_processes import encoding
@@ -129,6 +130,7 @@ def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
         dtype=np.min_scalar_type(max(tokenizer.get_vocab().values())).name,
         prefix=tuple(opened),
         suffix=() if end is None else (int(end),),
+        ends=ends_of(tokenizer),
         characters=bool(tokenizer.init_kwargs.get("characters")),
     )
 

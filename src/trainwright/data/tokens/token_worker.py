@@ -114,12 +114,16 @@ def _written(cuts: list[dict[str, Any]]) -> str | None:
 
 @dataclass(frozen=True)
 class Settings:
-    """``prefix``, ``suffix``: tokens around every document. ``characters``: the vocabulary is single characters."""
+    """``prefix``, ``suffix``: tokens around every document. ``ends``: texts after which there is no suffix.
+
+    ``characters``: the vocabulary is single characters.
+    """
 
     backend: str
     dtype: str
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
+    ends: tuple[str, ...]
     characters: bool
 
 
@@ -137,6 +141,8 @@ class Encoder:
     def __call__(self, pieces: Sequence[tuple[str, str, bool, bool]]) -> Encoded:
         """Return the tokens of pieces ``(place, text, first, last)``.
 
+        A document that was written with a template has its beginning and its end already, and gets no second one.
+
         Raises:
             RequestError: the vocabulary lacks a character, or the tokenizer fails.
         """
@@ -147,8 +153,11 @@ class Encoder:
         prefix, suffix = (np.asarray(ends, dtype=np.int64) for ends in (self._settings.prefix, self._settings.suffix))
         found, lengths = [], []
         for _, text, first, last in pieces:
+            ended = last and text.rstrip().endswith(self._settings.ends)
+            text = text.rstrip() if ended else text
             own = bounded("the tokenizer", len(text), functools.partial(self._tokens, text))
-            parts = [*([prefix] if first else []), own, *([suffix] if last else [])]
+            begins = first and not np.array_equal(own[: len(prefix)], prefix)
+            parts = [*([prefix] if begins else []), own, *([suffix] if last and not ended else [])]
             found += parts
             lengths.append(sum(map(len, parts)))
         tokens: npt.NDArray[Any] = np.concatenate(found).astype(self._settings.dtype)

@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from trainwright.engine.checkpoints.checkpoint import (
     CheckpointError,
@@ -29,10 +31,16 @@ from trainwright.engine.checkpoints.checkpoint import (
 )
 from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.writer import Task, Writer
+from trainwright.machine.detect import detect
+from trainwright.parallel.available_memory import fits_host
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 
 _WRITING, _PART, _COMPLETE = 0.0, 1.0, 2.0  # what a rank reports
+# checkpoint.background: auto. Below, writing takes less than a process of its own is worth.
+_BACKGROUND_BYTES = 64 * 2**20
+# From this share of the time of writing on, in which a processor computes, it takes that time from the training.
+_COMPUTING = 0.5
 
 
 @dataclass
@@ -189,3 +197,39 @@ class Background:
             self.usable = all(self._world.gather(self._writer is not None and self._writer.usable))
             raise
         return SavedCheckpoint(self._checkpoints.path(flight.step), time.monotonic() - flight.begun)
+
+
+class BackgroundChoice:
+    """Whether writing in the background is worth it: ``checkpoint.background``, and what is measured for ``auto``."""
+
+    def __init__(self, setting: bool | Literal["auto"], world: World) -> None:
+        self._setting, self._world = setting, world
+        self._is_worth_it: bool | None = None  # auto; None: not known yet
+        self._waits_for_disk = False  # whether writing has mostly waited for the disk
+
+    def is_worth_it(self, own_bytes: int) -> bool:
+        """Return whether to write in the background, the same on every rank. ``own_bytes``: of this rank's part."""
+        if self._setting != "auto":
+            return self._setting
+        if self._is_worth_it is None:
+            sizes, room = zip(*self._world.gather((own_bytes, self._has_room())), strict=True)
+            self._is_worth_it = max(sizes) >= _BACKGROUND_BYTES and all(room) and fits_host(self._world, own_bytes)
+        return self._is_worth_it
+
+    def written(self, own_bytes: int, computing: float) -> None:
+        """Note on every rank whether writing a large checkpoint in front has mostly waited for the disk.
+
+        Args:
+            computing: share of the time for which this rank has computed.
+        """
+        if self._world.device.type == "cpu" and self._setting == "auto":
+            largest = max(self._world.gather((own_bytes, computing)))
+            self._waits_for_disk = largest[0] >= _BACKGROUND_BYTES and largest[1] < _COMPUTING
+            self._is_worth_it = None
+
+    def _has_room(self) -> bool:
+        """Return whether writing beside the training takes nothing from it: it runs on a GPU, leaves a core to each
+        process that writes, or writing mostly waits for the disk.
+        """
+        left = detect().cpu_cores - self._world.local_size * torch.get_num_threads()
+        return self._world.device.type != "cpu" or left >= self._world.local_size or self._waits_for_disk

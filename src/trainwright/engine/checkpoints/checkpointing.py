@@ -5,17 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
-
 from trainwright import heartbeat
-from trainwright.engine.checkpoints.background import Background
+from trainwright.engine.checkpoints.background import Background, BackgroundChoice
 from trainwright.engine.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -26,13 +22,11 @@ from trainwright.engine.checkpoints.checkpoint import (
 from trainwright.engine.checkpoints.copies import Copies
 from trainwright.engine.checkpoints.manifest import UnreadableCheckpoint
 from trainwright.engine.checkpoints.read_back import check_checkpoint
-from trainwright.engine.checkpoints.saving import Saving
+from trainwright.engine.checkpoints.saving import Saving, SlowedSteps
 from trainwright.engine.events import CheckpointWritten, Fault, Notice
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.engine.progress import TrainingProgress
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestError, TrainingError, error_of
-from trainwright.machine.detect import detect
-from trainwright.parallel.available_memory import fits_host
 from trainwright.parallel.shards import Shard
 
 # checkpoint.on_failure: stop.
@@ -40,11 +34,6 @@ _MOST_FAILURES = 3
 # What another try of the machine would not change; other errors of a disk are its failure.
 _CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 _CANNOT = tuple(map(os.strerror, _CODES))
-# checkpoint.background: auto. Below, writing takes less than a process of its own is worth.
-_BACKGROUND_BYTES = 64 * 2**20
-# From this share of the time of writing on, in which a processor computes, it takes that time from the training.
-_COMPUTING = 0.5
-_RATES = 20  # of the last steps, with which those beside a checkpoint are compared
 
 
 class NothingSaved(TrainingError):
@@ -86,15 +75,14 @@ class Checkpointing:
         self._first_states = {name: dict(policy.state) for name, policy in self._policies.items()}
         self._saving = Saving(training.recipe.checkpoint.every, training.recipe.faults.mean_time_between)
         self._background = Background(checkpoints, training.world)
+        self._choice = BackgroundChoice(training.recipe.checkpoint.background, training.world)
         places = training.recipe.checkpoint.copies if training.world.is_main else []
         self._copies = Copies(places, checkpoints.directory)
-        self._worth: bool | None = None  # whether background writing is worth it; None: not known yet
         self._is_ready = False
         self._failures = 0  # in a row
         self._is_ending = False
         self._blocked = 0.0  # seconds that training has waited for the checkpoint that is being written
-        self._slowed = _SlowedSteps()
-        self._waits_for_disk = False  # whether writing has mostly waited for the disk
+        self._slowed = SlowedSteps()
         if training.recipe.checkpoint.background is True and training.task.base is not None:
             raise RequestError(
                 "checkpoint.background: true cannot be used with an adapter, whose checkpoints are small and compared "
@@ -148,11 +136,11 @@ class Checkpointing:
                 check_checkpoint(training.task, training.world, saved.path, shards)
         except CheckpointError as error:
             self._saving.begun()
-            self._failed(step, error, time.monotonic() - begun, required)
+            self._failed(step, error, time.monotonic() - begun, required=required)
         else:
             self._saving.begun()
             self._blocked = time.monotonic() - begun
-            self._note_share(shards, (time.process_time() - used) / self._blocked)
+            self._choice.written(_own_bytes(shards), (time.process_time() - used) / self._blocked)
             self._saved(step, saved)
 
     def before_update(self) -> None:
@@ -211,16 +199,19 @@ class Checkpointing:
         self._flush()
         return self.step
 
-    def _flush(self) -> None:
+    def _flush(self, may_stop: bool = True) -> None:
         if self._background.step is not None:
             heartbeat.phase("checkpoint", self._background.step)
-            self._conclude(self._background.flush, waits=True)
+            self._conclude(self._background.flush, waits=True, may_stop=may_stop)
 
-    def _conclude(self, work: Callable[[], SavedCheckpoint | None], waits: bool = False) -> None:
+    def _conclude(
+        self, work: Callable[[], SavedCheckpoint | None], *, waits: bool = False, may_stop: bool = True
+    ) -> None:
         """Do a part of the work on the checkpoint that is being written, which may end it.
 
         Args:
             waits: whether ``work`` waits for the disk, which later checkpoints are not expected to do.
+            may_stop: whether a failure may end the run.
         """
         begun, step = time.monotonic(), self._background.step
         if step is None:
@@ -230,7 +221,7 @@ class Checkpointing:
         except CheckpointError as error:
             later = "" if self._background.usable else "; training waits for checkpoints from now on"
             seconds = 0.0 if waits else time.monotonic() - begun
-            self._failed(step, CheckpointError(f"{error}{later}"), self._blocked + seconds, required=False)
+            self._failed(step, CheckpointError(f"{error}{later}"), self._blocked + seconds, may_stop=may_stop)
             return
         seconds = time.monotonic() - begun
         self._blocked += seconds
@@ -259,13 +250,15 @@ class Checkpointing:
             )
         )
 
-    def _failed(self, step: int, error: CheckpointError, seconds: float, required: bool) -> None:
+    def _failed(
+        self, step: int, error: CheckpointError, seconds: float, *, required: bool = False, may_stop: bool = True
+    ) -> None:
         self._saving.failed(seconds + self._slowed.take())
         progress = self._training.progress
         if progress.best_step == step:  # which is lost: the one before is the best that there is
             progress.best_loss, progress.best_step = self._best
         self._failures += 1
-        stops = self._failures >= _MOST_FAILURES and self._stops
+        stops = self._failures >= _MOST_FAILURES and may_stop and self._stops
         self._tell(str(error), "stop" if required or stops else "continue")
         if stops and not required:
             earlier = "none was written" if self.step is None else f"the newest is of step {self.step}"
@@ -282,26 +275,6 @@ class Checkpointing:
             hint = "" if self.step is None else "; free disk space, then --resume this run from it"
             raise TrainingError(f"the run was to stop, but the {error}; {earlier}{hint}") from error
 
-    def _note_share(self, shards: Mapping[str, Shard], computing: float) -> None:
-        """Note whether writing a large checkpoint has mostly waited for the disk, on every rank.
-
-        Args:
-            computing: share of the time for which this rank has computed.
-        """
-        world = self._training.world
-        if world.device.type == "cpu" and self._training.recipe.checkpoint.background == "auto":
-            largest = max(world.gather((_own_bytes(shards), computing)))
-            self._waits_for_disk = largest[0] >= _BACKGROUND_BYTES and largest[1] < _COMPUTING
-            self._worth = None
-
-    def _has_room(self) -> bool:
-        """Return whether writing beside the training takes nothing from it: it runs on a GPU, leaves a core to each
-        process that writes, or writing mostly waits for the disk.
-        """
-        world = self._training.world
-        left = detect().cpu_cores - world.local_size * torch.get_num_threads()
-        return world.device.type != "cpu" or left >= world.local_size or self._waits_for_disk
-
     @property
     def _stops(self) -> bool:
         """Whether a run that cannot write checkpoints ends now; its last step is saved by the export in any case."""
@@ -311,23 +284,15 @@ class Checkpointing:
 
     def _uses_background(self, shards: Mapping[str, Shard]) -> bool:
         """Return whether to write in the background; the same on every rank."""
-        asked = self._training.recipe.checkpoint.background
-        if asked is False or self._training.task.base is not None or not self._background.usable:
-            return False
-        if asked is True:
-            return True
-        if self._worth is None:
-            own = _own_bytes(shards)
-            world = self._training.world
-            sizes, room = zip(*world.gather((own, self._has_room())), strict=True)
-            self._worth = max(sizes) >= _BACKGROUND_BYTES and all(room) and fits_host(world, own)
-        return self._worth
+        usable = self._training.task.base is None and self._background.usable
+        return usable and self._choice.is_worth_it(_own_bytes(shards))
 
     def newest(self, before: int | None = None, *, phase: str = "resuming") -> Checkpoint | None:
         """Return the newest checkpoint that verifies, once the one that is being written is complete; None without any.
 
         Rank 0 reads all of it, the others rely on rank 0. Checkpoints of step ``before`` and later ones are passed
-        over. They are removed if there is an earlier one, or if there cannot be one, as the run then begins again.
+        over. They are removed if there is an earlier one, or if there cannot be one, as the run then begins again. One
+        that cannot be completed does not end the run now: the present weights may be wrong, so it goes back first.
 
         Args:
             phase: that the heartbeat reports, as reading a large checkpoint or restoring a copy takes long.
@@ -336,7 +301,7 @@ class Checkpointing:
             RequestError: there are checkpoints, and none can be used.
             FaultError, MachineError: none can be used, and the machine could not read some of them.
         """
-        self._flush()
+        self._flush(may_stop=False)
         world, events = self._training.world, self._training.events
         heartbeat.phase(phase)
         # The step, as the path on another node may be another one; and the exit code and message if none can be used.
@@ -470,25 +435,3 @@ def _replace(state: dict[str, float], values: Mapping[str, float]) -> None:
 
 def _floats(values: dict[str, Any]) -> dict[str, float]:
     return {str(name): float(value) for name, value in values.items()}
-
-
-class _SlowedSteps:
-    """How much longer steps take beside a checkpoint that is being written than without one."""
-
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=_RATES)  # tokens per second of steps without one
-        self._seconds = 0.0
-
-    def add(self, seconds: float, tokens: int, *, beside: bool) -> float:
-        """Count a step; return by how many seconds it was slower, negative if it was faster."""
-        if not beside:
-            self._rates.append(tokens / seconds)
-            return 0.0
-        more = seconds - tokens / median(self._rates) if self._rates else 0.0
-        self._seconds += more
-        return more
-
-    def take(self) -> float:
-        """Return the seconds since the last call; 0 if the steps were faster, as by chance."""
-        seconds, self._seconds = self._seconds, 0.0
-        return max(0.0, seconds)

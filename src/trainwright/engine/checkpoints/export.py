@@ -9,17 +9,19 @@ from typing import TypeVar
 from trainwright.engine.checkpoints.read_back import check_export, gathered
 from trainwright.engine.out_of_memory import MemoryShortage, attempt
 from trainwright.engine.task import Task
-from trainwright.errors import EXIT_TRAINING, TrainwrightError, error_of
+from trainwright.errors import EXIT_TRAINING, TrainingError, TrainwrightError, error_of
+from trainwright.machine.allocator import return_freed_memory
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 
 T = TypeVar("T")
 
 
-def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | None) -> None:
+def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | None) -> str | None:
     """Write the model to ``final``, completely or not at all. Every rank must call this.
 
-    A stop request interrupts it if it can be repeated.
+    A stop request interrupts it if it can be repeated. Return why rank 0 did not compare it with the trained model, or
+    None.
 
     Args:
         step: the last step.
@@ -30,6 +32,7 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
         StopRequested: on every rank.
     """
     world = strategy.world
+    return_freed_memory()  # of the steps, so that the copies of the model made below do not raise the peak
     different: list[str] = []
     adapter = task.base is not None
     parameters = gathered(strategy, different) if adapter else strategy.parameters()
@@ -57,7 +60,10 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
     failure = world.broadcast(failure)
     if failure is not None:
         raise error_of(*failure)
-    check_export(task, strategy, final, different)
+    try:
+        return check_export(task, strategy, final, different)
+    except TrainingError as error:
+        raise TrainingError(f"{error}; {_kept(step, saved)}") from None
 
 
 def _kept(step: int, saved: int | None) -> str:

@@ -61,31 +61,36 @@ def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, 
 
 def check_export(
     task: Task, strategy: Strategy, final: Path, different: list[str], available_memory: int | None = None
-) -> None:
+) -> str | None:
     """Compare the model exported to ``final`` with the ranks' parameters and its logits with the trained model's.
+
+    Return why this rank did not compare it, or None.
 
     Args:
         different: the names that ``gathered`` found.
         available_memory: see ``Strategy.full_parameters``; for an adapter only, as full models are not gathered.
 
     Raises:
-        TrainingError: on every rank, if any of them finds a difference; ``final`` is then empty.
+        TrainingError: on every rank, if any of them finds a difference; ``final`` is then renamed.
     """
-    world, problem = strategy.world, None
+    world, problem, note = strategy.world, None, None
     adapter = task.base is not None
     if different:
         problem = f"the gathered parameters differ from those of rank {world.rank}: {', '.join(sorted(different)[:5])}"
     with strategy.full_parameters(available_memory if adapter else 0) as (module, in_step):
         try:
             directory = final if adapter or world.is_main else None
-            task.read_back(module, directory, all_parameters=in_step is None)
+            note = task.read_back(module, directory, all_parameters=in_step is None)
         except (TrainingError, OSError) as error:
             problem = problem or str(error)
     problem = next((found for found in world.gather(problem) if found is not None), None)
     if problem is not None:
+        aside = final.with_name(f"{final.name}-failed-check")
         if world.is_main:
-            shutil.rmtree(final, ignore_errors=True)
-        raise TrainingError(f"{problem}; the training is done and checkpointed, and nothing was exported")
+            shutil.rmtree(aside, ignore_errors=True)
+            final.rename(aside)
+        raise TrainingError(f"{problem}, and the exported files are in {aside}")
+    return note
 
 
 def _window(shard: Shard) -> tuple[slice, ...]:

@@ -1,4 +1,4 @@
-"""When a run saves its state. Imports no torch."""
+"""When a run saves its state, by what that costs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _STUCK_SECONDS = 3600.0
 # The first checkpoint of a launch measures what one costs. A launch that fails before it has gained nothing, and would
 # fail there again and again.
 _FIRST_OF_BETWEEN = 0.1
+_RATES = 20  # of the last steps, with which those beside a checkpoint are compared
 
 
 class Saving:
@@ -79,6 +80,28 @@ class Saving:
 
     def _usual(self, cost: float) -> float:
         return max(_SECONDS, cost / _SHARE) if self._between is None else best_interval(cost, self._between)
+
+
+class SlowedSteps:
+    """How much longer steps take beside a checkpoint that is being written than without one."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=_RATES)  # tokens per second of steps without one
+        self._seconds = 0.0
+
+    def add(self, seconds: float, tokens: int, *, beside: bool) -> float:
+        """Count a step; return by how many seconds it was slower, negative if it was faster."""
+        if not beside:
+            self._rates.append(tokens / seconds)
+            return 0.0
+        more = seconds - tokens / statistics.median(self._rates) if self._rates else 0.0
+        self._seconds += more
+        return more
+
+    def take(self) -> float:
+        """Return the seconds since the last call; 0 if the steps were faster, as by chance."""
+        seconds, self._seconds = self._seconds, 0.0
+        return max(0.0, seconds)
 
 
 def best_interval(cost: float, between: float) -> float:

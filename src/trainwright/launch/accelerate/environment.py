@@ -15,6 +15,7 @@ from trainwright.launch.accelerate import deepspeed, fsdp
 from trainwright.launch.accelerate.reading import AccelerateConfig
 from trainwright.launch.accelerate.translation import Translation, interpret
 from trainwright.launch.accelerate.values import ConfigSection
+from trainwright.launch.group.environment import Variables
 
 _ENVIRONMENT = "the environment of accelerate launch"
 
@@ -37,7 +38,6 @@ _FSDP: dict[str, tuple[str, str | None]] = {
     "fsdp_activation_checkpointing_offload": ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "false"),
     "fsdp_ignored_modules": ("FSDP_IGNORED_MODULES", None),
 }
-_TRUE = ("true", "1", "yes", "y", "t", "on")  # as Accelerate reads them
 _NAMES = ("sharding_strategy", "auto_wrap_policy", "backward_prefetch", "state_dict_type")
 _DEEPSPEED = {
     "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
@@ -81,7 +81,7 @@ _PARALLELISM: dict[str, tuple[str, str | None]] = {
 def from_environment(environment: Mapping[str, str] | None = None) -> Translation | None:
     """Return the settings that `accelerate launch` passed to this worker; None if something else started it."""
     variables = os.environ if environment is None else environment
-    if "ACCELERATE_MIXED_PRECISION" not in variables and not any(_uses(variables).values()):
+    if "ACCELERATE_MIXED_PRECISION" not in variables and not Variables(variables).accelerate_plugins():
         return None
     return interpret(_source(variables))
 
@@ -189,13 +189,13 @@ def _source(variables: Mapping[str, str]) -> AccelerateConfig:
         part[path[-1]] = value
         places[path] = name
 
-    uses = _uses(variables)
+    plugins = Variables(variables).accelerate_plugins()
     take(("mixed_precision",), "ACCELERATE_MIXED_PRECISION", unless="no")
     for part, known in (("dynamo_config", _DYNAMO), ("parallelism_config", _PARALLELISM), ("fsdp_config", _FSDP)):
         for key, (name, default) in known.items():
-            if part != "fsdp_config" or uses["FSDP"]:
+            if part != "fsdp_config" or "FSDP" in plugins:
                 take((part, key), name, unless=default)
-    if uses["DEEPSPEED"]:
+    if "DEEPSPEED" in plugins:
         for key, name in _DEEPSPEED.items():
             take(("deepspeed_config", key), name)
     take(("num_processes",), "WORLD_SIZE")
@@ -204,7 +204,7 @@ def _source(variables: Mapping[str, str]) -> AccelerateConfig:
     take(("main_process_ip",), "MASTER_ADDR")
     on_cpu = variables.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     alone = not any(name in variables for name in _SIZES)
-    kind, variable = _kind(uses, variables, on_cpu=on_cpu, alone=alone)
+    kind, variable = _kind(plugins, variables, on_cpu=on_cpu, alone=alone)
     values["distributed_type"], values["use_cpu"] = kind, on_cpu
     places |= {("distributed_type",): variable, ("use_cpu",): "ACCELERATE_USE_CPU"}
     return AccelerateConfig(
@@ -220,21 +220,9 @@ def _source(variables: Mapping[str, str]) -> AccelerateConfig:
     )
 
 
-def _uses(variables: Mapping[str, str]) -> dict[str, bool]:
-    """Return whether FSDP and DeepSpeed are to be used, also of variables that a user has set without a launcher.
-
-    A ZeRO stage without ACCELERATE_USE_DEEPSPEED asks for DeepSpeed.
-    """
-    uses = {name: variables.get(f"ACCELERATE_USE_{name}", "").lower() in _TRUE for name in ("FSDP", "DEEPSPEED")}
-    if "ACCELERATE_USE_DEEPSPEED" not in variables:
-        uses["DEEPSPEED"] = any(variables.get(_DEEPSPEED[key]) for key in ("zero_stage", "deepspeed_config_file"))
-    return uses
-
-
-def _kind(uses: Mapping[str, bool], variables: Mapping[str, str], *, on_cpu: bool, alone: bool) -> tuple[str, str]:
-    for name, used in uses.items():
-        if used:
-            return name, f"ACCELERATE_USE_{name}"
+def _kind(plugins: Mapping[str, str], variables: Mapping[str, str], *, on_cpu: bool, alone: bool) -> tuple[str, str]:
+    for name, variable in plugins.items():
+        return name, variable
     if variables.get("ACCELERATE_USE_MEGATRON_LM", "").lower() == "true":
         return "MEGATRON_LM", "ACCELERATE_USE_MEGATRON_LM"
     if alone:

@@ -21,11 +21,13 @@ _FIRST_PORT, _PORTS = 15000, 16000
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by accelerate launch
+_ZERO = ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_ZERO_STAGE")
+_TRUE = ("true", "1", "yes", "y", "t", "on")  # as Accelerate reads them
 _UNKNOWN = "the launcher that set RANK and WORLD_SIZE"
 # By launcher: the command that starts workers with it, and the variables that identify it.
 _WORKERS = {
     "torchrun": ("torchrun … -m", "RANK and WORLD_SIZE"),
-    "accelerate launch": ("accelerate launch … -m", _ACCELERATE),
+    "accelerate launch": ("accelerate launch … -m", ""),
     "srun": ("srun … python -m", "SLURM_PROCID"),
     "mpirun": ("mpirun … python -m", "OMPI_COMM_WORLD_RANK"),
     "mpiexec": ("mpiexec … python -m", "PMI_RANK"),
@@ -106,6 +108,8 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
         return
     found = _launched(given, os.getppid())
     start, variables_of_it = _WORKERS[launcher]
+    if launcher == "accelerate launch":
+        variables_of_it = " and ".join(_of_accelerate(given))
     place = f" as rank {found.rank} of {found.size}" if found is not None else ""
     instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
     raise RequestError(
@@ -126,13 +130,19 @@ def node_of_srun(nodes: int) -> tuple[int, str] | None:
 def launcher_of(given: Variables, nodes: int = 1) -> str | None:
     """Return the launcher that started this process as one of several, or None.
 
-    One process on each of ``nodes`` machines does not count as several.
+    One process on each of ``nodes`` machines does not count as several. Accelerate's settings count as its launcher,
+    also for one process and where a user has set them.
     """
     found = _launched(given, os.getppid())
-    by_accelerate = given.has(_ACCELERATE)  # which may have set more than a number of processes
+    by_accelerate = bool(_of_accelerate(given))
     if not by_accelerate and (found is None or found.size in (1, nodes)):
         return None
     return "accelerate launch" if found is None or by_accelerate else found.launcher
+
+
+def _of_accelerate(given: Variables) -> list[str]:
+    """Return the variables that show Accelerate's launcher or ask for one of its plugins."""
+    return [_ACCELERATE] * given.has(_ACCELERATE) + [*given.accelerate_plugins().values()]
 
 
 def _launched(given: Variables, parent: int) -> LaunchEnvironment | None:
@@ -178,6 +188,18 @@ class Variables:
             return int(self._values[name])
         except ValueError:
             raise MachineError(f"the environment variable {name} is not a number: {self._values[name]!r}") from None
+
+    def accelerate_plugins(self) -> dict[str, str]:
+        """Return the plugins of Accelerate that are asked for, FSDP and DEEPSPEED, with the variable that does.
+
+        A ZeRO stage or a DeepSpeed file without ACCELERATE_USE_DEEPSPEED asks for DeepSpeed.
+        """
+        switches = {name: f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED")}
+        plugins = {name: switch for name, switch in switches.items() if (self.text(switch) or "").lower() in _TRUE}
+        if switches["DEEPSPEED"] not in self._values:
+            for variable in filter(self.has, _ZERO):
+                plugins["DEEPSPEED"] = variable
+        return plugins
 
 
 def _torch(given: Variables) -> LaunchEnvironment:

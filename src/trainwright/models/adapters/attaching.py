@@ -22,6 +22,7 @@ from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters.base_model import BaseModel, base_model
 from trainwright.models.adapters.config import linear_names, matched, peft_config, saved_config
 from trainwright.models.adapters.files import START_FROM, WEIGHTS, SavedAdapter, start_from
+from trainwright.models.files.check import has_experts, logit_difference
 from trainwright.models.files.safetensors_files import write_weights
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class Adapter:
             _activate(model, (_READ_BACK,))
             model.eval()  # new dropout modules are in training mode
             found = model(input_ids=input_ids, use_cache=False).logits.float()
-        difference = float((found - expected).abs().max() / expected.abs().max())
+        difference = logit_difference(found, expected, mixture=has_experts(model))
         if not difference <= _SAME.get(dtype, _SAME_TOGETHER if self._beneath else _SAME_ROUNDED):
             raise TrainingError(
                 f"the adapter in {directory} with its base is not the trained model: logits differ by {difference:.2g} "

@@ -327,7 +327,7 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
     from transformers import AutoModelForCausalLM
 
     from trainwright.models.configuration import no_progress_bar
-    from trainwright.models.files.check import logits_of
+    from trainwright.models.files.check import has_experts, logit_difference, logits_of
     from trainwright.models.gguf.reading import write_converted
     from trainwright.models.tokenization.stored import tokenizer_from
 
@@ -346,12 +346,13 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
                 model = AutoModelForCausalLM.from_pretrained(place_of, dtype=torch.float32, local_files_only=True)
             pair.append(logits_of(model.eval(), torch.arange(1, 17)[None]))
             rotations.append(_rotations(model))
+            mixture = has_experts(model)
             del model
         if rotations[0].keys() != rotations[1].keys() or not all(
             torch.allclose(values, rotations[1][name], rtol=1e-4) for name, values in rotations[0].items()
         ):
             raise TrainingError(f"{file} reads back with other rotary embeddings")
-        difference = float((pair[0] - pair[1]).abs().max() / pair[0].abs().max())
+        difference = logit_difference(pair[1], pair[0], mixture=mixture)
         if not difference <= (1e-4 if precision == "f32" else 2e-2):
             raise TrainingError(f"{file} reads back as a different model: logits differ by {difference:.2g}")
 

@@ -69,4 +69,5 @@ def _with_eos_token(template: Any, token: str) -> Any:
         return {name: _with_eos_token(text, token) for name, text in template.items()}
     if not isinstance(template, str) or "eos_token" not in template:
         return template
-    return f"{{%- set eos_token = {json.dumps(token, ensure_ascii=False)} -%}}\n{template}"
+    # Templates are rendered with trim_blocks, which removes the line end after a block, and nothing else.
+    return f"{{%- set eos_token = {json.dumps(token, ensure_ascii=False)} %}}\n{template}"

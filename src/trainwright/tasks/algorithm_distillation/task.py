@@ -208,8 +208,8 @@ class AlgorithmDistillation:
         """Raise AssertionError: there is no adapter."""
         raise AssertionError("there is no adapter")
 
-    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> None:
-        """Do nothing: the model is in a format of this package, whose reader checks names and shapes."""
+    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> str | None:
+        """Return None: the model is in a format of this package, whose reader checks names and shapes."""
 
 
 def environment_of(section: AlgorithmDistillationSection) -> Environment:

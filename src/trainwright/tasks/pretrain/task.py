@@ -23,7 +23,7 @@ from trainwright.engine.task import LossSum
 from trainwright.inference.sampling import Sampling
 from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.language_model import LanguageModelTask, prepare_model
+from trainwright.tasks.language_model import LanguageModelTask, embeddings_of, prepare_model
 from trainwright.tasks.pretrain.spec import PretrainSection
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def build(recipe: Recipe, cache: Path) -> Pretraining:
 def _prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
     check_length(recipe.data, max_positions(recipe.model, tokenizer))
     contiguous = recipe.own(PretrainSection).windows == "contiguous"
-    prepared = PreparedData(*prepare_windows(recipe, tokenizer, cache, contiguous=contiguous))
+    embeddings = embeddings_of(recipe.model, tokenizer)
+    prepared = PreparedData(*prepare_windows(recipe, tokenizer, cache, embeddings, contiguous=contiguous))
     remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
     return prepared
 

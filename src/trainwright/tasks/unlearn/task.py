@@ -331,7 +331,7 @@ class Unlearning(ReferenceTask):
         self._lm.model.requires_grad_(True)
         super().export(((name, before[name] if name in frozen else tensor) for name, tensor in own), directory)
 
-    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> None:
+    def read_back(self, module: nn.Module, directory: Path | None, *, all_parameters: bool) -> str | None:
         """Check that the exported model, or the adapter on its base, is the trained model, negated if it is."""
         assert isinstance(module, CausalLM)
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
@@ -340,4 +340,4 @@ class Unlearning(ReferenceTask):
         )
         with negates:
             same = scale is None or self._adapter is not None
-            self._read_back(module, directory, all_parameters=all_parameters, same_logits=same)
+            return self._read_back(module, directory, all_parameters=all_parameters, same_logits=same)
