@@ -123,7 +123,7 @@ def test_a_recorded_proof_is_worth_nothing(first: Rendezvous, place: tuple[str, 
     between = Eavesdropper(place)
     with socket.create_connection(("127.0.0.3", between.port)) as member:
         secret, _ = secret_of(place, Path())
-        assert prove(member, secret, PEERS, time.monotonic() + 5, lambda: None)
+        prove(member, secret, PEERS, time.monotonic() + 5, lambda: None)
         member.sendall(HELLO)
         wait_for(lambda: HELLO in between.said)
     assert len(heard_by(place, between.said)) == BYTES
@@ -163,9 +163,9 @@ def test_the_secret_is_this_users_file_and_removed_in_the_end(tmp_path: Path) ->
     with pytest.raises(Exception, match="not this user's alone"):
         secret_of(place, tmp_path / "runs")
     at = free_place()
+    _, of_run = secret_of(at, tmp_path)  # as a run that was killed leaves it
     rendezvous = meet("rank", 0, 2, at, JOB, 10, "fix")
-    _, of_run = secret_of(at, tmp_path)
-    assert of_run is not None and of_run.exists()
+    assert of_run is not None and secret_of(at, tmp_path)[1] == of_run
     rendezvous.close()
     assert not of_run.exists()
 
@@ -176,7 +176,7 @@ def test_a_member_cannot_speak_for_another_one_nor_end_the_run_with_a_message(
     second = join(place)
     with socket.create_connection(place) as hostile:
         secret, _ = secret_of(place, Path())
-        assert prove(hostile, secret, PEERS, time.monotonic() + 5, lambda: None)
+        prove(hostile, secret, PEERS, time.monotonic() + 5, lambda: None)
         hostile.sendall(json.dumps({"kind": "hello", "peer": 2, "job": JOB}).encode() + b"\n")
         assert b"welcome" in hostile.recv(65536)
         for message in ({"kind": "gone", "peer": 1}, {"kind": "note", "peer": 1}, {"peer": 1}, {"kind": 5}, [1], 7):
@@ -196,7 +196,7 @@ def test_a_member_cannot_speak_for_another_one_nor_end_the_run_with_a_message(
 def test_an_index_that_no_member_has_is_refused(first: Rendezvous, place: tuple[str, int], peer: object) -> None:
     with socket.create_connection(place, timeout=10) as hostile:
         secret, _ = secret_of(place, Path())
-        assert prove(hostile, secret, PEERS, time.monotonic() + 5, lambda: None)
+        prove(hostile, secret, PEERS, time.monotonic() + 5, lambda: None)
         hostile.sendall(json.dumps({"kind": "hello", "peer": peer, "job": JOB}).encode() + b"\n")
         assert b"refused" in hostile.recv(65536)
     assert first.peers.connected() == set()

@@ -15,7 +15,8 @@ import torch
 
 _TYPE = "__type__"
 _TENSOR_TYPES = {str(each): each for each in (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.int8, torch.int16, torch.int32, torch.int64,
     torch.bfloat16, torch.float16, torch.float32, torch.float64,
 )}  # fmt: skip
 

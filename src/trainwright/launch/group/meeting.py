@@ -42,9 +42,14 @@ from trainwright.launch.group.waiting import Waiting
 
 
 def meet_ranks(
-    environment: LaunchEnvironment, arguments: Sequence[str] = (), seconds: float = DEFAULT_TIMEOUT
+    environment: LaunchEnvironment,
+    arguments: Sequence[str] = (),
+    seconds: float = DEFAULT_TIMEOUT,
+    shared: Path = SHARED,
 ) -> Rendezvous:
     """Meet the other processes that the launcher started, at least one. All have the same ``arguments``.
+
+    ``shared``: a directory that all machines see, for the secret of the job.
 
     Raises MachineError if the port is in use, the address is unknown, or rank 0 does not arrive.
     """
@@ -52,7 +57,7 @@ def meet_ranks(
     if address is not None and port is not None and not environment.agent_store:
         job = job_of(environment.size, arguments, environment.job_everywhere)
         fix = "set MASTER_PORT to a free one, the same for every process of the job"
-        return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix)
+        return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix, shared=shared)
     if address is not None and port is not None:
         if not is_loopback(address):
             skip_reverse_lookups()
@@ -60,10 +65,12 @@ def meet_ranks(
     else:
         store, port = _meet_by_file(environment, seconds)
         address = LOOPBACK
-    return _join_round(environment, store, (address, port), seconds)
+    return _join_round(environment, store, (address, port), seconds, shared)
 
 
-def _join_round(environment: LaunchEnvironment, store: TCPStore, place: tuple[str, int], seconds: float) -> Rendezvous:
+def _join_round(
+    environment: LaunchEnvironment, store: TCPStore, place: tuple[str, int], seconds: float, shared: Path
+) -> Rendezvous:
     """Meet the other ranks of this start at a store that earlier ones of the job may have used.
 
     Rank 0 names each start anew: the launchers on several machines may have counted different numbers of restarts.
@@ -74,16 +81,18 @@ def _join_round(environment: LaunchEnvironment, store: TCPStore, place: tuple[st
     if rank == 0:
         name = secrets.token_hex(8)
         listener = socket.create_server((LOOPBACK if alone else "", 0), backlog=4096)
-        peers = Peers.host(listener, {"start": name}, size, *secret_of(at, SHARED))
+        peers = Peers.host(listener, {"start": name}, size, *secret_of(at, shared))
         starts.set("newest", json.dumps([name, peers.port]))
     else:
-        name, peers = _newest_start(starts, rank, size, at, seconds)
+        name, peers = _newest_start(starts, rank, size, at, seconds, shared)
     rendezvous = Rendezvous("rank", rank, size, store, *place, prefix=f"/{environment.job}/{name}")
     rendezvous.peers = peers
     return rendezvous
 
 
-def _newest_start(starts: Store, rank: int, size: int, place: tuple[str, int], seconds: float) -> tuple[str, Peers]:
+def _newest_start(
+    starts: Store, rank: int, size: int, place: tuple[str, int], seconds: float, shared: Path
+) -> tuple[str, Peers]:
     """Return the name of the start whose rank 0 answers, and the connection to it."""
     address = place[0]
     deadline, why = time.monotonic() + seconds, "it has not started"
@@ -99,7 +108,7 @@ def _newest_start(starts: Store, rank: int, size: int, place: tuple[str, int], s
         if isinstance(found, list) and len(found) == 2 and type(found[1]) is int and 0 < found[1] < 2**16:
             name, port = str(found[0]), found[1]
             try:
-                job, secret = {"start": name}, lambda: secret_of(place, SHARED)[0]
+                job, secret = {"start": name}, lambda: secret_of(place, shared)[0]
                 return name, Peers.join(rank, size, (address, port), job, secret, 0.0)
             except Unreachable as error:  # of an earlier start
                 why = f"port {port} of {address}: {error}"
@@ -108,7 +117,7 @@ def _newest_start(starts: Store, rank: int, size: int, place: tuple[str, int], s
                     raise MachineError(f"rank {rank} is already there: two processes have the same rank") from None
                 why = f"port {port} of {address} is used by another program"
             except Unproven:
-                raise FaultError(unproven(place, SHARED)) from None
+                raise FaultError(unproven(place, shared)) from None
         time.sleep(POLL_SECONDS)
     raise MachineError(f"rank 0 cannot be reached within {seconds:g} s: {why}")
 

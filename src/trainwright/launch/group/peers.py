@@ -142,8 +142,8 @@ class Peers:
             Unproven: the listener has another secret.
         """
         peers = cls(index, job, size)
-        deadline, answered_by, differs = time.monotonic() + seconds, None, None
-        refused = False
+        deadline, answered_by = time.monotonic() + seconds, None
+        reason: Unproven | NotPeerZero = NotPeerZero(None)
         while True:
             try:
                 line = _Line(_connected(*place), peer=0)
@@ -154,15 +154,8 @@ class Peers:
             else:
                 answered_by = answered_by or time.monotonic() + patience
                 known = secret()
-                proved = False
                 try:
-                    proved = prove(line.socket, known, PEERS, answered_by, meanwhile)
-                except Unproven:
-                    refused = True
-                except OSError:
-                    pass
-                if proved:
-                    refused = False
+                    prove(line.socket, known, PEERS, answered_by, meanwhile)
                     line.send({"kind": _HELLO, "peer": index, "job": job})
                     answer = _answer(line, answered_by, meanwhile)
                     if answer.get("kind") == _WELCOME:
@@ -170,10 +163,14 @@ class Peers:
                         peers._lines.append(line)
                         peers._relay = Relay(line.socket, known)
                         return peers
-                    differs = answer.get("differs", differs)
+                    reason = NotPeerZero(answer.get("differs"))
+                except Unproven as error:
+                    reason = error
+                except OSError:  # it ended, or is another program
+                    pass
                 line.socket.close()
             if answered_by is not None and time.monotonic() > answered_by:
-                raise Unproven if refused else NotPeerZero(differs)
+                raise reason
             meanwhile()
             time.sleep(0.2)
 

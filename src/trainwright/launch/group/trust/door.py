@@ -64,19 +64,19 @@ class _Loop:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _listen(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    def _listen(self, listener: socket.socket, serve: Callable[[socket.socket, str], None]) -> None:
         listener.setblocking(False)
         self._sockets.add(listener)
         self._loop.call_soon_threadsafe(lambda: self._start(self._accept(listener, serve)))
 
-    async def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    async def _accept(self, listener: socket.socket, serve: Callable[[socket.socket, str], None]) -> None:
         while True:
             try:
-                connection, _ = await self._loop.sock_accept(listener)
+                connection, address = await self._loop.sock_accept(listener)
             except OSError:  # no file descriptor is left, or the stranger is gone
                 await asyncio.sleep(0.05)
                 continue
-            serve(self._prepared(connection))
+            serve(self._prepared(connection), address[0])
             await asyncio.sleep(0)  # however many strangers wait
 
     async def _join(self, one: socket.socket, other: socket.socket) -> None:
@@ -139,16 +139,17 @@ class Door(_Loop):
         if refused == self._told or (now < self._next and not ends):
             return
         self._told, self._next, self._seconds = refused, now + self._seconds, 2 * self._seconds
-        say(f"warning: {refused} connections that are not of this run were refused; {self._last}", file=sys.stderr)
+        text = f"warning: connections that are not of this run were refused: {refused}, the last one from {self._last}"
+        say(text, file=sys.stderr)
 
-    def _begin(self, connection: socket.socket) -> None:
+    def _begin(self, connection: socket.socket, address: str) -> None:
         if len(self._unproven) >= _UNPROVEN:
             oldest = next(iter(self._unproven))
             del self._unproven[oldest]
             oldest.cancel()
-        self._unproven[self._start(self._serve_one(connection))] = None
+        self._unproven[self._start(self._serve_one(connection, address))] = None
 
-    async def _serve_one(self, connection: socket.socket) -> None:
+    async def _serve_one(self, connection: socket.socket, address: str) -> None:
         purpose: int | None = None
         try:
             async with asyncio.timeout(_PROOF_SECONDS):
@@ -163,7 +164,7 @@ class Door(_Loop):
             self._admit(connection)
             return
         if purpose is None:
-            self._refuse(connection)
+            self._refused, self._last = self._refused + 1, address
         elif purpose in self.stores:
             with suppress(OSError):
                 await self._join(connection, await self._connected(socket.AF_INET, (LOOPBACK, purpose)))
@@ -179,11 +180,6 @@ class Door(_Loop):
             return None
         await self._loop.sock_sendall(connection, proved[1])
         return proved[0]
-
-    def _refuse(self, connection: socket.socket) -> None:
-        self._refused += 1
-        with suppress(OSError):
-            self._last = f"the last one came from {connection.getpeername()[0]}"
 
 
 class Relay(_Loop):
@@ -203,7 +199,7 @@ class Relay(_Loop):
         if port not in self._ports:
             listener = socket.create_server((LOOPBACK, 0), backlog=1024)
             self._ports[port] = listener.getsockname()[1]
-            self._listen(listener, lambda local: self._begin(local, port))
+            self._listen(listener, lambda local, _: self._begin(local, port))
         return self._ports[port]
 
     def _begin(self, local: socket.socket, port: int) -> None:

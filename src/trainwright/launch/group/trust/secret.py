@@ -93,20 +93,25 @@ def answer(secret: bytes, nonce: bytes, received: bytes) -> tuple[int, bytes] | 
     return int.from_bytes(said[BYTES:], "big"), _mac(secret, b"listener", nonce + said)
 
 
-def prove(connection: socket.socket, secret: bytes, purpose: int, until: float, meanwhile: Callable[[], None]) -> bool:
-    """Prove this process to the listener; return whether the listener has proved itself too.
+def prove(connection: socket.socket, secret: bytes, purpose: int, until: float, meanwhile: Callable[[], None]) -> None:
+    """Prove this process to the listener, and have the listener prove itself.
 
-    ``meanwhile`` is called repeatedly until then, and may raise. Raises Unproven, OSError.
+    ``meanwhile`` is called repeatedly, and may raise.
+
+    Raises:
+        Unproven: the listener hung up on the proof.
+        OSError: the listener is another program, or too late.
     """
     nonce = _receive(connection, until, meanwhile)
     if len(nonce) < BYTES:
-        return False
+        raise ConnectionError("no nonce")
     said, expected = reply(secret, nonce, purpose)
     connection.sendall(said)
     received = _receive(connection, until, meanwhile)
     if not received and time.monotonic() < until:
         raise Unproven
-    return hmac.compare_digest(received, expected)
+    if not hmac.compare_digest(received, expected):
+        raise ConnectionError("no proof")
 
 
 def _receive(connection: socket.socket, until: float, meanwhile: Callable[[], None]) -> bytes:
