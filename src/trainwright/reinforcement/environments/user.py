@@ -10,6 +10,7 @@ import torch
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.extensions import load
+from trainwright.installation import install_command
 from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, check_counts
 
 _KEY = "environment gymnasium"
@@ -177,6 +178,6 @@ def _imported(entry_point: str) -> Callable[..., Any]:
     try:
         import gymnasium  # noqa: F401
     except ImportError:
-        raise MachineError(f"{_KEY}: needs Gymnasium: pip install 'trainwright[reinforcement]'") from None
+        raise MachineError(f"{_KEY}: needs Gymnasium: {install_command('reinforcement')}") from None
     found: Callable[..., Any] = load(str(entry_point), f"{_KEY}: entry_point {entry_point}")
     return found
