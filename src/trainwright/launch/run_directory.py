@@ -41,6 +41,11 @@ _LEASE_SECONDS, _LOOK_SECONDS = 120.0, 0.5
 _STAMP = r"\d{8}-\d{6}(-\d+)?"
 
 
+def folder_of(wanted: str) -> Path:
+    """Return the folder of the directory that `logging.run_directory` asks for."""
+    return RUNS if wanted == "auto" else user_path(wanted).absolute().parent
+
+
 def create(wanted: str, stem: str, *, in_place: bool = False) -> Path:
     """Create the directory that `logging.run_directory` asks for; auto: runs/<stem>-<date>-<time>.
 

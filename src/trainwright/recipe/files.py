@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
+from trainwright.installation import shipped_recipes
 
 DEEPEST = 64  # levels of mappings and lists; files written by people stay far below
 # In bytes. YAML takes seconds per MiB to read; people write a few thousand bytes.
@@ -62,6 +63,8 @@ def missing_file(path: Path) -> str:
     names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     hint = f"; did you mean {directory / close[0]}?" if close else ""
+    if path.parts[:1] == ("recipes",) and (name := "/".join(path.with_suffix("").parts[1:])) in shipped_recipes():
+        hint = f"; trainwright recipe new {name} writes it"
     return f"{path}: no such file{hint}"
 
 
