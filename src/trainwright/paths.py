@@ -88,6 +88,21 @@ def open_inside(directory: Path, *names: str) -> BinaryIO:
         os.close(at)
 
 
+def files_inside(directory: Path, folder: str) -> list[str]:
+    """Return the names of the files in a folder of a directory that may be anybody's, without links and pipes, sorted;
+    none if the folder does not exist or is a link.
+    """
+    try:
+        at = os.open(directory / folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return []
+    try:
+        with os.scandir(at) as entries:
+            return sorted(each.name for each in entries if each.is_file(follow_symlinks=False))
+    finally:
+        os.close(at)
+
+
 def _check_kind(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
     if not is_kind(status.st_mode):
         what = next((words for is_other, words in _FILE_KINDS if is_other(status.st_mode)), "a device")

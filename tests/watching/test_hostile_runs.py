@@ -17,6 +17,8 @@ import pytest
 
 import trainwright as tw
 from tests.support.commands import started, trainwright, wait_for
+from trainwright.errors import RequestError
+from trainwright.machine.sharing.file_lock import lock_directory
 from trainwright.observe.reader import read_log, read_recipe
 from trainwright.watching.board import Board
 
@@ -182,6 +184,7 @@ UNNOTED: dict[str, Callable[[Path], None]] = {
     ),
     "plan-pipe": instead("plan.json", os.mkfifo),
     "plan-deep": instead("plan.json", lambda path: path.write_text("[" * 100_000)),
+    "far": events({**START, "max_steps": 2**52}, {**STEP, "step_time": 9e8}),
     "many-starts": events(*[json.dumps(START)] * 30_000),
     "a-circle": instead("inside", links_to("..")),
 }
@@ -189,7 +192,7 @@ UNNOTED: dict[str, Callable[[Path], None]] = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("runs")
+    found = tmp_path_factory.mktemp("hostile") / "runs"
     for name in GOOD:
         run_of(found / name)
     for name, build in {**NOTED, **UNNOTED}.items():
@@ -267,6 +270,24 @@ def test_the_report_of_a_hostile_run_has_a_note(root: Path, tmp_path: Path) -> N
         page = tw.report(root / name, tmp_path / "page.html").read_text()
         noted |= {name} if "shown without it" in page else set()
     assert noted == set(NOTED)
+
+
+@pytest.mark.timeout(120)
+def test_what_else_reads_runs_reads_hostile_ones(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root.parent)
+    with lock_directory(Path("runs/step-text"), "locked"), lock_directory(Path("runs/far"), "locked"):
+        found = {each.run.name: each for each in tw.jobs()}
+        assert all(each.columns() for each in found.values())
+    assert found.keys() >= {*GOOD, *NOTED, *UNNOTED}
+    assert {found[name].state for name in GOOD} == {"finished"} and found["far"].state == "training"
+    for name in {*NOTED, *UNNOTED} - {name for name in NOTED if name.startswith("recipe-")}:
+        run = tw.Run(Path("runs") / name)
+        assert run.status in ("finished", "unfinished") and isinstance(run.plan, dict)
+        if name.startswith("log-"):
+            with pytest.raises(RequestError, match="there are no logs"):
+                tw.explain(run)
+        else:
+            assert tw.explain(run).cause is None
 
 
 def test_numbers_that_a_run_writes_itself_stay_readable(tmp_path: Path) -> None:

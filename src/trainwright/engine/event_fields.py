@@ -122,7 +122,13 @@ def _is_resumed_from(value: Any) -> bool:
 
 # Of fields with the same meaning in every kind of event.
 _BY_NAME: dict[str, _Check] = {
-    **{"step": _is_optional_step, "after_step": _is_optional_step, "first": _is_step, "resumed_from": _is_resumed_from},
+    **{
+        "step": _is_optional_step,
+        "after_step": _is_optional_step,
+        "first": _is_step,
+        "max_steps": _is_step,
+        "resumed_from": _is_resumed_from,
+    },
     **dict.fromkeys(("step_time", "seconds", "blocked_seconds", "slowed_seconds"), _is_seconds),
 }
 

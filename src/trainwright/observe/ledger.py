@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from bisect import bisect_left
@@ -25,7 +26,7 @@ from trainwright.beats import FINISHED
 from trainwright.heartbeat import Heartbeat
 from trainwright.machine.usage.sample import process_age
 from trainwright.observe.reader import EventRecord, bounded_lines, superseded
-from trainwright.paths import open_inside
+from trainwright.paths import files_inside, open_inside
 from trainwright.spent import Use
 
 DIRECTORY = "ledger"
@@ -73,6 +74,7 @@ _WORK = ("start", "rewind", "step", "evaluate", "generate", "checkpoint", "finis
 _PART, _LEAST, _MOST = 1 / 60, 1.0, 30.0
 _TAIL_BYTES = 2**16
 _LARGEST_SECONDS = 1e11
+_RANK = re.compile(r"rank-(\d{1,9})\.jsonl")
 _MOST_LOST = 1000  # returns to an earlier step that are told apart
 _LONGEST_END = 10.0  # seconds; after an older line, the rank could not write its last one
 
@@ -241,18 +243,12 @@ def read_ledger(run: Path, events: Sequence[EventRecord] = ()) -> list[RankLedge
     """
     lost = list(islice(_lost(events), _MOST_LOST))
     found = []
-    for file in sorted(run.glob(f"{DIRECTORY}/rank-*.jsonl"), key=_rank_of):
-        with suppress(OSError):
-            with open_inside(run, DIRECTORY, file.name) as opened:
-                lines = list(_lines(bounded_lines(opened)))
-            if lines:
-                found.append(_rank_ledger(_rank_of(file), lines, lost))
+    ranks = {int(match[1]): name for name in files_inside(run, DIRECTORY) if (match := _RANK.fullmatch(name))}
+    for rank, name in sorted(ranks.items()):
+        with suppress(OSError), open_inside(run, DIRECTORY, name) as file:
+            if lines := list(_lines(bounded_lines(file))):
+                found.append(_rank_ledger(rank, lines, lost))
     return found
-
-
-def _rank_of(file: Path) -> int:
-    number = file.stem.removeprefix("rank-")
-    return int(number) if number.isdecimal() else -1
 
 
 def _lines(lines: Iterable[bytes]) -> Iterator[LedgerLine]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from trainwright import text
-from trainwright.errors import RequestError
-from trainwright.launch.run_directory import PLAN, RECIPE
+from trainwright.launch.run_directory import RECIPE, plan_of
 from trainwright.observe.ledger import read_ledger
 from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.reader import EventRecord
 from trainwright.paths import open_inside
-from trainwright.recipe.files import parse_json
 from trainwright.reports.charts import curve_charts, pair_chart
 from trainwright.reports.figures import RunFigures, is_number, mapping
 from trainwright.reports.html import AXIS_MENU, Page, escaped, prose, section, table, tiles
@@ -24,7 +22,7 @@ from trainwright.reports.seconds import machines, where_time_went
 _TONES = {"finished": "good", "training": "good", "stopped": "warn", "failed": "bad", "ended": "bad"}
 _SAMPLES = 8  # the newest ones of a prompt
 _TIMELINE = 200
-_BYTES, _PLAN_BYTES = 2**20, 2**24
+_BYTES = 2**20
 
 
 def report_of(run: RunFigures) -> str:
@@ -91,7 +89,7 @@ def _samples(run: RunFigures) -> Iterator[str]:
 
 
 def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
-    plan, measured = _plan(run), run.finish.get("measured", {})
+    plan, measured = plan_of(run.directory), run.finish.get("measured", {})
     predicted = run.start.get("predicted", {})
     lines = list(compared(predicted, measured))
     if lines:
@@ -195,12 +193,6 @@ def _recipe(run: RunFigures) -> Iterator[str]:
     yield "<p>To reproduce the run in a new directory, save this as <code>recipe.yaml</code>:</p>"
     yield "<pre>trainwright train recipe.yaml logging.run_directory=auto</pre>"
     yield f'<pre tabindex="0">{escaped(recipe)}</pre>'
-
-
-def _plan(run: RunFigures) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError, RequestError), open_inside(run.directory, PLAN) as file:
-        return mapping(parse_json(file.read(_PLAN_BYTES).decode(), PLAN))
-    return {}
 
 
 def _largest(parts: Any) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from bisect import bisect_left
@@ -15,7 +14,7 @@ from typing import Any
 from trainwright.api.seeing.runs import directories, unreadable
 from trainwright.observe.following import RunFollower
 from trainwright.observe.kept import follower_of, keep
-from trainwright.paths import open_inside
+from trainwright.paths import files_inside, open_inside
 from trainwright.reports.comparing import recipe_differences
 from trainwright.reports.figures import FLOPS, RunFigures
 from trainwright.watching.seconds import Seconds
@@ -251,12 +250,4 @@ def _evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float
 
 
 def _logs(directory: Path) -> list[str]:
-    """Return the names of a run's logs, which are files: nothing that leads elsewhere."""
-    try:
-        with os.scandir(directory / "logs") as entries:
-            if (directory / "logs").is_symlink():
-                return []
-            files = [each.name for each in entries if each.is_file(follow_symlinks=False)]
-        return sorted(name for name in files if name.endswith(".log"))
-    except OSError:  # it has none yet
-        return []
+    return [name for name in files_inside(directory, "logs") if name.endswith(".log")]
