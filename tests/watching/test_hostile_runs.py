@@ -232,7 +232,12 @@ def test_the_live_page_follows_good_runs_beside_hostile_ones(root: Path, tmp_pat
             ) as got:
                 return json.load(got)
 
-        rows = wait_for(lambda: len(found := ask("/runs")) == len([*GOOD, *NOTED, *UNNOTED]) and found)
+        def rows_of_all() -> Any:
+            found = ask("/runs")
+            whole = len(found) == len([*GOOD, *NOTED, *UNNOTED]) and "to be read" not in json.dumps(found)
+            return whole and found
+
+        rows = wait_for(rows_of_all)
         for name in GOOD:
             row = rows[name]
             assert (row["status"], row["step"], row["best"], row["note"]) == ("finished", 3, 1.5, "")
@@ -321,3 +326,17 @@ def test_a_run_directory_that_is_a_link_is_listed_once(tmp_path: Path) -> None:
     (tmp_path / "links" / "here").symlink_to("../runs/one")
     assert [each.status for each in tw.runs(tmp_path / "links")] == ["finished"]
     assert read_recipe(tmp_path / "links" / "here") == {"task": "sft", "model": {"name": "m"}}
+
+
+def test_a_look_reads_only_some_of_many_large_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        run_of(tmp_path / f"run-{number}")
+    monkeypatch.setattr("trainwright.watching.board._LOOK_SECONDS", 0.0)  # no time for recipes
+    board = Board(tmp_path)
+    board.look()
+    assert {(row["step"], row["model"], row["note"]) for row in board.rows().values()} == {
+        (3, "", "recipe.yaml is still to be read")
+    }
+    monkeypatch.setattr("trainwright.watching.board._LOOK_SECONDS", 60.0)
+    board.look()
+    assert {(row["step"], row["model"], row["note"]) for row in board.rows().values()} == {(3, "m", "")}

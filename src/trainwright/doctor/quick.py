@@ -199,7 +199,7 @@ def _gpu_seconds(run: Run) -> float:
 
 
 def _on_cores(request: Mapping[str, Any], end: float) -> dict[str, Any]:
-    context = multiprocessing.get_context(START_METHOD)
+    context: Any = multiprocessing.get_context(START_METHOD)
     settings = settings_of(request["cores"])
     # The last process at a barrier continues at once; the others are woken.
     barriers = {setting: context.Barrier(setting.processes) for setting in settings}

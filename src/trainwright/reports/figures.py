@@ -99,6 +99,11 @@ class RunFigures:
         return self._recipe[0]
 
     @property
+    def recipe_is_read(self) -> bool:
+        """Return whether the recipe has been read, which takes up to a second."""
+        return "_recipe" in self.__dict__
+
+    @property
     def recipe_problem(self) -> str:
         """Return why the recipe cannot be read; "" if it can."""
         return self._recipe[1]

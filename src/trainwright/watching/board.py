@@ -43,6 +43,7 @@ class Board:
         self._seconds = Seconds()
         self._kept: dict[str, int] = {}  # bytes that the cache has
         self._glances: dict[str, dict[str, Any]] = {}  # rows of long runs, until they are read
+        self._until = math.inf  # when no more recipes are read in this look
         self._asked: tuple[str, ...] = ()  # the runs that the page shows, which are read first
 
     def start(self) -> None:
@@ -59,6 +60,7 @@ class Board:
         First comes what little is new in each. Long runs that are new follow for a second, those on the page first.
         """
         self._find()
+        self._until = time.monotonic() + _LOOK_SECONDS
         long = []
         for name, follower in list(self._followers.items()):
             if self._ends.is_set():
@@ -199,13 +201,16 @@ class Board:
 
     def _row(self, name: str, follower: RunFollower, damage: str) -> dict[str, Any]:
         figures, known = RunFigures.followed(follower), self._recipes[name]
-        notes = [note for note in (damage, *figures.damage, known.recipe_problem, figures.newer) if note]
+        # Of hundreds of large recipes, each look reads some.
+        reads = known.recipe_is_read or time.monotonic() < self._until
+        problem = known.recipe_problem if reads else "recipe.yaml is still to be read"
+        notes = [note for note in (damage, *figures.damage, problem, figures.newer) if note]
         last = follower.last_step or {}
         return {
             "id": name,
             "name": name if name != "." else follower.directory.resolve().name,
-            "task": known.task,
-            "model": known.model,
+            "task": known.task if reads else "",
+            "model": known.model if reads else "",
             "status": figures.status,
             "step": follower.step,
             "steps": (follower.start or {}).get("max_steps"),
