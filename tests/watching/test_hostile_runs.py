@@ -328,6 +328,15 @@ def test_a_run_directory_that_is_a_link_is_listed_once(tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "links" / "here") == {"task": "sft", "model": {"name": "m"}}
 
 
+@pytest.mark.timeout(60)
+def test_what_asks_a_run_to_stop_writes_nowhere_else(tmp_path: Path) -> None:
+    for name, make in (("link", links_to("../elsewhere")), ("pipe", os.mkfifo)):
+        make(run_of(tmp_path / name) / "stop")
+        with lock_directory(tmp_path / name, "locked"), pytest.raises(RequestError, match="cannot be written"):
+            tw.stop(tmp_path / name, timeout=0)
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_look_reads_only_some_of_many_large_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         run_of(tmp_path / f"run-{number}")
