@@ -299,7 +299,7 @@ def test_numbers_that_a_run_writes_itself_stay_readable(tmp_path: Path) -> None:
     """A loss that is not finite is no damage."""
     lines = [
         {**STEP, "loss": "nan", "grad_norm": "inf", "metrics": {"z": "-inf"}},
-        {**EVALUATE, "metrics": {"loss": "nan"}},
+        {**EVALUATE, "metrics": {"loss": "nan", "perplexity": 1.7e308}},
         {**FINISH, "measured": {"step_time": "nan"}},
         {"event": "generate", "time": 1.0, "step": 1, "prompt": "nan", "text": "9" * 400},
         {"event": "mine", "time": 1.0, "step": 1, "anything": ["at", {"all": None}]},
