@@ -21,6 +21,7 @@ RUN case "$DEVICE" in \
     esac && \
     pip install --no-cache-dir --constraint constraints.txt --index-url "$index" torch
 COPY pyproject.toml README.md LICENSE ./
+COPY recipes recipes
 COPY src src
 RUN pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.installation import install_command
 
 
 def new_figure(width: float, height: float, what: str) -> Any:
@@ -20,7 +21,7 @@ def new_figure(width: float, height: float, what: str) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MachineError(f"{what} needs matplotlib; pip install 'trainwright[charts]'") from None
+        raise MachineError(f"{what} needs matplotlib; {install_command('charts')}") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -176,8 +176,11 @@ def test_a_taken_port_ends_every_rank_soon(runs: Runs, listener: socket.socket) 
 
 
 @pytest.mark.slow
-def test_pods_with_nothing_but_ranks_are_the_same_run(runs: Runs, free_port: int) -> None:
-    """As Kubeflow starts them: no LOCAL_RANK, and an address that is not known to be this machine's own."""
+def test_pods_with_nothing_but_ranks_are_the_same_run(runs: Runs, tmp_path: Path, free_port: int) -> None:
+    """As Kubeflow starts them: no LOCAL_RANK, and an address that is not known to be this machine's own.
+
+    They share nothing but the run's directory.
+    """
     address = str(int.from_bytes(socket.inet_aton("127.0.0.1")))  # a name for it that no one takes for loopback
     everywhere = {
         "WORLD_SIZE": "2",
@@ -187,11 +190,13 @@ def test_pods_with_nothing_but_ranks_are_the_same_run(runs: Runs, free_port: int
         "PET_NPROC_PER_NODE": "auto",
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform.startswith("linux") else "lo0",
     }
-    workers = start_workers(runs, [{**everywhere, "RANK": str(rank)} for rank in range(2)], STEPS)
+    run, workers = runs.new_directory("run"), []
+    for rank in range(2):
+        (here := tmp_path / str(rank)).mkdir()
+        workers += start_workers(runs, [{**everywhere, "RANK": str(rank)}], STEPS, run=run, cwd=here)
     first, second = ended(workers)
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
-    assert workers[0].run is not None
-    same_run(workers[0].run, reference(runs))
+    same_run(run, reference(runs))
 
 
 def test_an_environment_that_no_rank_can_read_is_told_once(runs: Runs) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.commands import ROOT
 from tests.support.runs import TINY
 from trainwright.cli import main
 from trainwright.cli.recipe import app
 from trainwright.errors import RequestError
-from trainwright.recipe.loading import load_recipe
+from trainwright.recipe.loading import load_recipe, read_merged
 from trainwright.recipe.schema import Recipe
 
 SMALLEST = "task: sft\nmodel: {name: some/model}\ndata: {train: pydoc}\n"
@@ -123,3 +124,33 @@ def _properties(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             if key == "properties":
                 yield from value.items()
             yield from _properties(value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_recipe_that_is_listed_can_be_written_and_loaded(folder: Path) -> None:
+    names = [line.split()[0] for line in run("new", "--list").splitlines()]
+    assert {f"recipes/{name}.yaml" for name in names} == {
+        str(path.relative_to(ROOT)) for path in ROOT.glob("recipes/*/*.yaml")
+    }
+    for name in names:
+        assert f"wrote recipes/{name}.yaml" in run("new", name)
+        assert not read_merged(Path(f"recipes/{name}.yaml"), ()).problems
+
+
+def test_a_recipe_brings_those_that_it_includes_and_replaces_none(folder: Path) -> None:
+    with pytest.raises(RequestError, match=r"dpo/tiny.yaml: no such file; trainwright recipe new dpo/tiny writes it"):
+        load_recipe(Path("recipes/dpo/tiny.yaml"))
+    run("new", "dpo/tiny")
+    run("new", "dpo/tiny")
+    changed = Path("recipes/sft/tiny.yaml")
+    changed.write_text("task: sft\n")
+    with pytest.raises(RequestError, match=r"recipes/sft/tiny.yaml: exists with another content"):
+        run("new", "dpo/tiny")
+    assert changed.read_text() == "task: sft\n"
+    with pytest.raises(RequestError, match=r"dpo/tinny: .*did you mean dpo/tiny"):
+        run("new", "dpo/tinny")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainwright.cli.trust import TrustCode
-from trainwright.text import say
+from trainwright.text import say, table
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe recipes.")
 
@@ -17,6 +17,22 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides of recipe values, in YAML."),
 ]
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a recipe, such as sft/tiny.")] = "",
+    all_names: Annotated[bool, typer.Option("--list", help="List the recipes that come with Trainwright.")] = False,
+) -> None:
+    """Write a recipe that comes with Trainwright as recipes/NAME.yaml, with the recipes that it includes."""
+    from trainwright.installation import shipped_recipes, write_recipe
+
+    if all_names or not name:
+        for line in table(list(shipped_recipes().items())):
+            say(line)
+        return
+    files = write_recipe(name, Path("recipes"))
+    say(f"wrote {' and '.join(map(str, files))}; the first lines of {files[0]} say how to run it")
 
 
 @app.command()

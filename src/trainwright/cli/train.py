@@ -13,6 +13,7 @@ from trainwright.activity import Activity
 from trainwright.cli.launching.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.cli.names_in_help import NamesInHelp
 from trainwright.errors import RequestError
+from trainwright.installation import FIRST
 from trainwright.text import say
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _simulate(
     if given:
         raise RequestError(f"--simulate: {machine} describes all nodes of a new run; remove {', '.join(given)}")
     if recipe is None:
-        raise RequestError("no recipe; pass one, for instance: trainwright train recipes/sft/tiny.yaml")
+        raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
     found = tw.simulate(recipe, *overrides, on=machine, force=force, progress=True)
     for line in found.lines():
         say(line, wrap=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from trainwright.errors import MachineError
+from trainwright.installation import install_command
 
 # By module name: the package, and our extra that installs it.
 _PACKAGES = {
@@ -21,4 +22,4 @@ def require(module: str, what: str) -> None:
     """Raise MachineError if ``module``, which ``what`` needs, is not installed."""
     if find_spec(module) is None:
         package, extra = _PACKAGES[module]
-        raise MachineError(f"{what} needs {package}, which is not installed; pip install 'trainwright[{extra}]'")
+        raise MachineError(f"{what} needs {package}, which is not installed; {install_command(extra)}")

@@ -54,7 +54,7 @@ def answer_all(
         chosen = [prompts[index] for index in batch]
         return answer_batch(model, tokenizer, chosen, sampling, stop, examples=batch)
 
-    return over_ranks(world, batches, costs, work, done, together=together)
+    return over_ranks(world, batches, costs, work, done, together=together, result=Answer)
 
 
 def batches_of(

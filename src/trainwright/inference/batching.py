@@ -44,6 +44,7 @@ def over_ranks(
     done: Done = lambda examples: None,
     *,
     together: bool = False,
+    result: type | None = None,
 ) -> list[T]:
     """Return the results of all examples in the order of their indices, on every rank. Every rank must call.
 
@@ -54,6 +55,7 @@ def over_ranks(
         batches: indices from 0, each in one batch.
         costs: of every batch, in any unit.
         together: every rank does everything, in the same order, because each pass of the model involves all ranks.
+        result: the class of a result that is a dataclass or a named tuple.
 
     Raises:
         MachineError: on every rank, if memory runs out with a single example.
@@ -79,7 +81,7 @@ def over_ranks(
             else:
                 shortage = f"rank {world.rank}: {results.detail}"
         world.check_stop()
-    everyone = world.gather((shortage, found))
+    everyone = world.gather((shortage, found), *([] if result is None else [result]))
     if failed := [why for why, _ in everyone if why is not None]:
         raise MachineError(
             f"memory ran out with a single example ({failed[0]}); use fewer processes on this machine, shorter "

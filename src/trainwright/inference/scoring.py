@@ -100,7 +100,7 @@ def _over_sequences(
     training = lm.training
     lm.eval()
     try:
-        return over_ranks(world, batches, costs, on, done, together=together)
+        return over_ranks(world, batches, costs, on, done, together=together, result=TokenScores)
     finally:
         lm.train(training)
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -47,9 +47,11 @@ from trainwright.launch.process import (
     threads_allowed,
 )
 from trainwright.launch.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
+from trainwright.launch.storage.stored_runs import is_url
 from trainwright.launch.without_launcher import signal_warning, stop_without_launcher
 from trainwright.machine.detect import detect
 from trainwright.paths import appears
+from trainwright.recipe.loading import load_recipe
 from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
@@ -204,10 +206,9 @@ def _accelerate() -> Translation | None:
 
 
 def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | None:
-    from trainwright.launch.group.addresses import set_interfaces
+    from trainwright.launch.group.addresses import LOOPBACK, set_interfaces
     from trainwright.launch.group.meeting import meet_ranks
     from trainwright.launch.group.members import Member
-    from trainwright.launch.group.rendezvous import LOOPBACK
 
     if environment.size == 1:
         return None
@@ -215,9 +216,20 @@ def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | 
     if address is not None:
         set_interfaces(address)
     member = Member.here(environment)  # before the others arrive, as they expect an answer at once
-    rendezvous = meet_ranks(environment, _words(options), options.seconds)
+    shared = run_directory.RUNS if environment.nodes == 1 else _shared(options)
+    rendezvous = meet_ranks(environment, _words(options), options.seconds, shared)
     rendezvous.post(member.posted())
     return rendezvous
+
+
+def _shared(options: JoinRequest) -> Path:
+    """Return the folder of the run's directory, which all machines see."""
+    if options.resume not in (None, "", AUTO) and not is_url(options.resume):
+        return Path(options.resume).absolute().parent
+    with suppress(TrainwrightError):  # rank 0 reports it
+        if options.recipe is not None:
+            return run_directory.folder_of(load_recipe(options.recipe, options.overrides).logging.run_directory)
+    return run_directory.RUNS
 
 
 @dataclass(frozen=True)

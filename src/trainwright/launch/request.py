@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
+from trainwright.installation import FIRST, install_command
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.resuming import resumed_recipe
@@ -137,7 +138,7 @@ def request_of(
     Raises RequestError, or FaultError if a place cannot be read now.
     """
     if recipe is None and not resume:
-        raise RequestError("no recipe; pass one, for instance: trainwright train recipes/sft/tiny.yaml")
+        raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
     if resume == AUTO:
         return _begun_or_new(recipe, overrides, translation)
     if resume is None:
@@ -320,7 +321,7 @@ def check_request(request: RunRequest, recipe: Recipe, creates: bool = True) -> 
 
     if recipe.logging.report is True and find_spec("vl_convert") is None:
         raise RequestError(
-            "logging.report: vl-convert-python is not installed; pip install 'trainwright[report]', or set auto"
+            f"logging.report: vl-convert-python is not installed; {install_command('report')}, or set auto"
         )
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
         raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")

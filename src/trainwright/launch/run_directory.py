@@ -18,7 +18,8 @@ from trainwright.engine.checkpoints.stored_run import EVENTS, STORED_AS
 from trainwright.errors import FaultError, RequestError, Stopped, unwritable
 from trainwright.launch.ending.scheduler_job import is_started_again
 from trainwright.machine.sharing.file_lock import Locked, lock_directory
-from trainwright.paths import user_path, write_file
+from trainwright.paths import open_inside, user_path, write_file
+from trainwright.recipe.files import parse_json
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import parse_value
@@ -27,6 +28,7 @@ from trainwright.text import quoted
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
 PLAN = "plan.json"
+_PLAN_BYTES = 2**24
 DIRECTORY_KEY = "logging.run_directory"
 SUBMITTED = "slurm"  # what `trainwright submit` keeps in a run directory
 
@@ -40,6 +42,11 @@ _LEAVING_SECONDS = 3.0  # of the workers of a run that was just killed, which ho
 # Longer than an NFS server keeps the locks of a machine that is lost: with Linux, 90 seconds.
 _LEASE_SECONDS, _LOOK_SECONDS = 120.0, 0.5
 _STAMP = r"\d{8}-\d{6}(-\d+)?"
+
+
+def folder_of(wanted: str) -> Path:
+    """Return the folder of the directory that `logging.run_directory` asks for."""
+    return RUNS if wanted == "auto" else user_path(wanted).absolute().parent
 
 
 def create(wanted: str, stem: str, *, in_place: bool = False) -> Path:
@@ -228,11 +235,10 @@ def run_of(recipe: Path) -> Path | None:
 
 def plan_of(directory: Path) -> dict[str, Any]:
     """Return the plan of a run as a mapping; empty without a plan."""
-    try:
-        plan = json.loads(_read(directory / PLAN) or b"{}")
-    except ValueError:  # nothing that a run depends on
-        return {}
-    return plan if isinstance(plan, dict) else {}
+    with suppress(OSError, ValueError, RequestError), open_inside(directory, PLAN) as file:
+        plan = parse_json(file.read(_PLAN_BYTES).decode(), PLAN)  # nothing that a run depends on
+        return plan if isinstance(plan, dict) else {}
+    return {}
 
 
 def _write_plan(directory: Path, plan: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from trainwright.launch.group.answering_gpus import show_answering_gpus
 from trainwright.launch.group.elastic import Elastic, devices_for
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
+from trainwright.launch.run_directory import folder_of
 from trainwright.launch.slurm.orphaned import end_orphaned_step
 from trainwright.machine.usage.sample import process_age
 from trainwright.text import quoted, say
@@ -100,8 +101,18 @@ def _as_node(
 
     with Activity(sys.stderr, f"waiting for the other nodes at {in_words(rendezvous.host, rendezvous.port)}"):
         place = rendezvous.host, rendezvous.port
+        directory = request.recipe.logging.run_directory
+        shared = folder_of(directory) if request.run is None else request.run.absolute().parent
         nodes = Nodes.meet(
-            rendezvous.node_rank, rendezvous.nodes, place, rendezvous.seconds, mine, linked, rules, enough
+            rendezvous.node_rank,
+            rendezvous.nodes,
+            place,
+            rendezvous.seconds,
+            mine,
+            linked,
+            rules,
+            enough,
+            shared,
         )
     with taking_part(nodes):
         return _Launch(request, resolved, linked, here, machine, nodes).train()

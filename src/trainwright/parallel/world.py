@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright import heartbeat
+from trainwright.parallel import objects
 from trainwright.transfer import on_device
 
 # torch's default for gloo; NCCL's is 10 minutes.
@@ -81,21 +82,32 @@ class World:
         dist.all_gather_single(everyone, row)
         return everyone.view(self.size, -1)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return a small object of every rank, in rank order, on every rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.hosts)
-        return values
+    def gather(self, value: Any, *types: type) -> list[Any]:
+        """Return a small object of every rank, in rank order, on every rank.
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
-        if self.size == 1:
+        Args:
+            types: dataclasses and named tuples in it, beside plain data, arrays and tensors (see ``objects``).
+        """
+        if self.size == 1 or self.alone:
+            return [value] * self.size
+        content = objects.dumps(value, *types)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=self.hosts)
+        longest = max(int(size) for size in sizes)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, _bytes(content.ljust(longest)), group=self.hosts)
+        return [objects.loads(part.numpy().tobytes(), *types) for part in parts]  # padded with spaces
+
+    def broadcast(self, value: Any, *types: type) -> Any:
+        """Return rank 0's value on every rank; ``types`` as in ``gather``."""
+        if self.size == 1 or self.alone:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.hosts)
-        return values[0]
+        content = _bytes(objects.dumps(value, *types)) if self.is_main else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, src=0, group=self.hosts)
+        content = content if self.is_main else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, src=0, group=self.hosts)
+        return value if self.is_main else objects.loads(content.numpy().tobytes(), *types)
 
     def check_stop(self) -> None:
         """Interrupt long work if a stop was requested. All ranks must call this at the same points, or none.
@@ -112,6 +124,10 @@ class World:
         """Wait for all ranks; work that was started on devices may still run."""
         if self.size > 1:
             dist.barrier(group=self.hosts)
+
+
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _float64(values: list[float]) -> torch.Tensor:

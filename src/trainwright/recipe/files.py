@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
+from trainwright.installation import shipped_recipes
 
 DEEPEST = 64  # levels of mappings and lists; files written by people stay far below
 # In bytes. YAML takes seconds per MiB to read; people write a few thousand bytes.
@@ -62,6 +63,8 @@ def missing_file(path: Path) -> str:
     names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     hint = f"; did you mean {directory / close[0]}?" if close else ""
+    if path.parts[:1] == ("recipes",) and (name := "/".join(path.with_suffix("").parts[1:])) in shipped_recipes():
+        hint = f"; trainwright recipe new {name} writes it"
     return f"{path}: no such file{hint}"
 
 
@@ -84,12 +87,19 @@ def parse_json(text: str, source: str, pairs: Callable[[list[tuple[str, Any]]], 
         raise _too_deep(source) from None
     except ValueError as error:  # of `pairs`, and of numbers with thousands of digits
         raise RequestError(f"{source}: {error}") from None
+    if is_deeper(value, DEEPEST):
+        raise _too_deep(source)
+    return value
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Return whether dicts and lists are nested more than ``most`` deep in a value."""
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(most):
         level = [item for one in level for item in _items(one)]
         if not level:
-            return value
-    raise _too_deep(source)
+            return False
+    return True
 
 
 def _items(value: Any) -> list[Any]:

@@ -222,6 +222,10 @@ class Recipe(Section):
         unsaid = set() if self.has_texts else {"model", "data"}
         return {key: value for key, value in values.items() if value is not None and key not in unsaid}
 
+    def __reduce__(self) -> Any:
+        # Its class is made for the tasks of this process, and has no name to be found by.
+        return Recipe.model_validate, (self.model_dump(),)
+
     @property
     def spec(self) -> TaskSpec:
         """Return the spec of the task."""

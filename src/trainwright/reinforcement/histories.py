@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.installation import install_command
 from trainwright.paths import user_path
 from trainwright.reinforcement.environments import Environment, check_stored, make
 
@@ -262,7 +263,7 @@ def _h5py() -> Any:
     try:
         import h5py
     except ImportError:
-        raise MachineError("histories need h5py: pip install 'trainwright[reinforcement]'") from None
+        raise MachineError(f"histories need h5py: {install_command('reinforcement')}") from None
     return h5py
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
+from trainwright.installation import install_command
 from trainwright.machine.cache import cache_root, try_write
 from trainwright.reports.figures import RunFigures, curves_of
 
@@ -139,7 +140,7 @@ def script() -> str:
         import vl_convert
     except ImportError:
         raise RequestError(
-            "a report needs vl-convert-python, which has the script of its charts; pip install 'trainwright[report]'"
+            f"a report needs vl-convert-python, which has the script of its charts; {install_command('report')}"
         ) from None
     kept = cache_root() / "scripts" / f"vega-{version('vl-convert-python')}.js"
     try:

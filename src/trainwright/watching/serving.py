@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.installation import install_command
 from trainwright.text import say
 
 LOCAL = "127.0.0.1"
@@ -26,7 +27,7 @@ def serve(root: Path, host: str = LOCAL, port: int = 0) -> None:
         import starlette  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise RequestError(f"watch: {error.name} is not installed; pip install 'trainwright[watch]'") from None
+        raise RequestError(f"watch: {error.name} is not installed; {install_command('watch')}") from None
     from trainwright.watching.app import application
     from trainwright.watching.board import Board
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from trainwright.errors import RequestError
+from trainwright.installation import FIRST
 from trainwright.text import say
 
 
@@ -70,7 +71,7 @@ def submit(
 
     recipe, overrides = split_words(arguments)
     if recipe is None:
-        raise RequestError("no recipe; pass one, for instance: trainwright submit recipes/sft/tiny.yaml --to slurm")
+        raise RequestError("no recipe; pass one, for instance: " + FIRST.format("submit --to slurm"))
     made = tw.submit(
         recipe,
         *overrides,

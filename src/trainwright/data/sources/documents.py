@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.data.sources.row_files import LocatedRow, read_text
 from trainwright.errors import MachineError, RequestError
+from trainwright.installation import install_command
 
 if TYPE_CHECKING:
     from docx.table import Table
@@ -49,7 +50,7 @@ def _docx(path: Path) -> str:
         from docx.opc.exceptions import OpcError
         from docx.table import Table
     except ImportError:
-        raise MachineError(f"{path}: Word files need python-docx; pip install 'trainwright[docx]'") from None
+        raise MachineError(f"{path}: Word files need python-docx; {install_command('docx')}") from None
     try:
         parts = list(Document(str(path)).iter_inner_content())
     except (OpcError, OSError, KeyError, ValueError) as error:

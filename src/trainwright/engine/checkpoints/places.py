@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, Manifest
 from trainwright.errors import MachineError, RequestError, TrainwrightError, writes_to
+from trainwright.installation import install_command
 from trainwright.paths import user_path
 
 RUN, EVENTS, ATTEMPTS = "run.json", "events", "attempts.json"
@@ -60,7 +61,7 @@ class Place:
             filesystem, root = fsspec.url_to_fs(where if "://" in where else str(user_path(where).absolute()))
         except ImportError as error:
             extra = _EXTRAS.get(protocol)
-            fix = f"pip install 'trainwright[{extra}]'" if extra else "install it"
+            fix = install_command(extra) if extra else "install it"
             raise RequestError(f"{key}: {where} needs a library that is not installed ({error}); {fix}") from error
         except ValueError as error:
             raise RequestError(f"{key}: {where} cannot be opened: {error}; correct the URL") from error

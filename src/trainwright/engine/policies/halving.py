@@ -111,7 +111,7 @@ class Halving(StepPolicy):
 
     def _first(self, own: MemoryShortage | None) -> tuple[int, MemoryShortage]:
         """Return the lowest rank that ran out of memory, and its error."""
-        found: list[MemoryShortage | None] = self._world.gather(own)
+        found: list[MemoryShortage | None] = self._world.gather(own, MemoryShortage)
         return next((rank, shortage) for rank, shortage in enumerate(found) if shortage is not None)
 
 

@@ -91,7 +91,7 @@ class Profiling(StepPolicy):
             has_memory = recording.write_memory(memory)
         except (OSError, RuntimeError) as found:
             error = f"rank {world.rank}: {found}"
-        ranks = world.gather((error, operators, memory if has_memory else None))
+        ranks = world.gather((error, operators, str(memory) if has_memory else None), Operator)
         if not world.is_main:
             return
         error, merged = next((each for each, _, _ in ranks if each), ""), self._directory / f"{name}.json.gz"
@@ -105,7 +105,7 @@ class Profiling(StepPolicy):
             self.training.events.emit(Notice(message=message))
             return
         rows = _slowest([operators for _, operators, _ in ranks])
-        snapshots = [path for _, _, path in ranks if path is not None]
+        snapshots = [Path(path) for _, _, path in ranks if path is not None]
         self.training.events.emit(Profile(first=self._began, step=step, path=merged, operators=rows, memory=snapshots))
 
 

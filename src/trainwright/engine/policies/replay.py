@@ -106,12 +106,12 @@ class Replay(StepPolicy):
         """
         world, passes = self.training.world, self._take()
         self.compare_weights(step)
-        everyone: list[Passes] = world.gather(passes)
+        everyone: list[Passes] = world.gather(passes, Passes)
         if self._compares_passes and (wrong := _mismatches(everyone)):
             again()
-            second: list[Passes] = world.gather(self._take())
+            second: list[Passes] = world.gather(self._take(), Passes)
             again()
-            self._judge(step, wrong, everyone, second, world.gather(self._take()))
+            self._judge(step, wrong, everyone, second, world.gather(self._take(), Passes))
         self.state[_CHECKED] = float(step)
 
     def compare_weights(self, step: int) -> None:

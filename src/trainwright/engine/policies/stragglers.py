@@ -206,7 +206,7 @@ class Stragglers(StepPolicy):
                 planned_threads=statistics.median(threads),
                 sleeps=False,
             )
-        causes = world.gather(causes)[straggler.rank]
+        causes = world.gather(causes, Cause)[straggler.rank]
         self._found = None
         if straggler.gain < _GAIN:  # only here, as walls, unlike the seconds of ranks, are not the same everywhere
             return

@@ -13,6 +13,7 @@ import psutil
 from trainwright.errors import MachineError
 from trainwright.text import say
 
+LOOPBACK = "127.0.0.1"
 LOOKUP_SECONDS = 60.0
 _LOOK_AGAIN_SECONDS = 1.0
 # Addresses that no machine has (RFC 5737, RFC 3849).

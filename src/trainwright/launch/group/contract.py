@@ -63,10 +63,15 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class View:
-    """What one rank found, and what its recipe plans; keys are (a group of `_FIXES`, a name)."""
+    """What one rank found, and what its recipe plans, as text; keys are (a group of `_FIXES`, a name)."""
 
-    found: dict[tuple[str, str], Any]
-    planned: dict[tuple[str, str], Any]
+    found: dict[tuple[str, str], str]
+    planned: dict[tuple[str, str], str]
+
+    @classmethod
+    def of(cls, found: dict[tuple[str, str], Any], planned: dict[tuple[str, str], Any]) -> View:
+        """Return the view of these values."""
+        return cls({key: repr(value) for key, value in found.items()}, {k: repr(each) for k, each in planned.items()})
 
 
 def usable_device(machine: Machine, rank_info: RankInfo | None, asked: str | None = None) -> str:
@@ -126,8 +131,8 @@ def agree(recipe: Recipe, task: Task, world: World) -> None:
     examples = sum(len(micro.examples) for micro in first.micro_batches)
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
         planned["batches", "micro-batches per step"] = steps
-    own = (View(found, planned), _gpu(world.device), _with_targets(share))
-    seen: list[Any] = [own] if world.alone else world.gather(own)
+    own = (View.of(found, planned), _gpu(world.device), _with_targets(share))
+    seen: list[Any] = [own] if world.alone else world.gather(own, View)
     views, gpus, deals = ([rank[part] for rank in seen] for part in range(3))
     dealt = _wrongly_dealt(
         itertools.chain.from_iterable(deals), _with_targets(share if world.alone else first.micro_batches)
@@ -147,7 +152,7 @@ def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Mode
     world = strategy.world
     planned = asdict(planned_layout(recipe.parallel, dtype, world.device.type))
     own = strategy.layout()
-    seen: list[tuple[str, ModelLayout]] = world.gather((strategy.name, own))
+    seen: list[tuple[str, ModelLayout]] = world.gather((strategy.name, own), ModelLayout)
     layouts = [layout for _, layout in seen]
     held = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
     updated = copies_held(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
@@ -157,7 +162,7 @@ def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Mode
         for of_one_rank in ("local_shape", "held", "updated"):
             del found[of_one_rank]
         found |= {} if world.alone else {"held_copies": held, "updated_copies": updated}
-        views.append(View(_layout_keys(found), _layout_keys({"strategy": recipe.parallel.strategy, **planned})))
+        views.append(View.of(_layout_keys(found), _layout_keys({"strategy": recipe.parallel.strategy, **planned})))
     _refuse(_differences(views), world)
     return own
 
@@ -173,13 +178,13 @@ def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
         ranks: dict[str, list[int]] = {}
         for rank, view in enumerate(views):
             if key in view.found:
-                ranks.setdefault(repr(view.found[key]), []).append(rank)
+                ranks.setdefault(view.found[key], []).append(rank)
         group, name = key
         if key in planned:
-            wrong = {value: who for value, who in ranks.items() if value != repr(planned[key])}
+            wrong = {value: who for value, who in ranks.items() if value != planned[key]}
             if wrong:
                 asked = _ASKED.get(group, "the recipe asks for")
-                yield group, f"{group}: {name}: {asked} {planned[key]!r}, and it is {_who(wrong)}"
+                yield group, f"{group}: {name}: {asked} {planned[key]}, and it is {_who(wrong)}"
         elif len(ranks) > 1:
             yield group, f"{group}: {name}: {_who(ranks)}"
 

@@ -89,8 +89,8 @@ class FailureReport:
     def _hear(self, message: Message) -> None:
         if message["kind"] not in (_FAILED, GONE) or self.heard.is_set():
             return
-        peer = message["peer"]
-        self.exit_code = int(message.get("exit_code") or self._code_of_gone())
+        peer, code = message["peer"], message.get("exit_code")
+        self.exit_code = code if type(code) is int and 0 < code < 256 else self._code_of_gone()
         self.text = str(message.get("text") or self._gone(peer))
         if self._logs is not None:
             self._tell(self.text, own=False)

@@ -22,27 +22,34 @@ import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.launch.group.addresses import is_loopback
+from trainwright.launch.group.addresses import LOOPBACK, is_loopback
 from trainwright.launch.group.environment import LaunchEnvironment
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import NotPeerZero, Peers, Unreachable
 from trainwright.launch.group.rendezvous import (
     DEFAULT_TIMEOUT,
-    LOOPBACK,
     POLL_SECONDS,
+    SHARED,
     Rendezvous,
     host_store,
     join_store,
     meet,
+    unproven,
 )
+from trainwright.launch.group.trust.secret import Unproven, secret_of
 from trainwright.launch.group.waiting import Waiting
 
 
 def meet_ranks(
-    environment: LaunchEnvironment, arguments: Sequence[str] = (), seconds: float = DEFAULT_TIMEOUT
+    environment: LaunchEnvironment,
+    arguments: Sequence[str] = (),
+    seconds: float = DEFAULT_TIMEOUT,
+    shared: Path = SHARED,
 ) -> Rendezvous:
     """Meet the other processes that the launcher started, at least one. All have the same ``arguments``.
+
+    ``shared``: a directory that all machines see, for the secret of the job.
 
     Raises MachineError if the port is in use, the address is unknown, or rank 0 does not arrive.
     """
@@ -50,7 +57,7 @@ def meet_ranks(
     if address is not None and port is not None and not environment.agent_store:
         job = job_of(environment.size, arguments, environment.job_everywhere)
         fix = "set MASTER_PORT to a free one, the same for every process of the job"
-        return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix)
+        return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix, shared=shared)
     if address is not None and port is not None:
         if not is_loopback(address):
             skip_reverse_lookups()
@@ -58,29 +65,36 @@ def meet_ranks(
     else:
         store, port = _meet_by_file(environment, seconds)
         address = LOOPBACK
-    return _join_round(environment, store, (address, port), seconds)
+    return _join_round(environment, store, (address, port), seconds, shared)
 
 
-def _join_round(environment: LaunchEnvironment, store: TCPStore, place: tuple[str, int], seconds: float) -> Rendezvous:
+def _join_round(
+    environment: LaunchEnvironment, store: TCPStore, place: tuple[str, int], seconds: float, shared: Path
+) -> Rendezvous:
     """Meet the other ranks of this start at a store that earlier ones of the job may have used.
 
     Rank 0 names each start anew: the launchers on several machines may have counted different numbers of restarts.
     """
     alone, rank, size = environment.nodes == 1, environment.rank, environment.size
+    at = LOOPBACK if alone else place[0], place[1]
     starts = PrefixStore(f"trainwright/starts/{environment.job}", store)
     if rank == 0:
         name = secrets.token_hex(8)
-        peers = Peers.host(socket.create_server((LOOPBACK if alone else "", 0), backlog=4096))
-        starts.set("newest", json.dumps([name, peers.port, peers.job]))
+        listener = socket.create_server((LOOPBACK if alone else "", 0), backlog=4096)
+        peers = Peers.host(listener, {"start": name}, size, *secret_of(at, shared))
+        starts.set("newest", json.dumps([name, peers.port]))
     else:
-        name, peers = _newest_start(starts, rank, LOOPBACK if alone else place[0], seconds)
+        name, peers = _newest_start(starts, rank, size, at, seconds, shared)
     rendezvous = Rendezvous("rank", rank, size, store, *place, prefix=f"/{environment.job}/{name}")
     rendezvous.peers = peers
     return rendezvous
 
 
-def _newest_start(starts: Store, rank: int, address: str, seconds: float) -> tuple[str, Peers]:
+def _newest_start(
+    starts: Store, rank: int, size: int, place: tuple[str, int], seconds: float, shared: Path
+) -> tuple[str, Peers]:
     """Return the name of the start whose rank 0 answers, and the connection to it."""
+    address = place[0]
     deadline, why = time.monotonic() + seconds, "it has not started"
     waiting = Waiting(f"rank {rank}", seconds)
     while time.monotonic() < deadline:
@@ -89,16 +103,21 @@ def _newest_start(starts: Store, rank: int, address: str, seconds: float) -> tup
             found = json.loads(starts.get("newest")) if starts.check(["newest"]) else None
         except RuntimeError as error:  # torch's DistNetworkError is one
             raise FaultError("the launcher's store is gone; see its output") from error
-        if found is not None:
-            name, port, job = found
+        except ValueError:  # anybody can write into the launcher's store
+            found = None
+        if isinstance(found, list) and len(found) == 2 and type(found[1]) is int and 0 < found[1] < 2**16:
+            name, port = str(found[0]), found[1]
             try:
-                return name, Peers.join(rank, address, port, job, 0.0)
+                job, secret = {"start": name}, lambda: secret_of(place, shared)[0]
+                return name, Peers.join(rank, size, (address, port), job, secret, 0.0)
             except Unreachable as error:  # of an earlier start
                 why = f"port {port} of {address}: {error}"
             except NotPeerZero as error:
                 if "member" in (error.differs or ()):
                     raise MachineError(f"rank {rank} is already there: two processes have the same rank") from None
                 why = f"port {port} of {address} is used by another program"
+            except Unproven:
+                raise FaultError(unproven(place, shared)) from None
         time.sleep(POLL_SECONDS)
     raise MachineError(f"rank 0 cannot be reached within {seconds:g} s: {why}")
 

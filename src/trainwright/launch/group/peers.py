@@ -3,6 +3,9 @@
 A star of sockets around peer 0. A process that dies loses its connection, and the kernel informs the others; a machine
 that vanishes is detected by TCP's keep-alive (tcp(7)) within 20 s. No heartbeat is needed, so a process that is busy
 for long is never taken for dead.
+
+Each connection begins with the proof of `trust`, and belongs to one peer from its first message on: whose a message is
+says the connection, never the message.
 """
 
 from __future__ import annotations
@@ -10,16 +13,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trainwright.launch.group.identity import Job, differences
+from trainwright.launch.group.trust.door import PEERS, Door, Relay
+from trainwright.launch.group.trust.secret import Unproven, prove
 
 Message = dict[str, Any]
 
@@ -29,7 +35,7 @@ _HELLO, _BYE, _WELCOME, _REFUSED = "hello", "bye", "welcome", "refused"
 _SEND_SECONDS = 5.0
 # How long a listener may take to answer as peer 0 of this job; an earlier job may still be ending.
 ANSWER_SECONDS = 8.0
-_RECEIVE = 65536
+_RECEIVE, _LONGEST = 65536, 2**24  # bytes; of a message, which may have the failures of all ranks of a node
 
 
 @dataclass
@@ -50,11 +56,11 @@ class _Line:
         self.pending += data
         *lines, self.pending = self.pending.split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 message = json.loads(line)
-                if isinstance(message, dict):
+                if isinstance(message, dict) and isinstance(message.get("kind"), str):
                     self.messages.append(message)
-        return bool(data)
+        return bool(data) and len(self.pending) <= _LONGEST
 
     def send(self, message: Message) -> None:
         with contextlib.suppress(OSError):
@@ -81,17 +87,21 @@ class Peers:
     Use `host` or `join`. A message is a dictionary with a "kind"; "peer" is added, the index of the sender.
 
     Attributes:
-        job: what every peer has to present; if not known beforehand, a secret that only the peers receive.
+        job: what every peer has to present.
         welcome: what peer 0 sends to each peer that joins.
     """
 
-    def __init__(self, index: int, job: Job) -> None:
+    def __init__(self, index: int, job: Job, size: int) -> None:
         self.index = index
         self.job = job
+        self._size = size
         self.port = 0
         self.welcome: Message = {}
         self._members = {0}
-        self._listener: socket.socket | None = None
+        self._door: Door | None = None  # of peer 0
+        self._relay: Relay | None = None  # of the others
+        self._secret_file: Path | None = None
+        self._arrivals: deque[socket.socket] = deque()
         self._lines: list[_Line] = []
         self._history: list[Message] = []  # for peers that join late
         self._lock = threading.RLock()
@@ -100,20 +110,21 @@ class Peers:
         os.register_at_fork(after_in_child=self._close_in_child)
 
     @classmethod
-    def host(cls, listener: socket.socket, job: Job | None = None) -> Peers:
-        """Return peer 0, listening at ``listener``."""
-        peers = cls(0, {"secret": secrets.token_hex(16)} if job is None else job)
-        peers._listener = listener
-        peers.port = listener.getsockname()[1]
+    def host(cls, listener: socket.socket, job: Job, size: int, secret: bytes, secret_file: Path | None) -> Peers:
+        """Return peer 0 of ``size``, listening at ``listener``; it removes the file of the secret in the end."""
+        peers = cls(0, job, size)
+        peers.port, peers._secret_file = listener.getsockname()[1], secret_file
+        peers._door = Door(listener, secret, peers._arrive)
         return peers
 
     @classmethod
     def join(
         cls,
         index: int,
-        address: str,
-        port: int,
+        size: int,
+        place: tuple[str, int],
         job: Job,
+        secret: Callable[[], bytes],
         seconds: float,
         meanwhile: Callable[[], None] = lambda: None,
         patience: float = ANSWER_SECONDS,
@@ -121,35 +132,45 @@ class Peers:
     ) -> Peers:
         """Return any other peer after peer 0 has accepted it; `welcome` is what peer 0 sent.
 
-        `meanwhile` is called repeatedly, and may raise; so is `failing`, with the reason why the port cannot be
-        reached. `patience`: seconds that the listener may take to answer as
-        peer 0.
+        `secret` is called at each attempt, as an earlier job at the same place may just have ended. `meanwhile` is
+        called repeatedly, and may raise; so is `failing`, with the reason why the port cannot be reached. `patience`:
+        seconds that the listener may take to answer as peer 0.
 
         Raises:
-            NotReached: nothing listened there for `seconds`.
+            Unreachable: nothing listened there for `seconds`.
             NotPeerZero: the listener is not peer 0 of this job, or already has this peer.
+            Unproven: the listener has another secret.
         """
-        peers = cls(index, job)
-        deadline, answered_by, differs = time.monotonic() + seconds, None, None
+        peers = cls(index, job, size)
+        deadline, answered_by = time.monotonic() + seconds, None
+        reason: Unproven | NotPeerZero = NotPeerZero(None)
         while True:
             try:
-                line = _Line(_connected(address, port), peer=0)
+                line = _Line(_connected(*place), peer=0)
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise Unreachable(error.strerror or str(error)) from None
                 failing(error.strerror or str(error))
             else:
                 answered_by = answered_by or time.monotonic() + patience
-                line.send({"kind": _HELLO, "peer": index, "job": job})
-                answer = _answer(line, answered_by, meanwhile)
-                if answer.get("kind") == _WELCOME:
-                    peers.welcome = answer
-                    peers._lines.append(line)
-                    return peers
+                known = secret()
+                try:
+                    prove(line.socket, known, PEERS, answered_by, meanwhile)
+                    line.send({"kind": _HELLO, "peer": index, "job": job})
+                    answer = _answer(line, answered_by, meanwhile)
+                    if answer.get("kind") == _WELCOME:
+                        peers.welcome = answer
+                        peers._lines.append(line)
+                        peers._relay = Relay(line.socket, known)
+                        return peers
+                    reason = NotPeerZero(answer.get("differs"))
+                except Unproven as error:
+                    reason = error
+                except OSError:  # it ended, or is another program
+                    pass
                 line.socket.close()
-                differs = answer.get("differs", differs)
             if answered_by is not None and time.monotonic() > answered_by:
-                raise NotPeerZero(differs)
+                raise reason
             meanwhile()
             time.sleep(0.2)
 
@@ -160,6 +181,15 @@ class Peers:
     def send_direct(self, kind: str, **content: Any) -> None:
         """Send to those that are connected now: from peer 0 to all others, from another one to peer 0 only."""
         self._send({"kind": kind, "peer": self.index, _DIRECT: True, **content}, origin=None)
+
+    def open_to_members(self, port: int) -> None:
+        """Let the others connect to the store at this port of the loopback interface, as peer 0."""
+        assert self._door is not None, "of peer 0"
+        self._door.stores.add(port)
+
+    def reach(self, port: int) -> int:
+        """Return the port of this machine's loopback interface at which a store of peer 0 is."""
+        return port if self._relay is None else self._relay.to(port)
 
     def connected(self) -> set[int]:
         """Return the peers that are connected to this one."""
@@ -185,8 +215,8 @@ class Peers:
             if self._closed:
                 return []
             watched: list[Any] = [line.socket for line in self._lines] + [self._wake[0]]
-            if self._listener is not None:
-                watched.append(self._listener)
+            if self._door is not None:
+                self._door.tell()
             if any(line.messages for line in self._lines):  # they arrived with the welcome
                 seconds = 0
         poller = select.poll()
@@ -205,12 +235,17 @@ class Peers:
             self.send(_BYE)
             self._closed = True
             os.write(self._wake[1], b"x")
-            for each in self._lines:
+            for line in self._lines:
                 with contextlib.suppress(OSError):
-                    each.socket.shutdown(socket.SHUT_WR)
-                each.socket.close()
-            if self._listener is not None:
-                self._listener.close()
+                    line.socket.shutdown(socket.SHUT_WR)
+                line.socket.close()
+            if self._door is not None:
+                self._door.tell(ends=True)
+            if self._secret_file is not None:  # before the port is free for another job, which may need the file
+                self._secret_file.unlink(missing_ok=True)
+            for each in (self._door, self._relay):
+                if each is not None:
+                    each.close()
 
     def watch(self, react: Callable[[Message], None]) -> None:
         """Call `react` with every message from now on, in a separate thread."""
@@ -223,15 +258,18 @@ class Peers:
         threading.Thread(target=follow, daemon=True, name="peers").start()
 
     def _read(self, ready: set[int]) -> list[Message]:
-        if self._listener is not None and self._listener.fileno() in ready:
-            self._accept()
+        if self._wake[0] in ready:
+            os.read(self._wake[0], _RECEIVE)
+            while self._arrivals:
+                connection = self._arrivals.popleft()
+                _keep_alive(connection)
+                self._lines.append(_Line(connection))
         received: list[Message] = []
         for line in [line for line in self._lines if line.socket.fileno() in ready or line.messages]:
             alive = line.socket.fileno() not in ready or line.receive()
             for message in line.messages:
                 received += self._handle(line, message)
             line.messages.clear()
-            alive &= line.peer is not None or len(line.pending) <= _RECEIVE  # a foreign program may send without end
             if not alive and line in self._lines:
                 self._drop(line)
                 if line.peer is not None:
@@ -254,8 +292,14 @@ class Peers:
                 line.send(earlier)
             return []
         if message.get("kind") == _BYE:
-            if message.get("peer") == line.peer:
+            if self._door is not None or message.get("peer") == 0:
                 self._drop(line)
+            return []
+        if self._door is not None:
+            if message["kind"] == GONE:
+                return []
+            message["peer"] = line.peer
+        elif not self._is_peer(message.get("peer")):
             return []
         if not message.get(_DIRECT):
             self._send(message, origin=line)
@@ -264,26 +308,27 @@ class Peers:
     def _differences(self, message: Message) -> list[str]:
         """Return how the sender differs from this job; empty if it belongs to it."""
         job, peer = message.get("job"), message.get("peer")
-        if message.get("kind") != _HELLO or not isinstance(job, dict) or not isinstance(peer, int):
+        if message["kind"] != _HELLO or not isinstance(job, dict) or not self._is_peer(peer):
             return ["program"]
         return differences(self.job, job) or (["member"] if peer in self._members else [])
 
+    def _is_peer(self, index: object) -> bool:
+        return type(index) is int and 0 <= index < self._size
+
     def _send(self, message: Message, origin: _Line | None) -> None:
         with self._lock:
-            if self._listener is not None and not message.get(_DIRECT):
+            if self._door is not None and not message.get(_DIRECT):
                 self._history.append(message)
-            elif self._listener is None and origin is not None:
+            elif self._door is None and origin is not None:
                 return  # only peer 0 forwards messages
             for line in self._lines:
                 if line is not origin and line.peer is not None:
                     line.send(message)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(OSError):
-            accepted, _ = self._listener.accept()
-            _keep_alive(accepted)
-            self._lines.append(_Line(accepted))
+    def _arrive(self, connection: socket.socket) -> None:
+        """Take a connection of a member, in the door's thread."""
+        self._arrivals.append(connection)
+        os.write(self._wake[1], b"x")
 
     def _drop(self, line: _Line) -> None:
         self._lines.remove(line)
@@ -294,9 +339,8 @@ class Peers:
     def _close_in_child(self) -> None:
         """Close inherited connections in a forked child: a copy would keep them open after their owner's death."""
         self._closed = True
-        for each in (*(line.socket for line in self._lines), self._listener):
-            if each is not None:
-                each.close()
+        for each in (*(line.socket for line in self._lines), *self._arrivals):
+            each.close()
 
 
 def _connected(address: str, port: int) -> socket.socket:
@@ -313,8 +357,6 @@ def _answer(line: _Line, until: float, meanwhile: Callable[[], None]) -> Message
         if poller.poll(100) and not line.receive():
             break
         meanwhile()
-        if len(line.pending) > _RECEIVE:  # of another program that sends without end
-            break
     return line.messages.pop(0) if line.messages else {}
 
 

@@ -12,24 +12,26 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.launch.group.addresses import LOOKUP_SECONDS, in_words, is_loopback, to_listen_at
+from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, is_loopback, to_listen_at
 from trainwright.launch.group.identity import WORDS, Job
 from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, Peers, Unreachable
+from trainwright.launch.group.trust.secret import VARIABLE, Unproven, secret_of
 from trainwright.launch.group.waiting import Waiting
 
-LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = 600.0  # seconds
 
 _STORE_TIMEOUT = timedelta(minutes=15)
 POLL_SECONDS = 0.1
 
 _PREPARED = "prepared"
+SHARED = Path("runs")  # in the current directory
 
 
 class Rendezvous:
@@ -54,6 +56,12 @@ class Rendezvous:
         self._keys = PrefixStore(f"trainwright/{noun}{prefix}", store)
         self.peers: Peers
         self.early: list[Message] = []
+
+    def host_store(self) -> TCPStore:
+        """Return a new store on this machine, which is member 0's, that the other members can reach."""
+        store = host_store(LOOPBACK, 0, "")
+        self.peers.open_to_members(int(store.port))
+        return store
 
     def listen(self) -> None:
         """Accept connections of other members; member 0 calls this while it waits."""
@@ -150,20 +158,27 @@ def meet(
     fix: str,
     meanwhile: Callable[[], None] = lambda: None,
     patience: float = ANSWER_SECONDS,
+    shared: Path = SHARED,
 ) -> Rendezvous:
-    """Meet the other members at `place`, host and port of member 0. Members of other jobs are rejected before the
-    store.
+    """Meet the other members at `place`, host and port of member 0. Strangers and members of other jobs are rejected
+    before the store.
 
-    `patience`: seconds that the process listening there may take to answer as member 0.
+    `patience`: seconds that the process listening there may take to answer as member 0. `shared`: a directory that all
+    members see, for the secret of the job.
 
-    Raises MachineError, ending with `fix` if another program or another job uses the port.
+    Raises:
+        MachineError: another program or another job uses the port; it ends with `fix`.
+        FaultError: member 0 does not know the same secret.
     """
     address, port = place
     if not is_loopback(address):
         skip_reverse_lookups()
     if index == 0:
-        peers = Peers.host(_listen(address, port, fix, seconds, meanwhile), job)
-        store = host_store(address, 0, fix)
+        listener = _listen(address, port, fix, seconds, meanwhile)
+        secret, file = secret_of(place, shared)  # once this process has the port, nobody else removes the file
+        peers = Peers.host(listener, job, count, secret, file)
+        store = host_store(LOOPBACK, 0, fix)
+        peers.open_to_members(int(store.port))
         peers.welcome = {"store": store.port}
     else:
         try:
@@ -172,7 +187,9 @@ def meet(
             def tell(reason: str) -> None:
                 waiting.tell(lambda: f"{noun} 0 at {where} ({reason})")
 
-            peers = Peers.join(index, address, port, job, seconds, meanwhile, patience, tell)
+            peers = Peers.join(
+                index, count, place, job, lambda: secret_of(place, shared)[0], seconds, meanwhile, patience, tell
+            )
         except Unreachable as error:
             raise MachineError(
                 f"{noun} 0 did not open {in_words(address, port)} within {seconds:g} s ({error}); start it, or "
@@ -180,10 +197,22 @@ def meet(
             ) from None
         except NotPeerZero as error:
             raise MachineError(_not_member_zero(noun, index, place, error.differs, fix)) from None
-        store = _client(address, int(peers.welcome["store"]), f"{noun} 0")
+        except Unproven:
+            raise FaultError(unproven(place, shared)) from None
+        store = _client(LOOPBACK, peers.reach(int(peers.welcome["store"])), f"{noun} 0")
     rendezvous = Rendezvous(noun, index, count, store, address, port)
     rendezvous.peers = peers
     return rendezvous
+
+
+def unproven(place: tuple[str, int], shared: Path) -> str:
+    """Return the message of a process that could not prove itself at ``place``."""
+    file = secret_of(place, shared)[1]
+    differs = f"{VARIABLE} differs" if file is None else f"{file} is not the same file there"
+    return (
+        f"{in_words(*place)} refuses this process, which could not prove that it is of the run: {differs}; start all "
+        f"processes in a directory that they share, or set {VARIABLE} to the same random text for each"
+    )
 
 
 def _not_member_zero(noun: str, index: int, place: tuple[str, int], differs: list[str] | None, fix: str) -> str:

@@ -21,7 +21,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from trainwright.launch.ending import stop
 from trainwright.launch.ending.failure import error_file
 from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER, START_METHOD
-from trainwright.launch.group.rendezvous import LOOPBACK, host_store
+from trainwright.launch.group.addresses import LOOPBACK
+from trainwright.launch.group.rendezvous import host_store
 from trainwright.launch.nodes.nodes import Nodes
 
 _MONITOR_SECONDS = 0.05
@@ -119,7 +120,7 @@ class SeveralNodes(OneNode):
         """Return this node's place; nothing is exchanged, as node 0 has told all of them the same."""
         nodes, launch = self._nodes, self._launch
         nodes.running = True
-        info = RendezvousStoreInfo(nodes.rendezvous.address, launch.port)
+        info = RendezvousStoreInfo(LOOPBACK, nodes.rendezvous.peers.reach(launch.port))
         members = launch.spread.nodes
         return RendezvousInfo(HashStore(), members.index(nodes.index), len(members), info)
 

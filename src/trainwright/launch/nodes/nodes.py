@@ -22,7 +22,7 @@ from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.group.addresses import set_interfaces
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.peers import GONE, Message
-from trainwright.launch.group.rendezvous import Rendezvous, host_store, meet
+from trainwright.launch.group.rendezvous import SHARED, Rendezvous, meet
 from trainwright.launch.nodes.clocks import Clocks
 from trainwright.launch.nodes.info import (
     NodeDropped,
@@ -42,9 +42,26 @@ from trainwright.text import say
 _STOP, _KILLED, _FAILED, _FINISHED, _RUNS = "stop", "killed", "failed", "finished", "runs"
 # The messages between launches: a node waits for one, node 0 begins or refuses one, or the run is over.
 _READY, _LAUNCH, _REFUSED, _OVER, _DROPPED = "ready", "launch", "refused", "over", "dropped"
+# The fields of each kind of message that have to be there, with their types.
+_FIELDS: dict[str, dict[str, type]] = {
+    GONE: {},
+    _STOP: {},
+    _KILLED: {},
+    _DROPPED: {},
+    _FAILED: {"number": int, "code": int},
+    _FINISHED: {"number": int, "codes": dict},
+    _RUNS: {"time": float},
+    _READY: {"room": int, "host": str, "gpus": int, "version": str},
+    _LAUNCH: {"number": int, "nodes": list, "each": int, "port": int},
+    _REFUSED: {"node": int, "code": int, "text": str},
+    _OVER: {"code": int, "text": str},
+}
+_MORE_FIELDS: dict[str, type] = {"text": str, "codes": dict, "records": dict, "memory": bool, "room": int}
+_OF_NODE_0 = (_LAUNCH, _REFUSED, _OVER, _DROPPED)
 # How long a failed node waits for the reports of the others, and node 0 at the end for their leaving.
 _REPORT_SECONDS, _LEAVE_SECONDS = 6.0, 5.0
 _POLL_SECONDS = 0.1
+_DIGITS = 8  # of a rank
 _LOST = "is gone: it was killed, lost its network or lost its power"
 _FIX = "; resume the run with --resume, on the nodes that are left"
 _SILENT = f"has not answered for {LIMIT:.0f} s: it is suspended, hangs or has lost its network"
@@ -108,13 +125,17 @@ class Nodes:
         stopping: LinkedStopping,
         rules: NodeRules,
         enough: Callable[[int], bool] = lambda number: False,
+        shared: Path = SHARED,
     ) -> Nodes:
         """Meet the other nodes at `place`, host and port of node 0, within `seconds`.
 
         Args:
             enough: whether the run can begin with so many nodes, if the others have not come by then.
+            shared: a directory that all nodes see, for the secret of the job.
 
-        Raises MachineError naming missing nodes, a port in use, or the differences between nodes.
+        Raises:
+            MachineError: nodes are missing, the port is in use, or nodes differ.
+            FaultError: node 0 does not know the same secret.
         """
 
         def patient() -> None:
@@ -125,7 +146,8 @@ class Nodes:
             patient()
             rendezvous.listen()
 
-        rendezvous = meet("node", index, count, place, job_of(count), seconds, port_fix(index, count, place), patient)
+        fix = port_fix(index, count, place)
+        rendezvous = meet("node", index, count, place, job_of(count), seconds, fix, patient, shared=shared)
         set_interfaces(place[0])
         rendezvous.post(asdict(mine))
         if index == 0:
@@ -202,7 +224,7 @@ class Nodes:
         """
         number = 0 if self.launch is None else self.launch.number + 1
         if number:  # process groups leave their keys in a store
-            self._store = host_store(self.rendezvous.address, 0, "")
+            self._store = self.rendezvous.host_store()
         launch = Launch(number, spread, int(self._store.port))
         self.rendezvous.publish("opened", [*self._opened, recipe])
         self.rendezvous.publish("begun", number)
@@ -304,8 +326,8 @@ class Nodes:
         """Process the messages of the others, pass a stop request on, and say that this node runs."""
         early, self.rendezvous.early = self.rendezvous.early, []
         for message in early + self.rendezvous.peers.poll():
-            if (peer := int(message["peer"])) != self.index:  # its own from before it was lost
-                self._hear(str(message["kind"]), peer, message)
+            if (peer := message["peer"]) != self.index and _is_valid(message):  # its own from before it was lost
+                self._hear(message["kind"], peer, message)
         there = self.rendezvous.peers.connected()
         for index in (self._expected if self.index == 0 else {0}) - there - {self.index}:
             self._forget(index, _LOST)
@@ -396,3 +418,22 @@ class Nodes:
 
     def _name(self, index: int) -> str:
         return f"node {index} ({self._hosts.get(index, 'unknown')})"
+
+
+def _is_valid(message: Message) -> bool:
+    """Return whether a node may send this message, and whether it has the fields of its kind, with their types."""
+    kind = message["kind"]
+    if kind not in _FIELDS or (kind in _OF_NODE_0 and message["peer"] != 0):
+        return False
+    if any(type(message.get(name)) is not of for name, of in _FIELDS[kind].items()):
+        return False
+    if any(name in message and type(message[name]) is not of for name, of in _MORE_FIELDS.items()):
+        return False
+    ranks = [*message.get("codes", {}), *message.get("records", {})]
+    return (
+        all(rank.isascii() and rank.isdigit() and len(rank) < _DIGITS for rank in ranks)
+        and all(code is None or type(code) is int for code in message.get("codes", {}).values())
+        and all(isinstance(record, dict) for record in message.get("records", {}).values())
+        and all(type(node) is int for node in message.get("nodes", ()))
+        and 0 <= message.get("port", 0) < 2**16
+    )

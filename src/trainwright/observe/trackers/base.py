@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from trainwright.errors import RequestError
+from trainwright.installation import install_command
 from trainwright.observe.reader import EventRecord, resumed_step
 from trainwright.text import say
 
@@ -136,9 +137,7 @@ def check_installed(tracker: str, module: str) -> None:
     except ModuleNotFoundError:  # not even the package of the module
         found = None
     if found is None:
-        raise RequestError(
-            f"logging: {tracker} is not installed; pip install 'trainwright[{tracker}]', or leave it out"
-        )
+        raise RequestError(f"logging: {tracker} is not installed; {install_command(tracker)}, or leave it out")
 
 
 def _config(run: Path) -> dict[str, Any]:

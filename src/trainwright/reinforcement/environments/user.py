@@ -10,6 +10,7 @@ import torch
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.extensions import load_named
+from trainwright.installation import install_command
 from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, check_counts
 
 _KEY = "environment gymnasium"
@@ -176,7 +177,7 @@ def _imported(entry_point: str) -> type[Any]:
     try:
         import gymnasium
     except ImportError:
-        raise MachineError(f"{_KEY}: needs Gymnasium: pip install 'trainwright[reinforcement]'") from None
+        raise MachineError(f"{_KEY}: needs Gymnasium: {install_command('reinforcement')}") from None
     found = load_named(str(entry_point), f"{_KEY}: entry_point {entry_point}")
     if not (isinstance(found, type) and issubclass(found, gymnasium.Env)):
         raise RequestError(f"{_KEY}: entry_point {entry_point} is not a subclass of gymnasium.Env")

@@ -36,19 +36,9 @@ def install(rank: Rank) -> None:
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         return subgroup(ranks, backend="fake")
 
-    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
-        found[:] = [value] * len(found)
-
-    def gather_object(value: Any, found: list[Any] | None = None, dst: int = 0, group: Any = None, **_: Any) -> None:
-        if found is not None:
-            found[:] = [value] * len(found)
-
     replaced: dict[str, Any] = {
         "init_process_group": init_process_group,
         "new_group": new_group,
-        "all_gather_object": all_gather_object,
-        "gather_object": gather_object,
-        "broadcast_object_list": lambda *args, **kwargs: None,
         "barrier": lambda *args, **kwargs: None,
     }
     for name, value in replaced.items():

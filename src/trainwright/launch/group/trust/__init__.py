@@ -1,0 +1,1 @@
+"""Who belongs to a job: its secret, and the door behind which its members talk."""
