@@ -46,17 +46,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_source_distribution_runs_its_tests(source: Path) -> None:
-    words = (
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow",
-        "tests/recipe",
-        "tests/docs/test_repository.py",
-    )
+    tests = ("-m", "not slow", "tests/recipe", "tests/docs/test_repository.py")
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     run("env", "PYTHONPATH=src", sys.executable, *words, cwd=source)
 
 
