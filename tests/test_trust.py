@@ -23,7 +23,7 @@ TINY = ROOT / "recipes" / "sft" / "tiny.yaml"
 RUN = "train under submit collect ablate unlearn-study drill launch"
 READ_NO_RECIPE = (
     "jobs stop checkpoint runs watch report compare doctor tensorboard setup recipe-schema recipe-objectives "
-    "data-prepare data-style data-tokenize data-train-tokenizer machine-cards machine-calibrate"
+    "recipe-new data-prepare data-style data-tokenize data-train-tokenizer machine-cards machine-calibrate"
 )
 
 

@@ -18,13 +18,15 @@ model: {name: some/base}
 data: {train: /home/somebody/secret/rows.jsonl}
 train: {max_steps: 2, global_batch_size: 4}
 """
+STEP = {"event": "step", "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 9, "target_tokens": 9,
+        "tokens_per_second": 9.0, "step_time": 1.0, "memory_bytes": 9}  # fmt: skip
 EVENTS = [
     {"event": "start", "max_steps": 2, "world_size": 2, "device": "a card", "strategy": "ddp",
      "mixed_precision": "bf16", "parameters": 1_000_000, "trainable_parameters": 1_000_000,
      "data": ["train: /home/somebody/secret/rows.jsonl, 40 rows"]},
     {"event": "evaluate", "step": 0, "metrics": {"loss": 3.0}},
-    {"event": "step", "step": 1, "loss": 2.5},
-    {"event": "step", "step": 2, "loss": 2.0},
+    {**STEP, "step": 1, "loss": 2.5},
+    {**STEP, "step": 2, "loss": 2.0},
     {"event": "evaluate", "step": 2, "metrics": {"loss": 2.25}},
 ]  # fmt: skip
 
