@@ -35,7 +35,9 @@ EVENTS = [
 def run(tmp_path: Path) -> Path:
     (tmp_path / "final").mkdir()
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 0.0, **event}) + "\n" for event in EVENTS))
+    (tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps({"time": 0.0, "step_time": 1.0, **event}) + "\n" for event in EVENTS)
+    )
     (tmp_path / "final" / "config.json").write_text("{}")
     (tmp_path / "final" / "model.safetensors").write_bytes(b"0" * 2_000_000)
     return tmp_path
@@ -106,7 +108,7 @@ def test_an_adapter_is_said_to_be_one(run: Path) -> None:
 def test_a_model_made_from_a_packages_gguf_file_does_not_name_the_hubs_weights_as_its_base(run: Path) -> None:
     weights = "some/base from the package a-package 1.0 (base.Q4_1.gguf), dequantized to fp32"
     start = {**EVENTS[0], "weights": weights}
-    lines = [json.dumps({"time": 0.0, **event}) + "\n" for event in (start, *EVENTS[1:])]
+    lines = [json.dumps({"time": 0.0, "step_time": 1.0, **event}) + "\n" for event in (start, *EVENTS[1:])]
     (run / "events.jsonl").write_text("".join(lines))
     shown = invoke(str(run), "me/model", "--dry-run")
     assert "base_model" not in shown and f"A model made from {weights}" in shown

@@ -15,7 +15,10 @@ STEP = {"tokens": 100, "target_tokens": 40, "learning_rate": 1e-3, "loss": 5.0, 
 def written(directory: Path, steps: list[dict[str, Any]]) -> Path:
     """A run's directory with these steps."""
     directory.mkdir()
-    lines = [{"event": "step", "step": n, **STEP, **fields} for n, fields in enumerate(steps, 1)]
+    lines = [
+        {"event": "step", "time": 1.0, "step_time": 1.0, "step": n, **STEP, **fields}
+        for n, fields in enumerate(steps, 1)
+    ]
     (directory / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return directory
 

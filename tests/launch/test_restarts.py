@@ -108,7 +108,7 @@ def log(tmp_path: Path) -> Path:
 
 def at(step: int, log: Path, clock: list[float]) -> None:
     with log.open("a") as file:
-        file.write(f'{{"event": "step", "step": {step}, "time": {clock[0]}}}\n')
+        file.write(f'{{"event": "step", "step": {step}, "time": {clock[0]}, "loss": 1.0, "step_time": 1.0}}\n')
 
 
 def test_the_same_error_at_the_same_step_ends_the_run_and_at_another_step_does_not(log: Path) -> None:

@@ -57,7 +57,9 @@ def card_of(directory: Path, weights: Path, model: Mapping[str, Any], task: str 
     data = {"forget": "forget.jsonl", "retain": "retain.jsonl"} if task == "unlearn" else {"train": "rows.jsonl"}
     recipe = {"task": task, "model": dict(model), "data": data, "train": {"max_steps": 2}}
     (directory / "recipe.yaml").write_text(json.dumps(recipe))
-    (directory / "events.jsonl").write_text("".join(json.dumps({"time": 0.0, **event}) + "\n" for event in EVENTS))
+    (directory / "events.jsonl").write_text(
+        "".join(json.dumps({"time": 0.0, "step_time": 1.0, **event}) + "\n" for event in EVENTS)
+    )
     return model_card(directory, f"me/{weights.name}", weights)
 
 
