@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import trainwright
 from trainwright.errors import RequestError
-from trainwright.machine.describe import cluster_of
+from trainwright.machine.describe import cluster_of, parse_machine
 from trainwright.machine.detect import detect
 from trainwright.machine.links import fabric, pcie
 from trainwright.machine.machine import Gpu, Machine
@@ -39,6 +39,15 @@ def test_what_is_written_is_taken_for_this_machine(tmp_path: Path, monkeypatch: 
     second.write_text(written.stdout)
     monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(second))
     assert {**asdict(detect()), "described_by": None} == asdict(MACHINES[kind])
+
+
+def test_a_described_machine_stands_in_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(trainwright("machine", "--on", "2x8xH100", "--json", cwd=tmp_path).stdout)
+    monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(file))
+    node, here = parse_machine("8xH100"), cluster_of(detect())
+    for key in ("name", "device", "devices", "card", "link", "host_memory_bytes", "cpu_cores"):
+        assert getattr(here, key) == getattr(node, key), key
 
 
 @pytest.mark.usefixtures("this_machine")

@@ -36,7 +36,7 @@ def show(
     """Show devices, memory, rates and links: of this machine, or of one that --on describes."""
     if context.invoked_subcommand is not None:
         return
-    from trainwright.machine.describe import cluster_of
+    from trainwright.machine.describe import cluster_of, node_of
     from trainwright.machine.measured.quick import rates_in_words
 
     machine = calibration = measurement = None
@@ -44,6 +44,7 @@ def show(
         from trainwright.machine.machine_file import machine_of
 
         cluster, calibration, measurement = machine_of(on)
+        machine = None if cluster.planned_only else node_of(cluster)
     else:
         from trainwright.machine.detect import detect
         from trainwright.machine.measured.calibration import current_calibration
@@ -65,7 +66,7 @@ def show(
         say(f"{name:<14}{value}")
     if measurement is not None:
         say(f"{'measured':<14}{rates_in_words(measurement)}, {measurement.measured}")
-    if machine is not None:
+    if on is None and machine is not None:
         say(f"{'calibration':<14}{_calibration(machine)}")
 
 

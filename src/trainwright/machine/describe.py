@@ -150,6 +150,21 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
     )
 
 
+def node_of(cluster: Cluster) -> Machine:
+    """Return one node of a cluster of GPUs or CPUs as the machine that a run starts on, to stand in for this one."""
+    card, link = cluster.card, cluster.link if cluster.devices_per_node > 1 else None
+    gpu = Gpu(
+        card.name, card.memory_bytes, card.capability or (0, 0), None, link, card.host_link, None, cluster.unified
+    )
+    return Machine(
+        hostname=cluster.name,
+        cpu_name=card.name if cluster.device == "cpu" else "unknown",
+        cpu_cores=cluster.cpu_cores,
+        memory_bytes=cluster.host_memory_bytes,
+        gpus=(gpu,) * cluster.devices_per_node if cluster.device == "cuda" else (),
+    )
+
+
 def nodes_like(node: Cluster, nodes: int, devices: int) -> Cluster:
     """Return ``nodes`` like ``node``, of each of which a job has so many ``devices``, with an assumed network."""
     if (nodes, devices) == (node.nodes, node.devices_per_node):

@@ -38,7 +38,7 @@ _LEAST_ONE = (
 _FIX = "`trainwright machine --json > FILE` writes such a file"
 VARIABLE = "TRAINWRIGHT_MACHINE"
 _LEAST_ONE_HERE = ("cpu_cores", "memory_bytes")
-_ADVICE = "write the file with `trainwright machine --json` on that machine"
+_ADVICE = "write the file with `trainwright machine --json` on that machine, or with --on for NVIDIA GPUs"
 
 
 Written = tuple[Cluster, Calibration | None, Calibration | None]

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from trainwright.errors import RequestError
-from trainwright.machine.describe import Cluster
-from trainwright.machine.machine import Gpu, Machine
+from trainwright.machine.describe import Cluster, node_of
+from trainwright.machine.machine import Machine
 from trainwright.machine.machine_file import machine_of
 
 MOST_RANKS = 16_384
@@ -40,12 +40,5 @@ def write_machine(cluster: Cluster, file: Path) -> None:
     """Write a node of the cluster as ``trainwright machine --json`` would, for ``$TRAINWRIGHT_MACHINE``."""
     from pydantic import TypeAdapter
 
-    card = cluster.card
-    node = Machine(
-        hostname="simulated",
-        cpu_name="simulated",
-        cpu_cores=cluster.cpu_cores,
-        memory_bytes=cluster.host_memory_bytes,
-        gpus=(Gpu(card.name, card.memory_bytes, card.capability),) * cluster.devices_per_node,
-    )
-    file.write_text(json.dumps({"machine": TypeAdapter(Machine).dump_python(node, mode="json")}), encoding="utf-8")
+    node = TypeAdapter(Machine).dump_python(node_of(cluster), mode="json")
+    file.write_text(json.dumps({"machine": node}), encoding="utf-8")
