@@ -20,6 +20,9 @@ RUN case "$DEVICE" in \
         *) echo "DEVICE is cuda or cpu, not $DEVICE" >&2; exit 2 ;; \
     esac && \
     pip install --no-cache-dir --constraint constraints.txt --index-url "$index" torch
+# The default extras' packages, by the hashes of their files; those of other extras follow by their versions alone.
+COPY requirements.lock ./
+RUN pip install --no-cache-dir --no-deps --require-hashes --requirement requirements.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY recipes recipes
 COPY src src

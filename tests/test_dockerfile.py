@@ -57,7 +57,8 @@ def test_layers_keep_no_caches_and_nothing_comes_by_chance() -> None:
         if "apt-get install" in rest:
             assert "--no-install-recommends" in rest and "rm -rf /var/lib/apt/lists/*" in rest and "update &&" in rest
         for install in re.findall(r"pip install[^&]*", rest):
-            assert "--no-cache-dir" in install and "--constraint constraints.txt" in install
+            assert "--no-cache-dir" in install
+            assert "--constraint constraints.txt" in install or "--no-deps --require-hashes" in install
         assert not re.search(r"\bsudo\b|\bcurl\b|\bwget\b", rest)
 
 
@@ -76,6 +77,21 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
 def test_the_extras_are_ones_that_there_are() -> None:
     (extras,) = (rest.partition("=")[2] for word, rest in instructions() if rest.startswith("EXTRAS="))
     assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_packages_of_the_image_are_the_tested_versions_with_hashes() -> None:
+    text = (ROOT / "requirements.lock").read_text()
+    entries = re.findall(r"^(\S+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
+    locked = {name: version for name, version, _ in entries}
+    assert len(locked) == text.count("==")
+    tested = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert {name: tested[name] for name in locked.keys() & tested.keys()} == {
+        name: version for name, version in locked.items() if name in tested
+    }
+    (extras,) = (rest.partition("=")[2] for word, rest in instructions() if rest.startswith("EXTRAS="))
+    needed = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras.split(","))]
+    names = {re.match(r"[\w.-]+", each)[0].lower() for group in needed for each in group}  # type: ignore[index]
+    assert names - {"torch"} <= locked.keys()
 
 
 @pytest.mark.parametrize(("device", "code", "index"), [("cpu", 0, "/cpu"), ("cuda", 0, "/cu"), ("tpu", 2, None)])

@@ -8,8 +8,6 @@ import shlex
 from importlib import metadata
 from pathlib import Path
 
-import yaml
-
 from trainwright.errors import RequestError, writes_to
 
 FIRST = "trainwright recipe new sft/tiny, then trainwright {} recipes/sft/tiny.yaml"
@@ -32,6 +30,8 @@ def write_recipe(name: str, folder: Path) -> list[Path]:
     Raises:
         RequestError: there is no such recipe, or a file exists and has another content.
     """
+    import yaml
+
     if name not in (known := shipped_recipes()):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""

@@ -376,7 +376,7 @@ def test_a_place_whose_library_is_not_installed_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)  # an import of it fails
     monkeypatch.delitem(_registry, scheme, raising=False)  # another test may have used it
-    with pytest.raises(RequestError, match=rf"checkpoint\.copies: .*{library}.*trainwright\[{extra}\]"):
+    with pytest.raises(RequestError, match=rf"checkpoint\.copies: .*{library}.*pip install .*\[{extra}\]"):
         Place(f"{scheme}://bucket/runs", "run")
 
 

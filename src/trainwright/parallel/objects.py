@@ -64,13 +64,13 @@ def _plain(value: Any, types: tuple[type, ...]) -> Any:
             return {key: plain(each) for key, each in value.items()}
         return {_TYPE: "dict", "items": [[plain(key), plain(each)] for key, each in value.items()]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        tensor, kind = torch.from_numpy(np.ascontiguousarray(value)), "array"
+        tensor, kind = torch.from_numpy(value.copy()), "array"
     elif isinstance(value, torch.Tensor):
-        tensor, kind = value.detach().cpu().contiguous(), "tensor"
+        tensor, kind = value.detach().cpu(), "tensor"
     else:
         raise TypeError(f"ranks exchange plain data, no {type(value).__name__}")
-    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    content = base64.b64encode(data).decode()
+    flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)  # with a stride of 1
+    content = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
     return {_TYPE: kind, "dtype": str(tensor.dtype), "shape": list(value.shape), "data": content}
 
 
