@@ -22,6 +22,7 @@ from trainwright.cli import (
     tensorboard,
     train,
     verify,
+    words_of_others,
 )
 from trainwright.cli.clusters import jobs, submit
 from trainwright.cli.data import rows as data
@@ -34,6 +35,7 @@ from trainwright.text import say
 
 app = typer.Typer(
     name="trainwright",
+    cls=words_of_others.Commands,
     help="Plan, run and verify training from a recipe.",
     no_args_is_help=True,
     add_completion=False,

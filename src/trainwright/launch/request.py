@@ -125,7 +125,8 @@ def split_words(arguments: list[str]) -> tuple[Path | None, list[str]]:
 def is_override(word: str) -> bool:
     """Return whether a word of a command line has the form ``section.key=value``, and is not a path with "=" in it."""
     key, equals, _ = word.partition("=")
-    return bool(equals) and "/" not in key and not os.path.exists(word)
+    # Without "=", ~key is an override of Hydra, which is answered like one.
+    return (bool(equals) or key.startswith("~")) and "/" not in key and not os.path.exists(word)
 
 
 def request_of(

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 from trainwright.recipe.files import missing_file, read_text
-from trainwright.recipe.problems import explain, explain_hidden, unknown_keys
+from trainwright.recipe.problems import explain, explain_hidden, placeholders, unknown_keys
 from trainwright.recipe.schema import Recipe, recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
 from trainwright.text import quoted
@@ -84,7 +84,7 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
     for section in list(tree.values):
         if tree.values[section] is None and section != "task":
             tree.values[section] = {}  # all keys of the section are commented out
-    problems = list(tree.problems)
+    problems = [*tree.problems, *placeholders(tree, file)]
     recipe_model()  # an error in an installed package is not the fault of the recipe
     try:
         recipe = Recipe.model_validate(tree.values)
@@ -215,7 +215,13 @@ def _read_override(override: str) -> tuple[Tree, int]:
     """
     origin = override.origin if isinstance(override, Override) else Origin(f"override {override!r}")
     source = str(origin)
-    key, equals, text = override.partition("=")
+    written, equals, text = override.partition("=")
+    if written.startswith("~"):
+        raise RequestError(
+            f"{source}: ~ is Hydra's; remove the key from the recipe for its default, or set it to null where that is "
+            "allowed"
+        )
+    key = written.lstrip("+")  # of Hydra
     path: KeyPath = tuple(key.split("."))
     if not equals or not all(path) or key != key.strip():
         raise RequestError(f"{source}: expected section.key=value, for example train.max_steps=100")
@@ -228,6 +234,10 @@ def _read_override(override: str) -> tuple[Tree, int]:
         value = {part: value}
     tree.values = value
     tree.origins[path] = origin
+    if key != written:
+        tree.problems.append(
+            Problem(origin, "+ is Hydra's; leave it out: an override also sets keys that the recipe does not have")
+        )
     return tree, max(len(path), 2)
 
 

@@ -16,7 +16,7 @@ from trainwright.errors import RequestError
 from trainwright.recipe.contradiction import Contradiction, Contradictions
 from trainwright.recipe.registered import Registered
 from trainwright.recipe.schema import model_of, recipe_model
-from trainwright.recipe.synonyms import our_key, our_value
+from trainwright.recipe.synonyms import SECTIONS, OwnKey, our_key, our_value
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
 
 _OF_MANY_KEYS = ("auto", "none")  # words that say nothing about the key
@@ -54,17 +54,18 @@ def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     """Return every problem of an invalid recipe; ``file`` is the origin of values that are written nowhere."""
     model, details = _model(tree), error.errors(include_url=False)
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
-    paths = [field_path(item["loc"], model) for item in unknown[: _MOST_UNKNOWN + 1]]
+    paths = [path for item in unknown for path in _keys_of_others(field_path(item["loc"], model), tree)]
     suggested = {path: _nearest(path, model, tree) for path in paths[:_MOST_UNKNOWN]}
     problems = [
-        Problem(origin_of(path, tree, file), f"{dotted(path)}: unknown key{_meant(path, near, model)}")
+        Problem(origin_of(path, tree, file), f"{dotted(path)}: unknown key{_meant(path, near, model, tree)}")
         for path, near in suggested.items()
     ]
-    if len(unknown) > _MOST_UNKNOWN:
+    if len(paths) > _MOST_UNKNOWN:
         next_ = paths[_MOST_UNKNOWN]
-        more = f"{dotted(next_)}: and {len(unknown) - _MOST_UNKNOWN:,} more unknown keys"
+        more = f"{dotted(next_)}: and {len(paths) - _MOST_UNKNOWN:,} more unknown keys"
         problems.append(Problem(origin_of(next_, tree, file), more))
-    problems += _mistaken_values(details, set(suggested.values()), tree, file, model)
+    keys = {path for path in suggested.values() if not isinstance(path, str)}
+    problems += _mistaken_values(details, keys, tree, file, model)
     return problems + [_located(item, tree, file) for item in contradictions_in(error)]
 
 
@@ -76,6 +77,22 @@ def explain_hidden(error: ValidationError, unknown: list[KeyPath], tree: Tree, f
     doubtful = tuple(f"{path[0]}." for path in unknown)
     found = contradictions_in(error)
     return [_located(item, tree, file) for item in found if not any(key.startswith(doubtful) for key in item.keys)]
+
+
+def placeholders(tree: Tree, file: Origin) -> Iterator[Problem]:
+    """Yield a problem for every value that is a placeholder of Hydra; a text with spaces is a text."""
+    stack: list[tuple[KeyPath, Any]] = [((), tree.values)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, dict | list):
+            stack += [
+                ((*path, key), item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))
+            ]
+        elif isinstance(value, str) and (
+            value == "???" or ("}" in value.partition("${")[2] and len(value.split()) == 1)
+        ):
+            what = "is Hydra's word for a missing value" if value == "???" else "is not replaced as in Hydra"
+            yield Problem(origin_of(path, tree, file), f"{dotted(path)}: {_shown(value)} {what}; write the value")
 
 
 def contradictions_in(error: ValidationError) -> list[Contradiction]:
@@ -185,33 +202,73 @@ def _located(contradiction: Contradiction, tree: Tree, file: Origin) -> Problem:
     return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{where}")
 
 
-def _meant(path: KeyPath, near: KeyPath | None, model: type[BaseModel]) -> str:
-    ours = our_key(str(path[-1])) if near is not None else None
+def meaning_of(name: str) -> OwnKey | str | None:
+    """Return the recipe key that a word of another tool means, such as ``lr``, or a sentence on what to do instead.
+
+    None if nothing is known or spelled alike.
+    """
+    path, model = tuple(name.split(".")), recipe_model()
+    values: Any = None
+    for part in reversed(path):
+        values = {part: values}
+    near = _nearest(path, model, Tree(values))
+    if near is None or isinstance(near, str):
+        return near
+    return _own_key(path, near)
+
+
+def _own_key(path: KeyPath, near: KeyPath) -> OwnKey:
+    """Return the key ``near`` with what the table has about its value."""
+    ours = our_key(str(path[-1]))
+    return ours if isinstance(ours, OwnKey) and ours.key == dotted(near) else OwnKey(dotted(near))
+
+
+def _keys_of_others(path: KeyPath, tree: Tree) -> Iterator[KeyPath]:
+    """Yield the path of an unknown key, or of all that is in it if it is a section of another tool."""
+    value = _value_at(path, tree) if path[-1] in SECTIONS else None
+    if not isinstance(value, dict) or not value:
+        yield path
+        return
+    for key in value:
+        yield from _keys_of_others((*path, key), tree)
+
+
+def _meant(path: KeyPath, near: KeyPath | str | None, model: type[BaseModel], tree: Tree) -> str:
+    if isinstance(near, str):
+        return f"; {near}"
     if near is None:
-        known = ", ".join(_keys(path[:-1], model))
+        known = ", ".join(_keys(_section_for(path), model))
         return f"; choose from {known}" if known else ""
     shown = str(near[-1] if near[:-1] == path[:-1] else dotted(near))
-    return f"; did you mean {ours.shown(shown) if ours is not None and ours.key == dotted(near) else shown}?"
+    return f"; did you mean {_own_key(path, near).shown(shown, _value_at(path, tree))}?"
 
 
-def _nearest(path: KeyPath, model: type[BaseModel], tree: Tree) -> KeyPath | None:
-    """Return the known key that an unknown one most likely means, here or in another section."""
-    *above, key = path
-    here: dict[str, KeyPath] = {name: (*above, name) for name in _keys(tuple(above), model)}
+def _nearest(path: KeyPath, model: type[BaseModel], tree: Tree) -> KeyPath | str | None:
+    """Return the known key that an unknown one most likely means, here or in another section, or a sentence on what to
+    do instead.
+    """
+    key, section = path[-1], _section_for(path)
+    here: dict[str, KeyPath] = {name: (*section, name) for name in _keys(section, model)}
     sections = model.model_fields
     elsewhere: dict[str, KeyPath] = {name: (section, name) for section in sections for name in _keys((section,), model)}
-    elsewhere |= {name: (name,) for name in sections}
+    elsewhere |= {name: (name,) for name in sections} | here
     choosing = [name for name in here if _is_choice(_value_at(path, tree), here[name], model)]
     if len(choosing) == 1 and not difflib.get_close_matches(str(key), here, n=1, cutoff=0.7):
         return here[choosing[0]]
     if str(key) in elsewhere:
         return elsewhere[str(key)]
     if (ours := our_key(str(key))) is not None and not any(isinstance(part, int) for part in path):
-        return tuple(ours.key.split("."))
+        return ours if isinstance(ours, str) else tuple(ours.key.split("."))
     for names in (here, elsewhere):
         if close := difflib.get_close_matches(str(key), names, n=1, cutoff=0.7):
             return names[close[0]]
     return None
+
+
+def _section_for(path: KeyPath) -> KeyPath:
+    """Return our section for a key, which may be in a section of another tool."""
+    above = path[:-1]
+    return tuple(SECTIONS[str(above[-1])].split(".")) if above and above[-1] in SECTIONS else above
 
 
 def _value_at(path: KeyPath, tree: Tree) -> Any:

@@ -7,7 +7,7 @@ A spec is in a module next to the task's code and registered in ``registries.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.recipe.contradiction import Contradiction
@@ -119,7 +119,6 @@ class TaskSpec:
         examples: the key and the parts that determine the examples, for messages.
         length_keys: the keys that make examples shorter; None: those of ``data``.
         also_called: other tools' names of the task.
-        other_keys: dotted keys of the section, and other tools' names of them, separated by spaces.
     """
 
     name: str
@@ -140,7 +139,6 @@ class TaskSpec:
     examples: tuple[str, str] = ("data.train", "the data, the tokenizer or its chat template")
     length_keys: str | None = None
     also_called: tuple[str, ...] = ()
-    other_keys: Mapping[str, str] = field(default_factory=dict)
 
     def filled(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return a recipe's values with the task's section and what ``fill`` adds; a value as written stays."""

@@ -80,5 +80,4 @@ SPEC = TaskSpec(
     rows=_rows,
     no_validation_rows="a run on answers to compare; name rows with one answer each",
     also_called=("preference",),
-    other_keys={"dpo.beta": "dpo_beta pref_beta rl_beta", "dpo.loss": "loss_type pref_loss dpo_loss"},
 )

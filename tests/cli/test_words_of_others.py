@@ -1,0 +1,56 @@
+"""Commands and options of other tools are answered with what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from tests.support.commands import trainwright
+from trainwright.cli.main import app
+from trainwright.cli.words_of_others import COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("finetune", "finetune: no such command; did you mean trainwright train RECIPE?"),
+        ("fine_tune", "did you mean trainwright train RECIPE?"),
+        ("run.yaml", "did you mean trainwright train run.yaml?"),
+        ("trian", "Did you mean 'train'?"),
+        ("train --learning-rate 1e-4 run.yaml", "has no such option; write optimizer.learning_rate=1e-4"),
+        ("train --lr=1e-4 run.yaml", "write optimizer.learning_rate=1e-4"),
+        ("train --optimizer.learning_rate=1e-4", "write optimizer.learning_rate=1e-4"),
+        ("plan --batch-size 4 run.yaml", "write train.global_batch_size=4 (per GPU: train.micro_batch_size)"),
+        ("recipe show run.yaml --epochs 3", "write train.epochs=3"),
+        ("submit run.yaml --max_steps", "write train.max_steps=VALUE"),
+        ("train --gradient-checkpointing run.yaml", "write train.activation_checkpointing=full"),
+        ("train --lr_scheduler_type wsd run.yaml", "write optimizer.schedule=warmup_stable_decay"),
+        ("train --report-to wandb run.yaml", "write 'logging.observers=[wandb]'"),
+        ("train --bf16 false run.yaml", "write train.mixed_precision=VALUE"),
+        ("train --config run.yaml", "the recipe is the first argument: "),
+        ("train --num_processes 2 run.yaml", "did you mean --num-processes?"),
+        ("train --num-workers 2 run.yaml", "leave it out: rows are tokenized once"),
+        ("train --resumee", "(Possible options: --resume)"),
+        ("watch --lr 3", "No such option: --lr"),
+        ("train run.yaml ~train.max_steps", "~ is Hydra's"),
+    ],
+)
+def test_words_of_other_tools_end_with_2_and_an_answer(tmp_path: Path, words: str, answer: str) -> None:
+    (tmp_path / "run.yaml").write_text("task: sft\nmodel: {name: some/model}\ndata: {train: pydoc}\n")
+    result = trainwright(*words.split(), cwd=tmp_path)
+    assert result.returncode == 2
+    assert answer in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_commands_of_other_tools_lead_to_commands_of_ours() -> None:
+    group: Any = get_command(app)
+    for ours, theirs in COMMANDS.items():
+        first, *rest = ours.split()
+        assert first.startswith("--") or first in group.commands, ours
+        inside = getattr(group.commands.get(first), "commands", {})
+        assert not inside or not rest or rest[0] in inside, ours
+        assert not set(theirs.split()) & set(group.commands), theirs
