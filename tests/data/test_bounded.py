@@ -47,6 +47,18 @@ def test_what_does_not_end_is_given_up(tokenizer: PreTrainedTokenizerFast, monke
         TextEncoder(tokenizer).encode([SLOW])
 
 
+@pytest.mark.parametrize("marked", ["", "{% generation %}{% endgeneration %}"])
+def test_a_chat_template_that_does_not_end_is_given_up(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, marked: str
+) -> None:
+    monkeypatch.setattr(bounded, "SECONDS", 0.2)
+    loops = "{% for i in range(2000) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{loops}{{{{ m['content'] }}}}{{% endfor %}}{marked}"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(TokenizerError, match=r"the chat template of .* takes more than 0 s of CPU time"):
+        encode_messages(tokenizer, turns)
+
+
 def test_what_goes_wrong_otherwise_is_raised_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         bounded.bounded("x", 1, lambda: 1 / 0)

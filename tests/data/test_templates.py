@@ -11,7 +11,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, encode_messages
-from trainwright.data.rows.chat_templates import TurnsError
+from trainwright.data.rows.formats import TurnsError
 from trainwright.data.rows.text_encoding import TextEncoder
 from trainwright.errors import RequestError
 

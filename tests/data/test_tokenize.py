@@ -310,6 +310,22 @@ def test_shards_that_say_what_they_do_not_have_are_refused(tmp_path: Path, key: 
     assert said in str(refused.value) and str(out) in str(refused.value)
 
 
+def test_shards_nested_without_end_are_refused(tmp_path: Path) -> None:
+    out, file = tmp_path / "out", rows(tmp_path / "rows.jsonl", ["one", "two"])
+    made(out, file)
+    for name in ("shards.json", "progress.json"):
+        (out / "shards.json").unlink(missing_ok=True)
+        (out / name).write_text('{"version": ' + "[" * 100_000)
+        with pytest.raises(RequestError, match=f"{name}: nested more than"):
+            made(out, file)
+        if name == "shards.json":
+            with pytest.raises(RequestError, match=f"{name}: nested more than"):
+                Shards.open(out)
+    (out / "progress.json").write_text("[]")
+    with pytest.raises(RequestError, match="does not say how far"):
+        made(out, file)
+
+
 def test_pointers_in_shards_end_check_and_training_with_2(tmp_path: Path) -> None:
     """Read as Python objects, the tokens would be addresses, and end the process by a signal."""
     out = tmp_path / "out"

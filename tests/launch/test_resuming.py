@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,30 @@ def a_run(*overrides: str, name: str = "tiny-20260101-120000") -> Path:
 def read_request(words: list[str], resume: str, translation: Translation | None = None) -> RunRequest:
     recipe, overrides = split_words(words)
     return request_of(recipe, overrides, resume, translation)
+
+
+@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a link to a device", "a named pipe"])
+@pytest.mark.parametrize("name", ["events.jsonl", "logs/rank-0.log", "ledger/rank-1.jsonl", "logs/restarts.json"])
+def test_a_run_whose_files_lead_elsewhere_is_not_resumed(here: Path, name: str, kind: str) -> None:
+    """A run of somebody else, whose events would be added to a file of this user, or which would wait without end."""
+    run = a_run()
+    file, own = run / name, here / ".profile"
+    file.parent.mkdir(exist_ok=True)
+    own.write_text("export EDITOR=vi")
+    if kind == "a named pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to({"a link": own, "a link to nothing": here / "none"}.get(kind, Path("/dev/zero")))
+    for words, resume in ([], str(run)), (["tiny.yaml"], ""), ([str(run / "recipe.yaml")], ""):
+        with pytest.raises(RequestError, match=f"--resume: .*{name} is {kind[:6]}.*, not a file"):
+            read_request(words, resume)
+
+
+def test_a_run_with_checkpoints_on_another_disk_is_resumed(here: Path) -> None:
+    run = a_run()
+    (here / "disk").mkdir()
+    (run / "checkpoints").symlink_to(here / "disk")
+    assert read_request([], str(run)).run == run
 
 
 def refused(run: Path, path: Path | None, *overrides: str) -> list[str]:

@@ -140,6 +140,7 @@ def of(name: str, **options: int) -> Any:
             "environment is not a JSON object with name",
         ),
         (lambda opened: opened.attrs.__setitem__("source", "[1]"), "the attribute source is not a JSON object"),
+        (lambda opened: opened.attrs.__setitem__("source", "[" * 60_000), "the attribute source is not a JSON object"),
         (lambda opened: opened["10"].attrs.__delitem__("task"), "goal 10 has no attribute task with the 2 numbers"),
         (lambda opened: opened.move("10", "81"), "has a goal 81, but darkroom has 81"),
         (

@@ -93,7 +93,7 @@ def train(rank: int, logs: Path) -> int:
 
 def prepare(kind: str) -> None:
     """The body of a preparation child."""
-    from trainwright.data.rows.chat_templates import TurnsError
+    from trainwright.data.rows.formats import TurnsError
 
     print("noise of preparation")
     if kind == "refuse":

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
-from trainwright.data.rows.chat_templates import TurnsError
-from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, to_example
+from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, TurnsError, to_example
 from trainwright.data.rows.layouts import SINGLE, columns_not_used, layout_of
 from trainwright.data.rows.remarks import Remarks
 from trainwright.data.rows.text_encoding import TextEncoder

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.rows.chat_encoding import ChatEncoder
-from trainwright.data.rows.chat_templates import TurnsError
-from trainwright.data.rows.formats import Message, to_example
+from trainwright.data.rows.formats import Message, TurnsError, to_example
 from trainwright.data.rows.layouts import RowLayout, check_format
 from trainwright.data.rows.text_encoding import text_ids
 from trainwright.data.sources.reading import iterate_source, source_notes

@@ -149,6 +149,7 @@ def request_of(
     if is_url(resume):
         return _fetched(resume, recipe, overrides, translation)
     run = _run_of(resume, recipe, overrides)
+    run_directory.check_files(run)
     own = run / run_directory.RECIPE
     overrides, reasons = _under(overrides, translation, recipe or own, resumed=recipe is None)
     found = resumed_recipe(run, recipe, overrides)

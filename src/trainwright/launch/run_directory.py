@@ -28,7 +28,7 @@ from trainwright.text import quoted
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
 PLAN = "plan.json"
-_PLAN_BYTES = 2**24
+_PLAN_BYTES, _EVENT_BYTES = 2**24, 2**20
 DIRECTORY_KEY = "logging.run_directory"
 SUBMITTED = "slurm"  # what `trainwright submit` keeps in a run directory
 
@@ -97,6 +97,26 @@ def with_directory(overrides: Iterable[str], directory: Path) -> list[str]:
     return [*(each for each in overrides if not each.startswith(f"{DIRECTORY_KEY}=")), override_of(directory)]
 
 
+def check_files(run: Path) -> None:
+    """Raise RequestError if a file that a resumed run reads or appends to is a link, a pipe or a device.
+
+    The run may be anybody's: its events would be added to the file that a link leads to.
+    """
+    for folder in (run, run / "logs", run / "ledger"):
+        if not folder.is_dir():
+            continue
+        with os.scandir(folder) as entries:
+            special = [each.name for each in entries if not each.is_file(follow_symlinks=False) and not each.is_dir()]
+        for name in sorted(special):
+            try:
+                open_inside(folder, name).close()
+            except OSError as error:
+                raise RequestError(
+                    f"--resume: {folder / name} {error.strerror}; a run writes to its own files only: put the file "
+                    "itself there, or remove it"
+                ) from None
+
+
 def own_directory(wanted: str, stem: str) -> Path:
     """Return the directory of the only run that `--resume auto` begins and resumes: `logging.run_directory`, or
     runs/<stem>; in an array of jobs the directory in it that is named by the job's index.
@@ -147,8 +167,8 @@ def find(wanted: str, run_directory: str, stem: str) -> Path:
 def _began(run: Path) -> str:
     """Return when a run began, as names of runs have it: the time of its first event, or else of its recipe."""
     seconds = (run / RECIPE).stat().st_mtime
-    with suppress(OSError, ValueError, KeyError, TypeError), (run / EVENTS).open(encoding="utf-8") as events:
-        seconds = float(json.loads(events.readline())["time"])
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open_inside(run, EVENTS) as events:
+        seconds = float(json.loads(events.readline(_EVENT_BYTES))["time"])
     return time.strftime(_STAMP_FORMAT, time.localtime(seconds))
 
 

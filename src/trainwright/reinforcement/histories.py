@@ -274,7 +274,7 @@ def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) ->
         return unsaid
     try:
         found = json.loads(written)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not unsaid.keys() <= found.keys():
         keys = f" with {' and '.join(unsaid)}" if unsaid else ""

@@ -1,8 +1,8 @@
-"""Bound tokenizer calls: turn failures into errors, and stop calls that take too long.
+"""Bound calls of tokenizers and chat templates: turn failures into errors, and give up calls that take too long.
 
 The pre-tokenization pattern comes with the model. If its search backtracks too much, the library stops after ten
 million steps of one match with a Rust panic, an exception that is not an ``Exception`` in Python; below that limit,
-each character may take that long.
+each character may take that long. A chat template comes with the model too, and may have loops of any length.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainwright.data.rows.chat_templates import TurnsError
+from trainwright.data.rows.formats import TurnsError
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-# Limits on the processor time of this process: a minute plus time per character, at a rate that every tokenizer exceeds
-# by far.
+# Limits on the processor time of this process: a minute plus time per character, at a rate that every tokenizer and
+# template exceeds by far.
 SECONDS = 60.0
 _CHARACTERS_A_SECOND = 20_000
 _LOOK = 0.2
+_PATTERN = "its regular expression may never end (pre_tokenizer in tokenizer.json); use another tokenizer"
 
 
 class TokenizerError(RequestError):
-    """The tokenizer itself fails, independent of the row."""
+    """The tokenizer or its chat template itself fails, independent of the row."""
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any) -> Any:
@@ -52,16 +53,17 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **option
     return bounded(f"the tokenizer {name}".strip(), sum(map(len, many)), lambda: tokenizer(many, **options))
 
 
-def bounded(name: str, characters: int, call: Callable[[], T]) -> T:
-    """Return the result of ``call`` of a tokenizer on a text of ``characters`` characters.
+def bounded(name: str, characters: int, call: Callable[[], T], why: str = _PATTERN) -> T:
+    """Return the result of ``call`` of a tokenizer or template on a text of ``characters`` characters.
 
-    It must release the GIL while it computes, as ``encode_batch`` does.
+    It must release the GIL now and then while it computes, as ``encode_batch`` and Python's own loops do.
 
     Args:
-        name: of the tokenizer, for messages.
+        name: of the tokenizer or template, for messages.
+        why: the likely reason for a call that takes too long, and the remedy.
 
     Raises:
-        TokenizerError: the tokenizer panics, or computes for too long.
+        TokenizerError: the tokenizer panics, or the call takes too long.
     """
     thread = _idle_thread()
     limit = SECONDS + characters / _CHARACTERS_A_SECOND
@@ -75,8 +77,7 @@ def bounded(name: str, characters: int, call: Callable[[], T]) -> T:
             if time.process_time() - begun > limit:
                 thread.calls.put(None)  # ends if the call ever does
                 raise TokenizerError(
-                    f"{name} takes more than {limit:.0f} s of CPU time for {characters:,} characters; its regular "
-                    "expression may never end (pre_tokenizer in tokenizer.json); use another tokenizer"
+                    f"{name} takes more than {limit:.0f} s of CPU time for {characters:,} characters; {why}"
                 ) from None
     _threads.idle = thread
     if error is None:

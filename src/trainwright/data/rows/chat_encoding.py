@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainwright.data.rows.bounded import tokenized
-from trainwright.data.rows.chat_templates import ChatTemplate, TurnsError, arguments_in, fixed_date, install_template
+from trainwright.data.rows.chat_templates import ChatTemplate, arguments_in, fixed_date, install_template
 from trainwright.data.rows.chat_turns import Located, Span, TurnFinder
-from trainwright.data.rows.formats import Message
+from trainwright.data.rows.formats import Message, TurnsError
 from trainwright.data.rows.omissions import Omission, omissions
 from trainwright.data.rows.tool_calls import names_in
 from trainwright.errors import RequestError

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.rows.formats import Message
+from trainwright.data.rows.bounded import TokenizerError, bounded
+from trainwright.data.rows.formats import Message, TurnsError
 from trainwright.data.rows.tool_calls import arguments_of
-from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,14 +72,6 @@ def fixed_date(template: str, notes: list[str]) -> str:
         return template
     notes.append("the chat template contains the current date: 26 July 2024 is used, so that the data stay the same")
     return _DATE + template
-
-
-class TurnsError(RequestError):
-    """A conversation that the template cannot render or whose turns cannot be located; ``index`` is its batch index."""
-
-    def __init__(self, message: str, index: int) -> None:
-        super().__init__(message)
-        self.index = index
 
 
 def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
@@ -146,6 +138,7 @@ class ChatTemplate:
 
         Raises:
             TurnsError: the template rejects a conversation.
+            TokenizerError: the template computes for too long.
         """
         self._try_forms(conversations)
 
@@ -158,12 +151,14 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **(arguments or {}),
             )
-            return _with_tools(apply, _tools(some[0]))
+            return self._bounded(some, lambda: _with_tools(apply, _tools(some[0])))
 
         try:
             if any(_tools(one) for one in conversations):  # tools belong to one conversation, so render one at a time
                 return [text for one in conversations for text in render([one])]
             return list(render(conversations))
+        except TokenizerError:  # it would be so with each
+            raise
         except Exception as error:  # a template may raise anything; find the conversation that fails
             for index, conversation in enumerate(conversations):
                 try:
@@ -177,6 +172,7 @@ class ChatTemplate:
 
         Raises:
             TurnsError: the template rejects the conversation, whose index in a batch is ``index``.
+            TokenizerError: the template computes for too long.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -190,7 +186,9 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **variables,
             )
-            result: Any = _with_tools(apply, _tools(row))
+            result: Any = self._bounded([row], lambda: _with_tools(apply, _tools(row)))
+        except TokenizerError:
+            raise
         except Exception as error:
             raise self._refusal(str(error) or repr(error), index) from None
         (text,), (ranges,) = result
@@ -235,6 +233,12 @@ class ChatTemplate:
         if self._as_json and not isinstance(value, str):
             value = json.dumps(value, ensure_ascii=False)
         return {**call, "function": {**function, "arguments": value}}
+
+    def _bounded(self, some: Sequence[Sequence[Message]], render: Callable[[], Any]) -> Any:
+        """Return what ``render`` returns for some conversations; the template is anybody's, and may have no end."""
+        characters = sum(len(str(turn.get("content", ""))) for one in some for turn in one)
+        name = f"the chat template of {self.name}"
+        return bounded(name, characters, render, "set model.chat_template to another one")
 
     def _refusal(self, why: str, index: int) -> TurnsError:
         return TurnsError(f"the chat template of {self.name} rejects the conversation: {why}", index)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, TypeAlias
 
-from trainwright.data.rows.chat_templates import ChatTemplate, TurnsError
-from trainwright.data.rows.formats import Message
+from trainwright.data.rows.chat_templates import ChatTemplate
+from trainwright.data.rows.formats import Message, TurnsError
 
 Span: TypeAlias = tuple[int, int]
 _TAIL = 16  # characters of a prompt that tell whether only white space follows it

@@ -49,6 +49,14 @@ _UNASKED = "no assistant turn follows a user turn"
 _MARKED = "every assistant turn is marked as not trained on"
 
 
+class TurnsError(RequestError):
+    """A conversation that the template cannot render or whose turns cannot be located; ``index`` is its batch index."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 class NoTarget(RequestError):
     """A row without targets; the message is the reason, the same for all such rows."""
 

@@ -11,7 +11,6 @@ made them.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from trainwright.errors import RequestError
 from trainwright.paths import retried, user_path
+from trainwright.recipe.files import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,7 +149,7 @@ def read_about(directory: Path, key: str) -> dict[str, Any]:
     if not file.is_file() and (directory / "progress.json").is_file():
         raise RequestError(f"{key}: {directory} is not finished; run the same `trainwright data tokenize` again")
     try:
-        about: dict[str, Any] = json.loads(retried(lambda: file.read_text(encoding="utf-8")))
+        about: dict[str, Any] = parse_json(retried(lambda: file.read_text(encoding="utf-8")), f"{key}: {file}")
         if about["version"] != VERSION:
             raise RequestError(
                 f"{key}: {file} is of version {about['version']}, not {VERSION}; tokenize the text again"

@@ -26,6 +26,7 @@ from trainwright.data.tokens.token_processes import encoding
 from trainwright.data.tokens.token_worker import Encoded, Settings
 from trainwright.errors import RequestError
 from trainwright.machine.sharing.file_lock import LOCK, lock_directory, remove_locked
+from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,8 +139,8 @@ def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
 def _finished(out: Path, task: str) -> dict[str, Any] | None:
     """Return the description of finished shards in ``out``, or None if they are not finished."""
     if (out / ABOUT).is_file():
-        about: dict[str, Any] = json.loads((out / ABOUT).read_text(encoding="utf-8"))
-        if about.get("task") == task:
+        about = read_json(out / ABOUT)
+        if isinstance(about, dict) and about.get("task") == task:
             return about
         raise RequestError(f"--out: {out} has shards of another text or tokenizer; choose a new directory")
     if not (out / _PROGRESS).is_file() and any(path.name != LOCK for path in out.iterdir()):
@@ -166,7 +167,9 @@ class _Writer:
         file = self._out / _PROGRESS
         if not file.is_file():
             return Position()
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
+        if not isinstance(found, dict) or not found.keys() >= {"task", "pieces"}:
+            raise RequestError(f"--out: {file} does not say how far the text is tokenized; remove {self._out}")
         task = found.pop("task")
         if not found["pieces"]:
             return Position()

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from trainwright.activity import progress
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
-from trainwright.data.rows.chat_templates import TurnsError
-from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, by_turn
+from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, TurnsError, by_turn
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.text_encoding import TextEncoder

@@ -93,7 +93,7 @@ class Restarts:
         """Take what was decided last, here or by another; without the file, or if it is older, go on with our own."""
         if not self._is_written:
             return
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             kept = json.loads((self._run / _FILE).read_text(encoding="utf-8"))
             times = [float(each) for each in kept["times"]]
             failures = [(step, str(error)) for step, error in kept["failures"]]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainwright.errors import RequestError
-from trainwright.models.files.safetensors_files import write_weights
+from trainwright.models.files.safetensors_files import read_header, write_weights
 from trainwright.models.files.save import replacing
 from trainwright.models.history.model import HistoryModel, HistoryShape
 
@@ -48,8 +48,12 @@ def load_history_model(directory: Path) -> tuple[HistoryModel, dict[str, Any]]:
 
     try:
         about = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
-        model = HistoryModel(HistoryShape.from_json(about["model"]), seed=0)
-        model.load_state_dict(load_file(directory / WEIGHTS))
+        shape, stored = HistoryShape.from_json(about["model"]), read_header(directory / WEIGHTS)
+        if max(shape.layers, len(shape.observations)) > len(stored):  # each has tensors of its own, which are made here
+            raise ValueError(f"{ABOUT} has more layers or observations than {WEIGHTS} has tensors ({len(stored):,})")
+        with torch.device("meta"):  # without memory, whatever sizes it names
+            model = HistoryModel(shape, seed=0)
+        model.load_state_dict(load_file(directory / WEIGHTS), assign=True)
         return model, about
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise RequestError(f"{directory}: is not a model of histories that can be read: {error}") from error
