@@ -46,8 +46,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_source_distribution_runs_its_tests(source: Path) -> None:
-    tests = ("-m", "not slow", "tests/recipe", "tests/docs/test_repository.py")
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    words = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        "tests/recipe",
+        "tests/docs/test_repository.py",
+    )
     run("env", "PYTHONPATH=src", sys.executable, *words, cwd=source)
 
 

@@ -138,14 +138,16 @@ def test_the_objective_is_what_is_minimized(installed: Path, tmp_path: Path) -> 
 def test_what_is_wrong_is_refused_as_of_the_product_s_own(
     installed: Path, tmp_path: Path, overrides: tuple[str, ...], said: str
 ) -> None:
-    assert said in run(installed, tmp_path, "recipe", "show", recipe(tmp_path, "focal"), *overrides, code=2)
+    assert said in run(
+        installed, tmp_path, "recipe", "show", "--trust-code", recipe(tmp_path, "focal"), *overrides, code=2
+    )
 
 
 def test_without_the_package_its_place_does(installed: Path, tmp_path: Path) -> None:
     shutil.copytree(installed / "trainwright_example", tmp_path / "trainwright_example")
     places = ("task=trainwright_example:FOCAL", "data.train=trainwright_example:SUMS", "data.limit=null")
     metric = "evaluate.metrics=['trainwright_example:length_ratio']"
-    asked = ("recipe", "check", recipe(tmp_path, "sft"), *places, metric)
+    asked = ("recipe", "check", "--trust-code", recipe(tmp_path, "sft"), *places, metric)
     shown = run(tmp_path / "nothing", tmp_path, *asked)
     assert "trainwright_example:FOCAL of a fresh llama on trainwright_example:SUMS" in shown
     assert "focal.gamma: expected a number, not" in run(

@@ -45,6 +45,7 @@ _ALLOWED = {
     "machine/test_described.py": "tests the variable",
     "machine/test_quick.py": "tests what a described machine brings",
     "parallel/test_world.py": "gives ranks unequal memory",
+    "watching/test_hostile_runs.py": "shows that hostile runs cost little time",
     "observe/test_ledger.py": "has a launcher count the seconds since a line",
     "planning/test_on_other_machines.py": "sets the variable",
     "parallel/test_openmp.py": "keeps every core busy",

@@ -9,7 +9,15 @@ Heavy libraries are imported only when they are used.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    # Before anything that Windows lacks is imported: this module comes first whatever is started.
+    sys.stderr.write(
+        "Trainwright does not run on Windows itself: install it in WSL (run `wsl --install`) or in a Linux container\n"
+    )
+    sys.exit(3)
 
 if TYPE_CHECKING:
     from trainwright.api.clusters.jobs import RunState, jobs

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from trainwright.activity import Activity
 from trainwright.errors import EXIT_STOPPED, Interrupted
 from trainwright.launch.ending.stop import interruptible
+from trainwright.paths import search_working_directory_last
 from trainwright.text import say
 
 _INTERRUPTED = 130  # the shell's exit code of a program ended by ctrl-C
@@ -18,6 +19,7 @@ _BETWEEN_COLLECTIONS = 100_000
 
 def main() -> None:
     """Run the command line. Imports take seconds, so handle a stop during them, too."""
+    search_working_directory_last()
     gc.set_threshold(_BETWEEN_COLLECTIONS)
     trains = sys.argv[1:2] == ["train"]
     try:

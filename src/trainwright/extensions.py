@@ -4,24 +4,60 @@ A package adds to a registry by an entry point of its group, for instance in its
 
     [project.entry-points."trainwright.tasks"]
     reverse = "my_package.reverse:SPEC"
+
+What a recipe itself names as ``module:Name`` is somebody's code; commands that only read do not import it.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, distributions
 from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from trainwright.errors import RequestError
+from trainwright.paths import is_working_directory
 
 T = TypeVar("T")
+
+# A variable, because worker processes inherit it. "0": nothing that a recipe names as module:Name is imported.
+_TRUST = "TRAINWRIGHT_TRUST_CODE"
+_MARK = "__trainwright_extension__"
+
+
+def extension(kind: str) -> Callable[[T], T]:
+    """Mark a function or class as a ``kind``, ``"metric"`` or ``"observer"``, that recipes may name as
+    ``module:Name``; without the mark a recipe could call any function of any module.
+    """
+
+    def mark(marked: T) -> T:
+        setattr(marked, _MARK, kind)
+        return marked
+
+    return mark
+
+
+@contextmanager
+def trusting(trusted: bool) -> Iterator[None]:
+    """Allow, or refuse, to import what recipes name as ``module:Name``, in this process and those that it starts."""
+    before = os.environ.get(_TRUST)
+    os.environ[_TRUST] = str(int(trusted))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TRUST]
+        else:
+            os.environ[_TRUST] = before
 
 
 class _Entry(NamedTuple):
@@ -38,10 +74,20 @@ class Registry(Generic[T]):
         builtin: the names of the package's own objects, each with its place ``module:Name``.
         kind: the kind's name in messages, such as ``task``.
         required: attributes that each object must have.
+        marked: whether an object at a place must have the mark of ``extension``, as any function has the attributes.
     """
 
-    def __init__(self, group: str, builtin: Mapping[str, str], kind: str, required: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        group: str,
+        builtin: Mapping[str, str],
+        kind: str,
+        required: tuple[str, ...] = (),
+        *,
+        marked: bool = False,
+    ) -> None:
         self.group, self.kind, self.required, self._builtin = group, kind, required, dict(builtin)
+        self._marked = marked
         self._found: dict[str, T] = {}
 
     def names(self) -> tuple[str, ...]:
@@ -62,12 +108,15 @@ class Registry(Generic[T]):
 
         Raises:
             RequestError: the name is unknown or registered twice, or the object cannot be imported, or lacks a required
-                attribute.
+                attribute or the mark; or it is at a place, and this command imports nothing that a recipe names.
         """
         if name not in self._found:
             entry = self._entry(name)
-            found = load(entry.place, entry.described) if entry.place != self._builtin.get(name) else _at(entry.place)
-            self._check(found, entry)
+            if name in self._builtin:
+                found = _at(entry.place)
+            else:
+                found = load(entry.place, entry.described) if entry.package else load_named(name, entry.described)
+            self._check(found, entry, named=":" in name)
             self._found[name] = found
         return self._found[name]
 
@@ -82,9 +131,19 @@ class Registry(Generic[T]):
         return name in self._builtin
 
     def check(self, name: str) -> None:
-        """Import ``name`` unless it is built in. Raises RequestError like ``get``."""
-        if name not in self._builtin:
+        """Import ``name`` unless it is built in; where a command does not, look for it in its file.
+
+        Raises RequestError like ``get``.
+        """
+        if ":" in name and not _trusts():
+            _look_for(name, f"{self.kind} {name}")
+        elif name not in self._builtin:
             self.get(name)
+
+    def check_origin(self, name: str) -> None:
+        """Raise RequestError if ``name`` is a place in the standard library. Imports nothing."""
+        if ":" in name:
+            _refuse_library(name, f"{self.kind} {name}")
 
     def package(self, name: str) -> str | None:
         """Return the name of the installed package that registered ``name``; None if none did."""
@@ -127,15 +186,39 @@ class Registry(Generic[T]):
             entries[point.name] = _Entry(point.value, described, package)
         return entries
 
-    def _check(self, found: Any, entry: _Entry) -> None:
+    def _check(self, found: Any, entry: _Entry, *, named: bool) -> None:
         if missing := [attribute for attribute in self.required if not hasattr(found, attribute)]:
             raise RequestError(f"{entry.described} lacks {', '.join(missing)}")
+        if self._marked and named and getattr(found, _MARK, None) != self.kind:
+            raise RequestError(
+                f'{entry.described} is not marked as one; write @extension("{self.kind}") above its definition (from '
+                f"trainwright.extensions import extension), or register it as an entry point of {self.group}"
+            )
+
+
+def _trusts() -> bool:
+    return os.environ.get(_TRUST) != "0"
+
+
+def load_named(place: str, described: str) -> Any:
+    """Return like ``load`` what a recipe itself names.
+
+    Raises:
+        RequestError: also if it is of the standard library, or this command imports nothing that a recipe names.
+    """
+    _refuse_library(place, described)
+    if not _trusts():
+        raise RequestError(
+            f"{described} is code that would run on this machine, and this command imports none that a recipe names; "
+            "read it, then pass --trust-code"
+        )
+    return load(place, described)
 
 
 def load(place: str, described: str) -> Any:
     """Return the object at ``place``, ``package.module:Name``; ``described`` is its origin in messages.
 
-    Modules in the working directory are found, as with ``python -m``.
+    Modules in the working directory are found, after all that are installed.
 
     Raises:
         RequestError: the place is malformed, or cannot be imported.
@@ -151,21 +234,63 @@ def load(place: str, described: str) -> Any:
         raise RequestError(f"{described} cannot be imported: {kind}{error}") from error
 
 
-def _is_place(name: str) -> bool:
-    module, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
-        return False
+def _refuse_library(place: str, described: str) -> None:
+    if place.partition(":")[0].partition(".")[0] in sys.stdlib_module_names:
+        raise RequestError(f"{described} is of Python's standard library, which has no extensions; name one of yours")
+
+
+def _look_for(place: str, described: str) -> None:
+    """Raise RequestError if there is certainly nothing at ``place``. Imports and executes nothing."""
+    _refuse_library(place, described)
+    module, _, attribute = place.partition(":")
+    file, name = _file_of(module), attribute.partition(".")[0]
+    if file is None:
+        raise RequestError(f"{described} cannot be imported: No module named '{module}'")
+    if file.suffix != ".py":
+        return
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RequestError(f"{described} cannot be imported: {file}: {error}") from None
+    names: set[object] = {getattr(node, field, None) for node in nodes for field in ("name", "asname", "id")}
+    if names.isdisjoint({name, "*", "__getattr__", "globals"}) and not (file.parent / f"{name}.py").is_file():
+        raise RequestError(f"{described} cannot be imported: {file} has no {name}")
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the file of a module, or the folder of a package without one, from the first part of its name alone: to
+    look for a part of a package by ``find_spec`` imports the package.
+    """
+    first, *parts = module.split(".")
     _look_in_working_directory()
     try:
-        return find_spec(module) is not None
+        spec = find_spec(first)
     except (ImportError, ValueError):
-        return False
+        return None
+    if spec is None:
+        return None
+    if not parts:
+        return Path(spec.origin or first)
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder, *parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+        if path.is_dir() or [*path.parent.glob(f"{path.name}.*.so")]:
+            return path
+    return None
+
+
+def _is_place(name: str) -> bool:
+    module, _, attribute = name.partition(":")
+    parts = (*module.split("."), *attribute.split("."))
+    return all(part.isidentifier() for part in parts) and _file_of(module) is not None
 
 
 def _look_in_working_directory() -> None:
-    # `python -m` searches it, but a console script does not.
+    # `python -m` searches it, but a console script does not. Last, so that nothing in it replaces what is installed.
     if os.getcwd() not in sys.path:
-        sys.path.insert(1, os.getcwd())
+        sys.path.append(os.getcwd())
 
 
 def _at(place: str) -> Any:
@@ -184,7 +309,8 @@ def _all_entry_points() -> tuple[EntryPoint, ...]:
     ``importlib.metadata.entry_points`` takes ten times as long, because it parses those of all packages.
     """
     found: dict[str, tuple[EntryPoint, ...]] = {}
-    for distribution in distributions():
+    # The folder that a user works in can hold anybody's files; what is installed is elsewhere.
+    for distribution in distributions(path=[path for path in sys.path if not is_working_directory(path)]):
         if "trainwright." in (distribution.read_text("entry_points.txt") or ""):
             found.setdefault(distribution.name, tuple(distribution.entry_points))  # the first on the path counts
     return tuple(point for points in found.values() for point in points)

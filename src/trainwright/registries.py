@@ -25,7 +25,7 @@ TASKS: Registry[TaskSpec] = Registry(
 )
 
 # Each is a function from the reference and the answer to a score, at best 1; or, with an attribute ``setting`` that
-# names a key of the recipe's section evaluate, a class that makes one from that key's value.
+# names a key of the recipe's section evaluate, a class that makes one from that key's value. At a place it is marked.
 METRICS: Registry[Any] = Registry(
     "trainwright.metrics",
     {
@@ -38,6 +38,7 @@ METRICS: Registry[Any] = Registry(
     },
     kind="metric",
     required=("__call__",),
+    marked=True,
 )
 
 # Each is a data.sources.registry.Source.
@@ -121,6 +122,7 @@ OBSERVERS: Registry[Any] = Registry(
     },
     kind="observer",
     required=("__call__",),
+    marked=True,
 )
 
 # The keys of a recipe that name a registered object.

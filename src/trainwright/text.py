@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -167,6 +168,11 @@ _PLAIN = {
     "±": "+-",
     "µ": "u",
 }
+
+
+def quoted(word: object) -> str:
+    """Return a path or name as a shell takes it, for a command that is printed."""
+    return shlex.quote(str(word))
 
 
 def printable(text: str) -> str:

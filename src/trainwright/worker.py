@@ -21,11 +21,13 @@ from trainwright.launch.ending.stop import interruptible
 from trainwright.launch.group.report_once import rank_from_variables, should_report
 from trainwright.launch.joined import JoinRequest, run_joined
 from trainwright.launch.request import is_bare_resume, split_words
+from trainwright.paths import search_working_directory_last
 from trainwright.text import say
 
 
 def main() -> None:
     """Run one worker and exit with its code: those of `trainwright train`."""
+    search_working_directory_last()
     arguments = _parse(sys.argv[1:])
     try:
         with interruptible():

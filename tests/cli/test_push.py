@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 import trainwright as tw
 from trainwright.cli.main import app
 from trainwright.errors import MachineError, RequestError
+from trainwright.recipe.loading import load_recipe
 
 RECIPE = """
 task: sft
@@ -66,6 +68,22 @@ def test_no_path_of_the_machine_is_in_the_card(run: Path) -> None:
     assert "secret/" not in shown.replace("/home/somebody/secret/rows.jsonl", "") and "base_model: " not in shown
     assert "source: a.jsonl" in shown and "source: b.jsonl" in shown and "start_from: before" in shown
     assert 'from_pretrained("base")' in shown
+
+
+def test_the_card_has_no_job_and_no_copies(run: Path) -> None:
+    private = {
+        "launch": {"to": "secret-cluster", "account": "secret-account", "partition": "secret-part", "nodes": 37},
+        "checkpoint": {"copies": ["s3://secret-bucket/runs"]},
+        "logging": {"prometheus": "secret-host:9000"},
+    }
+    (run / "recipe.yaml").write_text(
+        RECIPE + "".join(f"{key}: {json.dumps(value)}\n" for key, value in private.items())
+    )
+    shown = invoke(str(run), "me/model", "--dry-run")
+    (kept,) = re.findall(r"^```yaml\n(.*?)^```", shown, re.DOTALL | re.MULTILINE)
+    assert "secret" not in kept and "37" not in kept
+    (run / "again.yaml").write_text(kept)
+    assert load_recipe(run / "again.yaml").task == "sft"
 
 
 def test_a_text_that_begins_like_a_home_directory_is_no_path(run: Path) -> None:

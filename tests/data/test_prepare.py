@@ -199,11 +199,19 @@ def test_what_changes_the_tokens_changes_the_cache(tmp_path: Path) -> None:
     assert run(tmp_path, train=name).directory != directory
 
 
-@pytest.mark.parametrize("lost", ["about.json", "train/tokens.npy", "validation/dataset.json"])
-def test_a_damaged_cache_is_made_again(tmp_path: Path, lost: str) -> None:
+DAMAGED = {"about.json": [None, "[]"], "train/tokens.npy": [None, ""], "validation/targets.npy": ["other"]}
+DAMAGED["validation/dataset.json"] = [None, "[]", "null", '{"arrays": 3}', '{"arrays": ["offsets"], "mixture": 3}']
+
+
+@pytest.mark.parametrize(("file", "content"), [(file, content) for file, cases in DAMAGED.items() for content in cases])
+def test_a_damaged_cache_is_made_again(tmp_path: Path, file: str, content: str | None) -> None:
     name = source(tmp_path / "a.jsonl", ROWS)
     first = run(tmp_path, train=name)
-    (first.directory / lost).unlink()
+    (first.directory / file).unlink()
+    if content == "other":
+        np.save(first.directory / file, np.zeros(3, bool))
+    elif content is not None:
+        (first.directory / file).write_text(content)
     again = run(tmp_path, train=name)
     assert again.train.fingerprint == first.train.fingerprint
     assert again.summary[-1].endswith("(made now)")

@@ -18,13 +18,13 @@ import tokenizers
 
 from tests.data.test_templates import HELLO, LLAMA_3
 from tests.data.test_text_encoding import LLAMA, opening
-from tests.support.commands import environment, wait_for
+from tests.support.commands import environment, trainwright, wait_for
 from tests.support.slow import slow_but
 from trainwright.cli.data import tokens as data_tokens
 from trainwright.data.check import check_corpus
 from trainwright.data.rows.texts import TextPiece, join_documents, pieces
 from trainwright.data.sources.reading import read_rows
-from trainwright.data.sources.shards import Shards
+from trainwright.data.sources.shards import INDEX, Shards
 from trainwright.data.tokens.shard_writer import tokenize
 from trainwright.data.tokens.token_worker import WordTokens
 from trainwright.errors import MachineError, RequestError
@@ -274,6 +274,58 @@ def test_shards_that_are_not_whole_are_refused_by_name(tmp_path: Path) -> None:
     last.unlink()
     with pytest.raises(RequestError, match=f"{last.name} is missing"):
         Shards.open(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("dtype", "O", "dtype: Input should be 'uint8', 'uint16' or 'uint32'"),
+        ("dtype", "int16", "dtype: Input should be"),
+        ("dtype", "V2", "dtype: Input should be"),
+        ("dtype", {"names": ["a"], "formats": ["O"]}, "dtype: Input should be"),
+        ("dtype", "uint8", "is longer than it was"),
+        ("dtype", "uint32", "is cut short"),
+        ("shards", [], "shards: List should have at least 1 item"),
+        ("shards", [{"name": "../out/00000", "tokens": 1, "documents": 1}], "shards.0.name: String should match"),
+        ("shards", [{"name": "00000", "tokens": -1, "documents": 1}], "shards.0.tokens: Input should be greater"),
+        ("shards", [{"name": "00000", "tokens": 1.0, "documents": 1}], "shards.0.tokens: Input should be a valid int"),
+        ("tokenizer", None, "tokenizer: Input should be"),
+        ("index", [3, 2], "the ends of its documents do not rise to the 8 tokens"),
+        ("index", [-1, 8], "the ends of its documents do not rise"),
+        ("index", [4, 9], "the ends of its documents do not rise"),
+    ],
+)
+def test_shards_that_say_what_they_do_not_have_are_refused(tmp_path: Path, key: str, value: Any, said: str) -> None:
+    out = tmp_path / "out"
+    made(out, rows(tmp_path / "rows.jsonl", ["one", "two"]))
+    if key == "index":
+        index = np.fromfile(out / "00000.index", dtype=INDEX)
+        index["end"] = value
+        index.tofile(out / "00000.index")
+    else:
+        about = json.loads((out / "shards.json").read_text())
+        (out / "shards.json").write_text(json.dumps({**about, key: value}))
+    with pytest.raises(RequestError) as refused:
+        Shards.open(out)
+    assert said in str(refused.value) and str(out) in str(refused.value)
+
+
+def test_pointers_in_shards_end_check_and_training_with_2(tmp_path: Path) -> None:
+    """Read as Python objects, the tokens would be addresses, and end the process by a signal."""
+    out = tmp_path / "out"
+    made(out, rows(tmp_path / "rows.jsonl", ["some text of a document"] * 8))
+    about = json.loads((out / "shards.json").read_text())
+    (out / "shards.json").write_text(json.dumps({**about, "dtype": "O"}))
+    for shard in about["shards"]:
+        (out / f"{shard['name']}.tokens").write_bytes(b"\x41" * 8 * shard["tokens"])
+    values: dict[str, Any] = {
+        "model": {"tokenizer": "bytes", "config": {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1}}
+    }
+    values |= {"task": "pretrain", "data": {"train": str(out), "validation": None, "max_length": 16}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({**values, "train": {"max_steps": 1}}))
+    for command in (("recipe", "check"), ("train",)):
+        ended = trainwright(*command, "recipe.yaml", "parallel.num_processes=1", cwd=tmp_path)
+        assert ended.returncode == 2 and f"{out / 'shards.json'}: dtype: " in ended.stderr, ended.stderr
 
 
 def test_shards_of_another_tokenizer_and_of_another_text_are_refused(tmp_path: Path) -> None:

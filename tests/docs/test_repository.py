@@ -27,6 +27,22 @@ def test_both_hosts_run_what_ci_runs() -> None:
     assert {"lint", "test"} <= set(targets) <= set(_targets())
 
 
+def test_actions_are_named_by_commit() -> None:
+    for file in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        for action in re.findall(r"uses: (\S+)", file.read_text()):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), f"{file.name}: {action} can be moved to other code"
+
+
+def test_paths_and_names_in_printed_commands_are_quoted() -> None:
+    """A directory may have a name such as ``a; rm -r b``, and commands in messages are pasted into shells."""
+    options = "resume|logdir|config-file|accelerate-config"
+    begins = rf"(?:trainwright (?!doctor)[a-z-]+(?: --?[a-z-]+)*|--(?:{options})) "
+    command = re.compile(begins + r"\{(?!(?:text\.)?quoted\()")
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            assert not command.search(line), f"{file}:{number}: quote what is in the command, with text.quoted"
+
+
 def test_pre_commit_runs_the_tools_of_lint() -> None:
     hooks = _yaml(".pre-commit-config.yaml")["repos"][0]["hooks"]
     lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]

@@ -17,6 +17,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 MODULE = """
     import json
     from trainwright.engine.policies.base import StepPolicy
+    from trainwright.extensions import extension
 
 
     class EverySecond(StepPolicy):
@@ -47,6 +48,7 @@ MODULE = """
                 file.write(event["event"] + "\\n")
 
 
+    @extension("observer")
     class Breaks:
         def __init__(self, run):
             pass

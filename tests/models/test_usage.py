@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,16 +16,20 @@ import pytest
 import torch
 
 from tests.models.test_merging import IDS, base, logits_of, trained
-from tests.support.commands import PATIENCE, environment
+from tests.support.commands import PATIENCE, trainwright
+from tests.support.commands import environment as variables
 from trainwright.models.files.save import save_model
 from trainwright.models.gguf.export import export_gguf
 from trainwright.models.gpt.model import register
+from trainwright.models.history.files import save_history_model
+from trainwright.models.history.model import HistoryModel, HistoryShape
 from trainwright.models.load import load_config, load_model
 from trainwright.models.merging import merge
 from trainwright.models.tokenization.bytes import bytes_tokenizer
 from trainwright.models.usage import loading
 from trainwright.observe.card import model_card, published_settings
 from trainwright.recipe.sections.model import ModelSection
+from trainwright.reinforcement.environments import make
 
 GPT = {"model_type": "gpt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 EVENTS = [
@@ -64,7 +69,7 @@ def block_of(card: str) -> str:
 def executed(blocks: Mapping[str, str], cwd: Path) -> dict[str, torch.Tensor]:
     (cwd / "blocks.json").write_text(json.dumps(blocks))
     command = [sys.executable, "-c", RUNNER, "blocks.json", json.dumps(IDS.tolist()), "logits.pt"]
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=cwd, env=variables(), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     found: dict[str, torch.Tensor] = torch.load(cwd / "logits.pt", weights_only=True)
     return found
@@ -158,3 +163,31 @@ def test_an_adapter_on_fresh_weights_is_said_to_need_its_run(tmp_path: Path) -> 
     (tmp_path / "final" / "base_model.json").write_text('{"name": "fresh llama", "fingerprint": "0", "path": ""}')
     card = card_of(tmp_path / "run", tmp_path / "final", section)
     assert "```python" not in card and "trainwright merge RUN" in card
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", ["bandit", "gymnasium"])
+def test_what_an_agent_s_card_says_evaluates_it(tmp_path: Path, environment: str) -> None:
+    pytest.importorskip("gymnasium")
+    lake = {"entry_point": "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv", "tasks": [{}] * 4, "horizon": 5}
+    options = lake if environment == "gymnasium" else {}
+    made = make(environment, **options)
+    tried = {"test_fraction": 0.5, "trial": {"episodes": 2, "copies": 1, "last_episodes": 1}}
+    section = {"environment": environment, "environment_options": options, "context_length": 8, **tried}
+    recipe = {"task": "algorithm_distillation", "train": {"max_steps": 2}, "algorithm_distillation": section}
+    run, weights = tmp_path / "run", tmp_path / "run" / "final"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(json.dumps(recipe))
+    (run / "events.jsonl").write_text(json.dumps({"time": 0.0, **EVENTS[0]}) + "\n")
+    shape = HistoryShape(made.observation_counts, made.action_count, 16, 1, 2, "transition", "rotary", steps=8)
+    about = {"environment": {"name": environment, "options": options}, "tried": tried}
+    save_history_model(weights, shape, about, HistoryModel(shape, seed=0).named_parameters())
+    card = model_card(run, "me/agent", weights)
+    said, kept = (re.findall(rf"^```{kind}\n(.*?)^```", card, re.DOTALL | re.M)[0] for kind in ("sh", "yaml"))
+    download, evaluate = (shlex.split(line) for line in said.splitlines())
+    shutil.copytree(weights, tmp_path / download[-1])
+    if "agent/recipe.yaml" in card:
+        (tmp_path / "agent" / "recipe.yaml").write_text(kept)
+    assert ("--trust-code" in evaluate) == ("agent/recipe.yaml" in card) == (environment == "gymnasium")
+    ended = trainwright(*evaluate[1:], cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr

@@ -11,6 +11,8 @@ import pytest
 
 from trainwright.observe.reader import read_events, resumed_step, status_of
 
+AT = {"time": 1.0}
+
 
 def write(path: Path, events: list[dict[str, Any]], cut: str = "") -> Path:
     path.write_text("".join(json.dumps(event) + "\n" for event in events) + cut)
@@ -18,7 +20,10 @@ def write(path: Path, events: list[dict[str, Any]], cut: str = "") -> Path:
 
 
 def steps(first: int, last: int, session: int) -> list[dict[str, Any]]:
-    return [{"event": "step", "step": step, "loss": float(session)} for step in range(first, last + 1)]
+    return [
+        {**AT, "event": "step", "step": step, "loss": float(session), "step_time": 1.0}
+        for step in range(first, last + 1)
+    ]
 
 
 def losses(path: Path) -> list[tuple[int, float]]:
@@ -26,7 +31,7 @@ def losses(path: Path) -> list[tuple[int, float]]:
 
 
 def start(resumed_from: object = None) -> dict[str, Any]:
-    return {"event": "start", "resumed_from": resumed_from}
+    return {**AT, "event": "start", "resumed_from": resumed_from}
 
 
 def test_cut_last_line_is_left_out(tmp_path: Path) -> None:
@@ -48,21 +53,21 @@ def test_steps_done_over_after_a_resume_are_replaced(tmp_path: Path) -> None:
 
 
 def test_evaluations_and_checkpoints_done_over_are_replaced_too(tmp_path: Path) -> None:
-    evaluate = {"event": "evaluate", "step": 4, "metrics": {"loss": 1.0}}
-    kept = {"event": "checkpoint", "step": 2, "path": "p", "seconds": 1.0}
+    evaluate = {**AT, "event": "evaluate", "step": 4, "metrics": {"loss": 1.0}}
+    kept = {**AT, "event": "checkpoint", "step": 2, "path": "p", "seconds": 1.0}
     path = write(tmp_path / "events.jsonl", [start(), kept, evaluate, start(2), evaluate])
     assert [event["event"] for event in read_events(path)] == ["start", "checkpoint", "start", "evaluate"]
 
 
 def test_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> None:
-    evaluate = {"event": "evaluate", "step": 0, "metrics": {"loss": 1.0}}
+    evaluate = {**AT, "event": "evaluate", "step": 0, "metrics": {"loss": 1.0}}
     path = write(tmp_path / "events.jsonl", [start(), evaluate, *steps(1, 3, 1), start(), evaluate, *steps(1, 2, 2)])
     assert losses(path) == [(1, 2.0), (2, 2.0)]
     assert [event["event"] for event in read_events(path)].count("evaluate") == 1
 
 
 def test_a_finished_run_that_was_made_longer_is_not_finished(tmp_path: Path) -> None:
-    finish = {"event": "finish", "step": 3, "status": "finished"}
+    finish = {**AT, "event": "finish", "step": 3, "status": "finished"}
     ended = [start(), *steps(1, 3, 1), finish]
     assert status_of(tmp_path) == "unfinished"
     for events, status in (
@@ -75,7 +80,9 @@ def test_a_finished_run_that_was_made_longer_is_not_finished(tmp_path: Path) -> 
 
 
 def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
-    path = write(tmp_path / "events.jsonl", [{"event": "evaluate", "step": 1, "metrics": {"loss": "nan", "x": "inf"}}])
+    path = write(
+        tmp_path / "events.jsonl", [{**AT, "event": "evaluate", "step": 1, "metrics": {"loss": "nan", "x": "inf"}}]
+    )
     metrics = read_events(path)[0]["metrics"]
     assert math.isnan(metrics["loss"]) and metrics["x"] == math.inf
 

@@ -111,7 +111,8 @@ def test_its_limits_are_checked(install: Install, run: Run) -> None:
 
 def test_a_place_needs_no_entry_point(install: Install, run: Run) -> None:
     install(entry="")
-    ended = run("-m", "trainwright", "plan", str(TINY), "--on", "2xA100-80GB", "parallel.strategy=flat_spec:SPEC")
+    plan = ("plan", str(TINY), "--on", "2xA100-80GB", "parallel.strategy=flat_spec:SPEC", "--trust-code")
+    ended = run("-m", "trainwright", *plan)
     assert ended.returncode == 0 and "flat_spec:SPEC" in ended.stdout, ended.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -195,6 +196,12 @@ def test_a_study_is_no_recipe() -> None:
 def test_ready_recipes_load(path: Path) -> None:
     task = {"cpt": "sft"}.get(path.parent.name, path.parent.name)  # continued pretraining is tuning on text
     assert load_recipe(path).task == task
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.name)
+def test_a_recipe_reaches_a_spawned_process_as_it_is(path: Path) -> None:
+    loaded = load_recipe(path)
+    assert pickle.loads(pickle.dumps(loaded)) == loaded
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.name)

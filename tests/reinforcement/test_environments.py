@@ -193,7 +193,9 @@ def test_a_users_environment_of_early_ends_and_horizon() -> None:
         ("gymnasium", LAKES | {"tasks": {"size": 3}}, "tasks is a list of the keywords of each task"),
         ("gymnasium", LAKES | {"tasks": [3]}, "tasks is a list of the keywords of each task"),
         ("gymnasium", LAKES | {"optimal_returns": 1.0}, "optimal_returns is a list of a number for each task, not 1.0"),
-        ("gymnasium", LAKES | {"entry_point": "os:getcwd", "tasks": [{}]}, "creates a str, not a gymnasium.Env"),
+        ("gymnasium", LAKES | {"entry_point": "os:getcwd", "tasks": [{}]}, "is of Python's standard library"),
+        ("gymnasium", LAKES | {"entry_point": "pytest:exit", "tasks": [{}]}, "is not a subclass of gymnasium.Env"),
+        ("torch:nn.Linear", {}, "lacks tasks, describe"),
         ("gymnasium", LAKES | {"optimal_returns": [1.0]}, "1 optimal_returns for 2 tasks"),
         (
             "gymnasium",

@@ -196,3 +196,29 @@ def test_returns_of_episodes() -> None:
     assert found.dtype == np.float32
     assert found[0].tolist() == [0 + 2, 4 + 6] and found[1, 0] == 1 + 3 + 5 + 7 + 9 and np.isnan(found[1, 1])
     assert returns_of_episodes(np.zeros((6, 2), dtype=bool), rewards).shape == (2, 0)
+
+
+LINKS = [(place, kind) for place in ("3", "10/rewards") for kind in ("external link", "soft link")]
+
+
+@pytest.mark.parametrize(("place", "kind"), [*LINKS, ("10/rewards", "virtual"), ("10/rewards", "external storage")])
+def test_arrays_of_other_files_are_not_read(file: Path, kind: str, place: str) -> None:
+    other = file.with_name("other.h5")
+    other.write_bytes(file.read_bytes())
+    with h5py.File(file, "r+") as histories:
+        array = histories["10/rewards"]
+        shape, dtype = array.shape, array.dtype
+        del histories[place]
+        if kind == "external link":
+            histories[place] = h5py.ExternalLink(other, place)
+        elif kind == "soft link":
+            histories["elsewhere"] = h5py.ExternalLink(other, "/")
+            histories[place] = h5py.SoftLink(f"/elsewhere/{place}")
+        elif kind == "virtual":
+            layout = h5py.VirtualLayout(shape, dtype)
+            layout[:] = h5py.VirtualSource(other, place, shape)
+            histories.create_virtual_dataset(place, layout)
+        else:
+            histories.create_dataset(place, shape, dtype, external=[(other, 0, h5py.h5f.UNLIMITED)])
+    with pytest.raises(RequestError, match=rf"{place} is (a link, which may lead to|stored in) other files"):
+        Histories(file)

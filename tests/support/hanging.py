@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.engine.policies.base import StepPolicy, Training
+from trainwright.extensions import extension
 
 LONG = 600
 
@@ -94,6 +95,7 @@ class Hanging(StepPolicy):
         object.__setattr__(target, name, wrapped)
 
 
+@extension("observer")
 def slow_to_finish(run: Path) -> Callable[[dict[str, Any]], None]:
     """An observer that takes the seconds of the variable HANG_SECONDS at the end of the run."""
 

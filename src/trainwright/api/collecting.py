@@ -127,7 +127,7 @@ def collected(
             made = collect(collection, processes, shown)
     except KeyboardInterrupt:
         raise Stopped("stopped; finished tasks are kept: run the same command again to continue") from None
-    return _summary(collection.path, time.monotonic() - began if made else None, chart)
+    return _summary(collection, time.monotonic() - began if made else None, chart)
 
 
 def _collection(section: AlgorithmDistillationSection) -> Collection:
@@ -211,13 +211,14 @@ class _Shown:
         self._said = progress.goals
 
 
-def _summary(path: Path, seconds: float | None, chart: Path | None) -> Collected:
+def _summary(collection: Collection, seconds: float | None, chart: Path | None) -> Collected:
     import numpy as np
 
     from trainwright.reinforcement.curves import draw_curves, learning_curves, optimum
     from trainwright.reinforcement.histories import Histories
 
-    with Histories(path) as histories:
+    path = collection.path
+    with Histories(path, collection.make_environment()) as histories:
         curves = learning_curves(histories)
         if curves.shape[1] == 0:
             return Collected(path, seconds, (), None, None)

@@ -79,6 +79,7 @@ def evaluate(
     temperature: float | None = None,
     out: str | PathLike[str] | None = None,
     progress: bool = False,
+    trust_code: bool = False,
 ) -> Evaluation:
     """Measure a model: likelihoods and its answers, each with its 95 % interval; what ``trainwright eval`` does.
 
@@ -112,6 +113,7 @@ def evaluate(
         temperature: of an agent: the sampling temperature of its actions. Default: as in its recipe.
         out: a new directory for the results. Default: ``evaluations/<model>-<date>-<time>``.
         progress: show how many rows are done.
+        trust_code: import the code that the recipe of a run names as ``module:Name``; otherwise none of it runs.
 
     Raises:
         RequestError: the model, the rows or the arguments are invalid; messages name the command's options.
@@ -125,5 +127,5 @@ def evaluate(
         ['loss', 'token_accuracy']
     """
     asked = MeasureRequest(**as_options(locals()))
-    directory, table = run_in_process(measure, asked, progress=progress)
+    directory, table = run_in_process(measure, asked, progress=progress, trust_code=trust_code)
     return Evaluation(directory, tuple(table))

@@ -45,6 +45,7 @@ def generate(
     batch_size: int | None = None,
     num_processes: int | None = None,
     progress: bool = False,
+    trust_code: bool = False,
 ) -> list[str]:
     """Generate a model's answers; what ``trainwright generate`` does.
 
@@ -66,6 +67,7 @@ def generate(
         batch_size: the number of prompts answered at once.
         num_processes: for a list or a file. Default: one per GPU, or one.
         progress: show how many prompts are answered.
+        trust_code: import the code that the recipe of a run names as ``module:Name``; otherwise none of it runs.
 
     Returns:
         The answers, in the order of the prompts or rows; one for a single text.
@@ -88,10 +90,10 @@ def generate(
     if prompts is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
     if isinstance(prompts, str):
-        return [run_in_process(answer, request, prompts, progress=progress)]
+        return [run_in_process(answer, request, prompts, progress=progress, trust_code=trust_code)]
     if prompts is None:
-        return run_in_process(answer_file, request, progress=progress)
-    return run_in_process(_answer_list, request, list(prompts), progress=progress)
+        return run_in_process(answer_file, request, progress=progress, trust_code=trust_code)
+    return run_in_process(_answer_list, request, list(prompts), progress=progress, trust_code=trust_code)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from trainwright.api.processes.separate import run_in_process
 from trainwright.errors import RequestError
 from trainwright.models.merged import Merged
 from trainwright.paths import user_path
+from trainwright.text import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ def merge(
     adapter: str | PathLike[str] | None = None,
     dtype: str | None = None,
     progress: bool = False,
+    trust_code: bool = False,
 ) -> Merged:
     """Merge an adapter into its base model, and check the result by its logits; what ``trainwright merge`` does.
 
@@ -34,6 +36,7 @@ def merge(
         adapter: the adapter, if ``model`` is its base.
         dtype: store it in ``fp32``, ``bf16`` or ``fp16``. Default: the data type of the base.
         progress: show operations that take long.
+        trust_code: import the code that the recipe of a run names as ``module:Name``; otherwise none of it runs.
 
     Raises:
         RequestError: there is no adapter, or ``out`` already exists.
@@ -47,7 +50,7 @@ def merge(
         trainwright.errors.RequestError: no adapter to merge: ...
     """
     words = fspath(model), fspath(out), None if adapter is None else fspath(adapter), dtype
-    return run_in_process(merged, *words, progress=progress)
+    return run_in_process(merged, *words, progress=progress, trust_code=trust_code)
 
 
 def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merged:
@@ -68,7 +71,7 @@ def check_finished(found: FoundModel) -> None:
     if found.checkpoint is not None and found.section.adapter.type != "none":
         raise RequestError(
             f"{found.origin} is a checkpoint of an adapter, which cannot be merged before its run is finished: "
-            f"continue with trainwright train --resume {found.run or 'RUN'}, then pass the run or its final/"
+            f"continue with trainwright train --resume {quoted(found.run or 'RUN')}, then pass the run or its final/"
         )
 
 

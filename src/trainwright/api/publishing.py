@@ -16,7 +16,7 @@ from trainwright.data.rows.chat_encoding import install_template
 from trainwright.errors import MachineError, RequestError
 from trainwright.observe.reader import read_events
 from trainwright.paths import user_path
-from trainwright.text import plural, say
+from trainwright.text import plural, quoted, say
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
@@ -34,6 +34,7 @@ def export(
     dtype: str | None = None,
     checkpoint: str | int | None = None,
     progress: bool = False,
+    trust_code: bool = False,
 ) -> Path:
     """Write a run's model in another format, and check what is written; what ``trainwright export`` does.
 
@@ -47,6 +48,7 @@ def export(
             that of the model's files or of an adapter's base; for a checkpoint, the run's ``model.save_dtype``.
         checkpoint: of a run: ``"final"``, ``"best"``, ``"newest"`` or a step. Default: the first that exists.
         progress: show operations that take long.
+        trust_code: import the code that the recipe of a run names as ``module:Name``; otherwise none of it runs.
 
     Returns:
         The directory or the file.
@@ -61,7 +63,8 @@ def export(
         'tiny.gguf'
     """
     which = None if checkpoint is None else str(checkpoint)
-    return run_in_process(exported, fspath(model), Path(out), to, dtype, which, progress=progress)
+    words = fspath(model), Path(out), to, dtype, which
+    return run_in_process(exported, *words, progress=progress, trust_code=trust_code)
 
 
 def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str | None) -> Path:
@@ -215,6 +218,7 @@ def push(
     dry_run: bool = False,
     message: str = "Trained with Trainwright",
     progress: bool = False,
+    trust_code: bool = False,
 ) -> Upload:
     """Publish a run's model on the Hugging Face Hub, with a card that says how it was made.
 
@@ -227,6 +231,7 @@ def push(
         dry_run: upload nothing; the result shows the files and the card.
         message: the commit message.
         progress: show the upload.
+        trust_code: import the code that the recipe of a run names as ``module:Name``; otherwise none of it runs.
 
     Raises:
         RequestError: the run is not finished, or there is no token.
@@ -238,7 +243,8 @@ def push(
         >>> "config.json" in upload.files, upload.url
         (True, None)
     """
-    return run_in_process(pushed, Path(run), repository, private, dry_run, message, progress=progress)
+    words = Path(run), repository, private, dry_run, message
+    return run_in_process(pushed, *words, progress=progress, trust_code=trust_code)
 
 
 def pushed(run: Path, repository: str, private: bool, dry_run: bool, message: str) -> Upload:
@@ -258,7 +264,8 @@ def _weights(run: Path) -> Path:
         raise RequestError(f"RUN: {run} is not a run directory: it has no recipe.yaml")
     if not (run / "final").is_dir():
         raise RequestError(
-            f"RUN: {run} has no final/: the run is not finished; continue it with trainwright train --resume {run}"
+            f"RUN: {run} has no final/: the run is not finished; continue it with "
+            f"trainwright train --resume {quoted(run)}"
         )
     return run / "final"
 

@@ -173,6 +173,7 @@ def _plain(value: Any) -> Any:
 def checked(asked: Recipe) -> tuple[str, list[str], bool]:
     """Return what a run does, notes about it, and whether its model was looked at; raise RequestError as ``check``."""
     from trainwright.data.preflight import check_data
+    from trainwright.launch.request import check_extensions
     from trainwright.models.source import is_here, is_hub_id, locate
     from trainwright.parallel.zero import deepspeed_config
     from trainwright.planning.facts import check_model, is_configured_here
@@ -182,6 +183,7 @@ def checked(asked: Recipe) -> tuple[str, list[str], bool]:
     notes: list[str] = []
     seen, readable = True, False
     deepspeed_config.check_keys(recipe)
+    check_extensions(recipe, runs=False)
     if recipe.has_texts:
         check_model(section, recipe.data.pack_length)
         seen = is_configured_here(section) or (name is not None and is_here(name))

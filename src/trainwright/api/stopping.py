@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -58,7 +59,12 @@ def checkpoint(run: Run | str | PathLike[str], timeout: float = 600.0) -> int | 
 
 def _touch(file: Path) -> None:
     try:
-        file.touch()
+        # In a directory of others it may be a link, or a pipe.
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            os.utime(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise RequestError(f"{file} cannot be written: {error.strerror}") from None
 

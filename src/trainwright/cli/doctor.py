@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, RequestError
-from trainwright.text import say
+from trainwright.text import plural, say
 
 if TYPE_CHECKING:
     from trainwright.diagnosis.explain import Diagnosis, LogError
@@ -131,6 +131,8 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
         from trainwright.diagnosis.explain import shortened
 
         lines.append(f"also in the log, but unknown: {_place(log, unknown.number, [])}: {shortened(unknown.text)}")
+    if diagnosis.skipped:
+        lines.append(f"the log is long: {plural(diagnosis.skipped, 'line')} that may report errors were not compared")
     return lines
 
 
@@ -179,6 +181,7 @@ def _values(diagnosis: Diagnosis, log: LogText) -> dict[str, Any]:
         },
         "followed": [_finding(finding, log) for finding in diagnosis.followed],
         "signs": [_finding(finding, log) for finding in diagnosis.signs],
+        "skipped": diagnosis.skipped,
     }
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trainwright.cli.trust import TrustCode
 from trainwright.errors import EXIT_MACHINE
 from trainwright.text import columns, say
 
@@ -55,6 +56,7 @@ def plan(
         Path | None, typer.Option(metavar="FILE.png", help="Write a chart of the memory by part to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Show what fits, how fast it is and why, and the values chosen for `auto`.
 

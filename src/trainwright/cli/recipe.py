@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainwright.cli.trust import TrustCode
 from trainwright.text import say, table
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe recipes.")
@@ -35,7 +36,7 @@ def new(
 
 
 @app.command()
-def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def show(recipe: RecipeFile, overrides: Overrides = None, trust_code: TrustCode = False) -> None:
     """Print the complete recipe, merged from includes, overrides and defaults, and where each value comes from."""
     from trainwright.recipe.loading import dump_recipe, load_with_origins
 
@@ -44,7 +45,7 @@ def show(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def check(recipe: RecipeFile, overrides: Overrides = None) -> None:
+def check(recipe: RecipeFile, overrides: Overrides = None, trust_code: TrustCode = False) -> None:
     """Check a recipe, its model, and the first rows of its data, and print in one line what it runs.
 
     Ends with 2 and the reasons if something is wrong.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.text import say
+from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.writing import Answers
@@ -77,7 +77,7 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
         if path.exists():
             replacing = _ask(f"{path} already exists; replace it?", "no", _yes_or_no, "the old one is kept as .bak")
             if not replacing:
-                say(f"nothing written; `trainwright setup --show --config-file {path}` shows the existing file")
+                say(f"nothing written; `trainwright setup --show --config-file {quoted(path)}` shows the existing file")
                 return
         answers = _questions(answers, machine)
     values = file_values(answers)
@@ -177,8 +177,8 @@ def _say_how_to_use(path: Path, answers: Answers, machine: Machine, is_default: 
     from trainwright.launch.accelerate.showing import accelerate_remarks, commands
     from trainwright.launch.accelerate.translation import interpret
 
-    option = "" if is_default else f" --config-file {path}"
-    accelerate_option = "" if is_default else f" --config_file {path}"
+    option = "" if is_default else f" --config-file {quoted(path)}"
+    accelerate_option = "" if is_default else f" --config_file {quoted(path)}"
     number = f"{answers.processes} process{'es' * (answers.processes > 1)}"
     say(f"wrote {path}: {number}, {answers.strategy}, mixed precision {answers.precision}\n")
     source = read(path)

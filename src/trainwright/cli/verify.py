@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trainwright.cli.recipe import Overrides, RecipeFile
+from trainwright.cli.trust import TrustCode
 from trainwright.errors import EXIT_TRAINING
 
 
@@ -22,6 +23,7 @@ def verify(
             help="Take the number of processes, strategy and related settings from this Accelerate file.",
         ),
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Compare a few steps on one process with the recipe's strategy and processes, on this machine.
 

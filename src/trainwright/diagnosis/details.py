@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainwright.diagnosis.log import Line
 
-_SIZE = r"([\d.]+) ?([KMGT]i?B)"
+_SIZE = r"([\d.]{1,20}) ?([KMGT]i?B)"
 _ASKED = re.compile(rf"Tried to allocate {_SIZE}", re.IGNORECASE)
 _CAPACITY = re.compile(rf"{_SIZE} total capacity|total capacity of {_SIZE}", re.IGNORECASE)
 _FREE = re.compile(rf"{_SIZE} (?:free|is free)\b|of which {_SIZE} is free", re.IGNORECASE)
@@ -17,13 +17,13 @@ _OTHERS = re.compile(rf"Process \d+ has {_SIZE} memory in use", re.IGNORECASE)
 _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 _TIMEOUT = re.compile(
-    r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: Work\w+\(SeqNum=(?P<number>\d+), "
+    r"\[Rank (?P<rank>\d{1,6})\] Watchdog caught collective operation timeout: Work\w+\(SeqNum=(?P<number>\d{1,18}), "
     r"OpType=(?P<kind>\w+)(?:, NumelIn=(?P<into>\d+), NumelOut=(?P<out>\d+))?"
 )
 _FAILED = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)")
 _PROGRESS = re.compile(
-    r"Rank (?P<rank>\d+)\].{0,200}last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+), last completed (?:NCCL )?work: "
-    r"(?P<completed>-?\d+)"
+    r"Rank (?P<rank>\d{1,6})\].{0,200}last enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18}), "
+    r"last completed (?:NCCL )?work: -?\d"
 )
 
 

@@ -57,10 +57,12 @@ _WORDS = (
     ),
     *("removed", "restricted", "share", "size", "no_", "status", "loss scale", "socket", "get", "->", "rank", "too "),
 )
+# How much of different lines is compared with the known errors, which takes seconds: characters, and more per line.
+_COMPARED, _PER_LINE = 500_000, 50
 # Of an excerpt.
 _WIDTH = 400
 # In a traceback, or as the command that was started.
-_OWN = re.compile(r"/trainwright/[\w/]+\.py\b|\btrainwright (?:train|launch|under)\b")
+_OWN = re.compile(r"/trainwright/[\w/]{1,300}\.py\b|\btrainwright (?:train|launch|under)\b")
 
 
 @dataclass
@@ -90,6 +92,7 @@ class Diagnosis:
         followed: known errors that follow from the cause.
         signs: lines that may be related, and lines that only look like errors.
         is_own: whether the log is of a run of Trainwright.
+        skipped: the number of lines that were not compared with the known errors, because there are too many.
     """
 
     cause: LogError | None
@@ -99,6 +102,7 @@ class Diagnosis:
     followed: list[LogError]
     signs: list[LogError]
     is_own: bool = False
+    skipped: int = 0
 
     @property
     def fixes(self) -> tuple[str, ...]:
@@ -114,7 +118,7 @@ class Diagnosis:
 def explain(text: str) -> Diagnosis:
     """Find the error in a log that explains the others."""
     log = read_log(text)
-    findings, explained = _findings(log.lines)
+    findings, explained, skipped = _findings(log.lines)
     errors = sorted(
         (finding for finding in findings if finding.error.role <= Role.FOLLOW_UP),
         key=lambda finding: (finding.error.role, finding.line.number),
@@ -129,7 +133,7 @@ def explain(text: str) -> Diagnosis:
         signs = [sign for sign in signs if sign is not cause]
     details = details_of(cause.error.name, log.lines) if cause is not None else []
     own = _OWN.search(text) is not None
-    return Diagnosis(cause, details, unknown, is_unknown_first, followed, signs, own)
+    return Diagnosis(cause, details, unknown, is_unknown_first, followed, signs, own, skipped)
 
 
 def advice(trace: str) -> str:
@@ -147,15 +151,26 @@ def shortened(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."
 
 
-def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int]]:
-    """Return the known errors in the order of their first lines, and the numbers of all lines that have one."""
+def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
+    """Return the known errors in the order of their first lines, the numbers of all lines that have one, and how many
+    lines were not compared.
+    """
     found: dict[str, LogError] = {}
     explained: set[int] = set()
+    compared: dict[tuple[str, bool], KnownError | None] = {}
+    remaining, skipped = _COMPARED, 0
     for line in lines:
         lower = line.text.lower()
         if line.kind is Kind.SOURCE or not any(word in lower for word in _WORDS):
             continue
-        error = known_error(line.text, is_notice=line.kind is Kind.NOTICE)
+        key = line.text, line.kind is Kind.NOTICE
+        if key not in compared:
+            remaining -= len(line.text) + _PER_LINE
+            if remaining < 0:
+                skipped += 1
+                continue
+            compared[key] = known_error(line.text, is_notice=line.kind is Kind.NOTICE)
+        error = compared[key]
         if error is None:
             continue
         explained.add(line.number)
@@ -166,7 +181,7 @@ def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int]]:
             finding.count += 1
         if line.rank is not None and line.rank not in finding.ranks:
             finding.ranks.append(line.rank)
-    return list(found.values()), explained
+    return list(found.values()), explained, skipped
 
 
 def _first_unknown(log: Log, explained: set[int]) -> Raised | None:

@@ -10,8 +10,8 @@ from enum import Enum
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # What launchers and loggers put before a line: the rank, the process, the time and the level.
 _PREFIXES = (
-    re.compile(r"\[(?:rank|default)(?P<rank>\d+)\]: ?"),
-    re.compile(r"\[\d+,(?P<rank>\d+)\]<std(?:out|err)>: ?"),  # of mpirun --tag-output
+    re.compile(r"\[(?:rank|default)(?P<rank>\d{1,6})\]: ?"),
+    re.compile(r"\[\d+,(?P<rank>\d{1,6})\]<std(?:out|err)>: ?"),  # of mpirun --tag-output
     re.compile(r"\[[a-z]\w*[|/]?\d*(?:\|\d+)?\]: ?"),
     re.compile(r"(?:[a-z][\w.-]*\d|\d+\.\d+\.\d+\.\d+): (?=\s|[\[(A-Z])"),  # of pdsh
     re.compile(r"(?:\S+ )?\[?std(?:out|err)\]?:? "),
@@ -24,18 +24,18 @@ _PREFIXES = (
 )
 _LABEL = re.compile(r"\s*(?P<rank>\d{1,5}): ")  # of `srun --label`
 _RANKS = (
-    re.compile(r"\[(?:PG [^\]]*)?Rank (\d+)\]"),
-    re.compile(r"\brank[ =:]\s?(\d+)\b", re.IGNORECASE),
+    re.compile(r"\[(?:PG [^\]]{0,200})?Rank (\d{1,6})\]"),
+    re.compile(r"\brank[ =:]\s?(\d{1,6})\b", re.IGNORECASE),
 )
 # torchrun's report: processes that it ended itself, then the one that failed first; a rank is for the lines after it.
-_REPORTED_RANK = re.compile(r"\s+rank\s+: (\d+) \(local_rank")
+_REPORTED_RANK = re.compile(r"\s+rank\s+: (\d{1,6}) \(local_rank")
 _OTHER_FAILURES, _FIRST_FAILURE = "Failures:", "Root Cause (first observed failure):"
 _NOTICE = re.compile(
     r"(?<!=)\b(?:WARN(?:ING)?|INFO|DEBUG)\b|\b\w*Warning: |\bwarnings\.warn\(|(?:^|[\]:] ?)\W{0,2}[WI]\d{3,4} \d\d:|"
-    r"\[[WI]\d{0,4} [\w. ]*\d*[:.]|\[W \w+\.\w+"
+    r"\[[WI]\d{0,4} [\w. ]*[:.]|\[W \w+\.\w+"
 )
-_NCCL = re.compile(r"\bNCCL WARN\b|\S+:\d+:\d+ \[\d+\] \S+:\d+ WARN\b")  # NCCL reports errors at level WARN
-_LONGEST = 10_000  # characters of a line; a longer one is shortened to its beginning and end
+_NCCL = re.compile(r"\bNCCL WARN\b|(?<!\S)\S+:\d+:\d+ \[\d+\] \S+:\d+ WARN\b")  # NCCL reports errors at level WARN
+_LONGEST = 4_000  # characters of a line; a longer one is shortened to its beginning and end
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(r'\s*File "[^"]+", line \d+')
 _CODE = re.compile(r"\s*(?:raise \w|\^+\s*$|~*\^+|[│╭╰┃┏┗❱]|assert \S+ |-+> ?\d+ |\d+ {2,}\S)")

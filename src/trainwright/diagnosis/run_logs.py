@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_RANK = re.compile(r"rank-(\d+)\.log")
+from trainwright.paths import files_inside, open_inside
+
+_RANK = re.compile(r"rank-(\d{1,9})\.log")
 # Logs of preparation come before those of the workers, and the launcher's report after them.
 _FIRST, _LAST = re.compile(r"prepare.*\.log"), re.compile(r"launcher.*\.log")
 
@@ -40,24 +42,26 @@ def read_file(file: Path) -> str:
 
 def read_run(run: Path) -> LogText:
     """Return the logs of a run. Raises OSError if one cannot be read, or if there is none."""
-    files = sorted((run / "logs").glob("*.log"), key=_order)
-    if not files:
+    names = sorted((name for name in files_inside(run, "logs") if name.endswith(".log")), key=_order)
+    if not names:
         raise FileNotFoundError(f"there are no logs in {run / 'logs'}")
-    return _joined(files)
+    return _joined(run, names)
 
 
-def _order(file: Path) -> tuple[int, int, str]:
-    rank = _RANK.fullmatch(file.name)
-    kind = 0 if _FIRST.fullmatch(file.name) else 2 if _LAST.fullmatch(file.name) else 1
-    return kind, int(rank[1]) if rank else -1, file.name
+def _order(name: str) -> tuple[int, int, str]:
+    rank = _RANK.fullmatch(name)
+    kind = 0 if _FIRST.fullmatch(name) else 2 if _LAST.fullmatch(name) else 1
+    return kind, int(rank[1]) if rank else -1, name
 
 
-def _joined(files: Iterable[Path]) -> LogText:
+def _joined(run: Path, names: Iterable[str]) -> LogText:
     lines: list[str] = []
     places = []
-    for file in files:
-        places.append((len(lines) + 1, file))
-        rank = _RANK.fullmatch(file.name)
+    for name in names:
+        places.append((len(lines) + 1, run / "logs" / name))
+        rank = _RANK.fullmatch(name)
         prefix = f"[rank{rank[1]}]: " if rank else ""
-        lines += [f"{prefix}{line}" for line in read_file(file).removesuffix("\n").split("\n")]
+        with open_inside(run, "logs", name) as file:
+            content = file.read().decode("utf-8", errors="replace")
+        lines += [f"{prefix}{line}" for line in content.removesuffix("\n").split("\n")]
     return LogText("\n".join(lines) + "\n", tuple(places))

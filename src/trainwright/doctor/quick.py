@@ -1,7 +1,7 @@
 """Measure within about two seconds the rates that decide a plan, in a separate process that returns JSON.
 
 Run by ``trainwright.machine.measured.quick``, which writes the request to standard input and reads the samples from
-standard output. On a CPU one process per core is forked; some of them run the cases in turns, alone or at once.
+standard output. On a CPU there is one process per core; some of them run the cases in turns, alone or at once.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from trainwright.doctor.calibrate_cases import (
 )
 from trainwright.doctor.calibrate_fits import curve_of
 from trainwright.doctor.undisturbed import Stopwatch, Timed, least
+from trainwright.launch.ending.stop import START_METHOD
 from trainwright.launch.process import die_with_parent, keep_freed_memory
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
 from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
@@ -198,7 +199,7 @@ def _gpu_seconds(run: Run) -> float:
 
 
 def _on_cores(request: Mapping[str, Any], end: float) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(START_METHOD)
     settings = settings_of(request["cores"])
     # The last process at a barrier continues at once; the others are woken.
     barriers = {setting: context.Barrier(setting.processes) for setting in settings}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.drilling.verdicts import Broken
+from trainwright.machine.allocator import peak_resident
 
 LOOK_SECONDS = 0.004
 # Seconds that processes of a command may outlive it.
@@ -96,7 +97,9 @@ class Command:
                 code = os.waitstatus_to_exitcode(status)
                 self._process.returncode = code
                 text = self.output.read_text(errors="replace")
-                self._ended = Ended(code, text, time.monotonic() - self._begun, usage.ru_maxrss * 1024, time.time())
+                self._ended = Ended(
+                    code, text, time.monotonic() - self._begun, peak_resident(usage.ru_maxrss), time.time()
+                )
         return self._ended is not None
 
     def wait(self, seconds: float) -> Ended:

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from trainwright.errors import TrainingError
-from trainwright.machine.allocator import return_freed_memory
+from trainwright.machine.allocator import peak_resident, return_freed_memory
 from trainwright.text import size
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def peak_memory(device: torch.device) -> float:
     """Return the peak bytes of this process: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    return float(peak_resident(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 
 
 def _detail(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection
+from trainwright.text import quoted
 
 _RECIPE, _MANIFEST, _FINAL = "recipe.yaml", "manifest.json", "final"
 _ADAPTER = "adapter_config.json"
@@ -81,7 +82,7 @@ def find_model(
     if of_texts and found.recipe is not None and not found.recipe.has_texts:
         raise RequestError(
             f"{model}: is of a run of {found.recipe.task}, which acts in an environment and reads no texts; "
-            f"see how it acts with: trainwright eval {model}"
+            f"see how it acts with: trainwright eval {quoted(model)}"
         )
     return found if adapter is None else _with_adapter(found, adapter)
 

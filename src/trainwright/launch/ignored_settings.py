@@ -14,6 +14,7 @@ from pathlib import Path
 from trainwright.errors import RequestError
 from trainwright.launch.group.addresses import in_words
 from trainwright.launch.group.environment import Variables, in_slurm_step, number_of
+from trainwright.text import quoted
 
 _WORKER = "python -m trainwright.worker"
 
@@ -58,8 +59,8 @@ def ignored_settings(
     given = Variables(os.environ if variables is None else variables)
     if accelerate_file is not None:
         yield (
-            f"{accelerate_file}, Accelerate's default file, is not used: --accelerate-config {accelerate_file} takes "
-            "processes, strategy and precision from it"
+            f"{accelerate_file}, Accelerate's default file, is not used: --accelerate-config {quoted(accelerate_file)} "
+            "takes processes, strategy and precision from it"
         )
     alone = number_of(given, "WORLD_SIZE") <= 1
     if nodes is None and alone and not given.has("RANK") and (address := given.text("MASTER_ADDR")) is not None:

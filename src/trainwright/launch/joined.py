@@ -52,7 +52,7 @@ from trainwright.launch.without_launcher import signal_warning, stop_without_lau
 from trainwright.machine.detect import detect
 from trainwright.paths import appears
 from trainwright.recipe.loading import load_recipe
-from trainwright.text import say
+from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.translation import Translation
@@ -185,7 +185,7 @@ def run_joined(
             participant.end(code)
         participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
-            say(f"{left_in_words(run)}; continue with --resume {run}", file=terminal)
+            say(f"{left_in_words(run)}; continue with --resume {quoted(run)}", file=terminal)
         return code, run
 
 

@@ -334,7 +334,7 @@ def check_request(request: RunRequest, recipe: Recipe, creates: bool = True) -> 
     check_data(recipe)
     if creates:
         _check_copies(recipe, request.run, new=request.run is None)
-    _check_extensions(recipe)
+    check_extensions(recipe, runs=True)
 
 
 def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
@@ -366,13 +366,19 @@ def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
             )
 
 
-def _check_extensions(recipe: Recipe) -> None:
-    """Import extensions, so that a wrong name or class is rejected before anything is written."""
-    named = {"train.step_policies": recipe.train.step_policies, "logging.observers": recipe.logging.observers}
+def check_extensions(recipe: Recipe, *, runs: bool) -> None:
+    """Import extensions, so that a wrong name or class is rejected before anything is written. If the recipe is not
+    going to run, those at a place are only looked for, unless the command imports them.
+    """
+    named = {
+        "train.step_policies": recipe.train.step_policies,
+        "logging.observers": recipe.logging.observers,
+        "evaluate.metrics": recipe.evaluate.metrics,
+    }
     for key, names in named.items():
         for name in names:
             try:
-                KEYS[key].get(name)
+                KEYS[key].get(name) if runs else KEYS[key].check(name)
             except RequestError as error:
                 raise RequestError(f"{key}: {error}") from error
 

@@ -19,6 +19,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
 from trainwright.registries import STRATEGIES
+from trainwright.text import quoted
 
 # Sections and keys that may change when a run is resumed.
 _FREE = (
@@ -195,9 +196,9 @@ def _value(tree: Tree, path: KeyPath) -> object:
 def _refuse(run: Path, path: Path | Tree | None, changes: list[_Change]) -> None:
     if not changes:
         return
-    resume = f"trainwright train --resume {run}"
+    resume = f"trainwright train --resume {quoted(run)}"
     if path is None:
-        first, fix = f"--resume {run}: these values cannot change when a run is resumed", "remove the override"
+        first, fix = f"--resume {quoted(run)}: these values cannot change when a run is resumed", "remove the override"
     else:
         first = f"{path}: differs from {run}, the run to resume"
         fix = f"restore the value, or leave out the recipe ({resume})"

@@ -18,14 +18,17 @@ from trainwright.engine.checkpoints.stored_run import EVENTS, STORED_AS
 from trainwright.errors import FaultError, RequestError, Stopped, unwritable
 from trainwright.launch.ending.scheduler_job import is_started_again
 from trainwright.machine.sharing.file_lock import Locked, lock_directory
-from trainwright.paths import user_path, write_file
+from trainwright.paths import open_inside, user_path, write_file
+from trainwright.recipe.files import parse_json
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import parse_value
+from trainwright.text import quoted
 
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
 PLAN = "plan.json"
+_PLAN_BYTES = 2**24
 DIRECTORY_KEY = "logging.run_directory"
 SUBMITTED = "slurm"  # what `trainwright submit` keeps in a run directory
 
@@ -74,7 +77,7 @@ def check_new(directory: Path) -> None:
     """Raise RequestError if the directory of a new run already exists."""
     if directory.exists():
         raise RequestError(
-            f"logging.run_directory: {directory} exists; continue that run with --resume {directory}, "
+            f"logging.run_directory: {directory} exists; continue that run with --resume {quoted(directory)}, "
             "or choose another directory"
         )
 
@@ -232,11 +235,10 @@ def run_of(recipe: Path) -> Path | None:
 
 def plan_of(directory: Path) -> dict[str, Any]:
     """Return the plan of a run as a mapping; empty without a plan."""
-    try:
-        plan = json.loads(_read(directory / PLAN) or b"{}")
-    except ValueError:  # nothing that a run depends on
-        return {}
-    return plan if isinstance(plan, dict) else {}
+    with suppress(OSError, ValueError, RequestError), open_inside(directory, PLAN) as file:
+        plan = parse_json(file.read(_PLAN_BYTES).decode(), PLAN)  # nothing that a run depends on
+        return plan if isinstance(plan, dict) else {}
+    return {}
 
 
 def _write_plan(directory: Path, plan: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from trainwright.launch.process import ignore_closed_output, preload_worker, pre
 from trainwright.launch.run_directory import folder_of
 from trainwright.launch.slurm.orphaned import end_orphaned_step
 from trainwright.machine.usage.sample import process_age
-from trainwright.text import say
+from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.launch.nodes.crew import Crew
@@ -312,4 +312,4 @@ def _set_threads(before: int | None, threads: int | None) -> None:
 
 
 def _next(run: Path) -> str:
-    return f"continue with: trainwright train --resume {run}"
+    return f"continue with: trainwright train --resume {quoted(run)}"

@@ -6,9 +6,7 @@ Reads files of the kernel and its drivers below a given directory; imports no to
 from __future__ import annotations
 
 import os
-import platform
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -199,8 +197,6 @@ def _other(root: Path) -> Iterator[str]:
             found.append(f"{count} {name}")
     if neuron := _entries(root / "dev", r"neuron\d+"):
         found.append(f"{neuron} AWS Neuron device{'s' * (neuron > 1)}")
-    if root == Path("/") and sys.platform == "darwin" and platform.machine() == "arm64":
-        found.append("an Apple GPU (MPS)")
     if found:
         yield f"{' and '.join(found)} cannot be used: {TRAINING_RUNS_ON}"
 

@@ -1,4 +1,4 @@
-"""Hints to the system about this process's memory; runs are correct without them."""
+"""The memory of this process, and hints to the system about it; runs are correct without them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ class ResidentMemory:
             return_freed_memory()
             self._base = 0
         return resident
+
+
+def peak_resident(ru_maxrss: int) -> int:
+    """Return the peak of a process's memory in bytes: getrusage(2) counts KiB, on macOS bytes."""
+    return ru_maxrss if sys.platform == "darwin" else 1024 * ru_maxrss
 
 
 def return_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""Python code that loads a saved model or adapter with transformers and peft, for model cards and messages."""
+"""How to use a saved model, for model cards and messages: Python with transformers and peft, and commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainwright.models.adapters.base_model import BaseModel
 from trainwright.recipe.files import read_json
+from trainwright.text import quoted
 
 _QUANTIZATION = {
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={double})',
@@ -76,6 +77,20 @@ def asking(weights: Path) -> str:
             'print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
         ]
     )
+
+
+def evaluating(weights: Path, name: str) -> str:
+    """Return the command that evaluates an agent's run or directory, ``name``; with the flag it needs if its
+    environment is code that the run's recipe names.
+    """
+    return f"trainwright eval {quoted(name)}{' --trust-code' if is_in_code(weights) else ''}"
+
+
+def is_in_code(weights: Path) -> bool:
+    """Return whether the environment of an agent is code that the run's recipe names."""
+    from trainwright.reinforcement.environments import names_code
+
+    return names_code(read_json(weights / "agent.json")["environment"])
 
 
 def _place(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainwright import __version__, text
 from trainwright.models.adapters.base_model import BASE, BaseModel
-from trainwright.models.usage import asking, loading
+from trainwright.models.usage import asking, evaluating, is_in_code, loading
 from trainwright.observe.reader import EventRecord, precision_of, read_events
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe
@@ -41,7 +41,7 @@ def model_card(run: Path, name: str, weights: Path) -> str:
         "## Measured\n\n" + "\n".join(_metrics(events)),
         "## Loss\n\n" + "\n".join(_curve(events)),
         "## Data\n\n" + "\n".join(f"- {line}" for line in start.get("data", []) if "tokens kept in" not in line),
-        f"## Recipe\n\n```yaml\n{dump_recipe(recipe).strip()}\n```",
+        f"## Recipe\n\n```yaml\n{dump_recipe(_published(recipe)).strip()}\n```",
         f"Trained with Trainwright {__version__}.",
     ]
     return _without_paths("\n\n".join(sections) + "\n", recipe, *([] if base is None else [base.name]))
@@ -82,7 +82,10 @@ def _introduction(recipe: Recipe, start: EventRecord, is_adapter: bool, base: Ba
 
 def _usage(recipe: Recipe, name: str, weights: Path) -> str:
     if not recipe.has_texts:
-        return f"```sh\nhf download {name} --local-dir agent\ntrainwright eval agent\n```"
+        own = is_in_code(weights)
+        note = "Its environment is code that the recipe below names; save the recipe as `agent/recipe.yaml`.\n\n"
+        download = f"hf download {name} --local-dir {'agent/final' if own else 'agent'}"
+        return note * own + f"```sh\n{download}\n{evaluating(weights, 'agent')}\n```"
     lines = loading(weights, name, published=True)
     if lines is None:
         return (
@@ -116,6 +119,13 @@ def _curve(events: Sequence[EventRecord]) -> Iterator[str]:
         event = steps[i]
         other = held_out.get(event["step"])
         yield f"| {event['step']:,} | {text.metric(event['loss'])} | {'' if other is None else text.metric(other)} |"
+
+
+def _published(recipe: Recipe) -> Recipe:
+    """Return the recipe without what belongs to the place where it ran: its job, its copies and its ports."""
+    checkpoint = recipe.checkpoint.model_copy(update={"copies": []})
+    logging = recipe.logging.model_copy(update={"prometheus": None})
+    return recipe.model_copy(update={"launch": None, "checkpoint": checkpoint, "logging": logging})
 
 
 def _without_paths(card: str, recipe: Recipe, *more: str) -> str:

@@ -9,6 +9,7 @@ from typing import TextIO
 from trainwright import text
 from trainwright.activity import Ticker
 from trainwright.data.tokens.lengths import repeated
+from trainwright.models.usage import evaluating
 from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.progress import progress_on
 from trainwright.observe.reader import EarlierEvents, EventRecord, precision_of, read_earlier, resumed_step
@@ -186,15 +187,15 @@ class ConsoleObserver:
             model = event["path"]
             rows.append(("model", f"{model}/"))
             if (Path(model) / "agent.json").is_file():
-                rows.append(("use it", f"trainwright eval {self._run}"))
+                rows.append(("use it", evaluating(Path(model), str(self._run))))
             else:
-                rows.append(("use it", f"trainwright generate {self._run}"))
+                rows.append(("use it", f"trainwright generate {text.quoted(self._run)}"))
                 if (Path(model) / "config.json").is_file():
                     rows.append(("saved in", _saved_in(Path(model))))
                 if not (Path(model) / "adapter_config.json").is_file():
                     rows.append(("in Python", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
-            rows.append(("curves", f"tensorboard --logdir {self._run / 'tensorboard'}"))
+            rows.append(("curves", f"tensorboard --logdir {text.quoted(self._run / 'tensorboard')}"))
         if (self._run / "report.html").is_file():
             rows.append(("report", str(self._run / "report.html")))
         return rows

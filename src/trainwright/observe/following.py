@@ -16,13 +16,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainwright.observe.reader import EventRecord, restored_numbers, resumed_step, superseded
+from trainwright.engine.event_fields import LONGEST_LINE, parse_event
+from trainwright.observe.reader import EventRecord, history_of, resumed_step
+from trainwright.paths import open_inside
 
 EVENTS = "events.jsonl"
 _CHUNK_BYTES = 2**20
 _BUCKETS = 1024
 _GLANCE_BYTES = 2**16  # of the beginning and the end of a long file
-_FORMAT = 2  # of a state
+_FORMAT = 3  # of a state
 _CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time", "memory_bytes")
 
 
@@ -154,12 +156,12 @@ class RunFollower:
         start: the newest ``start`` event; None before the first.
         finish: the ``finish`` event of the newest launch; None while it trains, and where it was killed.
         last_step: the newest ``step`` event that counts.
-        events: all others that count, without steps.
-        everything: the same with those that a resumed run repeated, such as the fault before a restart.
+        everything: all others, also those that a resumed run repeated, such as the fault before a restart.
         newest: the newest event of any kind.
         curves: the steps.
         began, changed: the times of the first and of the newest event.
         damaged: lines that are not an event.
+        is_cut_off: whether a line is so long that what follows is not read.
         version: changes with everything that was read.
     """
 
@@ -172,13 +174,14 @@ class RunFollower:
         self.start: EventRecord | None = None
         self.finish: EventRecord | None = None
         self.last_step: EventRecord | None = None
-        self.events: list[EventRecord] = []
         self.everything: list[EventRecord] = []
         self.newest: EventRecord | None = None
         self.curves = Curves()
         self.began: float | None = None
         self.changed: float | None = None
         self.damaged = 0
+        self.is_cut_off = False
+        self._history: list[EventRecord] | None = []
         self._offset = 0
         self._file: int | None = None
         self._rest = b""
@@ -190,19 +193,21 @@ class RunFollower:
 
     def looks(self) -> Iterator[int]:
         """Read what is new; yield the bytes of each part, so that the caller can do something else in between."""
-        with (self.directory / EVENTS).open("rb") as file:
+        with open_inside(self.directory, EVENTS) as file:
             status = os.fstat(file.fileno())
             if self._file not in (None, status.st_ino) or status.st_size < self._offset:
                 self._forget()  # another run has taken the place of this one
             self._file = status.st_ino
             file.seek(self._offset)
-            while part := file.read(_CHUNK_BYTES):
+            while not self.is_cut_off and (part := file.read(_CHUNK_BYTES)):
                 self._offset += len(part)
                 whole, end, rest = part.rpartition(b"\n")
                 if end:
                     self._take_lines(self._rest + whole)
                     self._rest = b""
                 self._rest += rest  # half a line, until the rest of it is written
+                if len(self._rest) > LONGEST_LINE:
+                    self.is_cut_off, self._rest = True, b""
                 self.version += 1
                 yield len(part)
 
@@ -213,7 +218,7 @@ class RunFollower:
         It has no goodput, and of a long run not all evaluations. Raises OSError if the file cannot be read.
         """
         found = cls(directory)
-        with (directory / EVENTS).open("rb") as file:
+        with open_inside(directory, EVENTS) as file:
             size = os.fstat(file.fileno()).st_size
             parts = [file.read(2 * _GLANCE_BYTES)] if size <= 2 * _GLANCE_BYTES else [file.read(_GLANCE_BYTES)]
             if size > 2 * _GLANCE_BYTES:
@@ -225,9 +230,19 @@ class RunFollower:
         return found
 
     def unread(self) -> int:
-        """Return how many bytes of the file have not been read. Raises OSError if there is none."""
-        size = os.stat(self.directory / EVENTS).st_size
-        return size - self._offset if size >= self._offset else size
+        """Return how many bytes of the file are still to be read. Raises OSError if it cannot be read."""
+        with open_inside(self.directory, EVENTS) as file:
+            status = os.fstat(file.fileno())
+        if self._file not in (None, status.st_ino) or status.st_size < self._offset:
+            return status.st_size
+        return 0 if self.is_cut_off else status.st_size - self._offset
+
+    @property
+    def events(self) -> list[EventRecord]:
+        """The events that count, without steps."""
+        if self._history is None:
+            self._history = history_of(self.everything)
+        return self._history
 
     @property
     def half_written(self) -> bool:
@@ -241,7 +256,7 @@ class RunFollower:
 
     def state(self) -> bytes:
         """Return everything that was read, for ``restored``."""
-        names = ("start", "finish", "last_step", "newest", "began", "changed", "damaged")
+        names = ("start", "finish", "last_step", "newest", "began", "changed", "damaged", "is_cut_off")
         head = {
             "format": [_FORMAT, sys.byteorder],
             "fields": {name: getattr(self, name) for name in names},
@@ -265,8 +280,7 @@ class RunFollower:
             raise ValueError("the state is of another version")
         for name, value in head["fields"].items():
             setattr(found, name, value)
-        for event in head["events"]:
-            found._append(event)
+        found.everything, found._history = head["events"], None
         found._offset, found._file, rest, found._seconds = head["place"]
         found._rest = rest.encode("latin-1")
         found.curves = Curves.restored(head["curves"], memoryview(columns))
@@ -296,27 +310,19 @@ class RunFollower:
         return statistics.median(rates[2:] or rates) if rates else None
 
     def _take_lines(self, lines: bytes) -> None:
-        # NaN and infinity, which JSON has as words.
-        words = b'nan"' in lines or b'inf"' in lines
         for line in lines.decode("utf-8", "replace").split("\n"):
-            self._take(line, words)
-
-    def _take(self, line: str, words: bool) -> None:
-        if not line.strip():
-            return
-        try:
-            event = json.loads(line)
-            kind = event["event"]
-            if kind == "step":
-                self._take_step(restored_numbers(event) if words else event)
+            if not line.strip():
+                continue
+            event = parse_event(line)
+            if event is None:
+                self.damaged += 1
+                continue
+            if event["event"] == "step":
+                self._take_step(event)
             else:
-                self._take_other(event, str(kind))
-            moment = float(event["time"])
-        except (ValueError, KeyError, TypeError):
-            self.damaged += 1
-            return
-        self.began = moment if self.began is None else self.began
-        self.changed, self.newest = moment, event
+                self._take_other(event, event["event"])
+            self.began = event["time"] if self.began is None else self.began
+            self.changed, self.newest = event["time"], event
 
     def _take_step(self, event: EventRecord) -> None:
         seconds = float(event["step_time"])
@@ -336,13 +342,8 @@ class RunFollower:
             self.start, self.finish = event, None
         elif kind == "finish":
             self.finish = event
-        self._append(restored_numbers(event) if kind == "evaluate" else event)
-
-    def _append(self, event: EventRecord) -> None:
-        if event["event"] in ("start", "rewind"):
-            self.events = [past for past in self.events if not superseded(past, event)]
-        self.events.append(event)
         self.everything.append(event)
+        self._history = None
 
 
 def _number(value: Any) -> float:

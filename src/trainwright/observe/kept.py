@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainwright.machine.cache import cache_root, try_write
 from trainwright.observe.following import EVENTS, RunFollower
+from trainwright.paths import open_inside
 
 _LONG_BYTES = 2**22  # less is read again in no time
 _END_BYTES = 2**12
@@ -56,7 +57,7 @@ def _identity(directory: Path, size: int, moment: bytes | None = None) -> bytes:
     Args:
         moment: the time of its last change before, which does not count if it has grown since then.
     """
-    with (directory / EVENTS).open("rb") as file:
+    with open_inside(directory, EVENTS) as file:
         status = os.fstat(file.fileno())
         first = file.read(min(size, _END_BYTES))
         file.seek(max(0, size - _END_BYTES))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from bisect import bisect_left
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -24,7 +25,8 @@ from typing import Any, NamedTuple, Self
 from trainwright.beats import FINISHED
 from trainwright.heartbeat import Heartbeat
 from trainwright.machine.usage.sample import process_age
-from trainwright.observe.reader import EventRecord, superseded
+from trainwright.observe.reader import EventRecord, bounded_lines, superseded
+from trainwright.paths import files_inside, open_inside
 from trainwright.spent import Use
 
 DIRECTORY = "ledger"
@@ -71,6 +73,9 @@ _WORK = ("start", "rewind", "step", "evaluate", "generate", "checkpoint", "finis
 # Seconds between two lines: a part of the time of the launch, within bounds.
 _PART, _LEAST, _MOST = 1 / 60, 1.0, 30.0
 _TAIL_BYTES = 2**16
+_LARGEST_SECONDS = 1e11
+_RANK = re.compile(r"rank-(\d{1,9})\.jsonl")
+_MOST_LOST = 1000  # returns to an earlier step that are told apart
 _LONGEST_END = 10.0  # seconds; after an older line, the rank could not write its last one
 
 
@@ -111,7 +116,7 @@ class LedgerWriter:
         self._started = time.time() - process_age()
         # The heartbeat began after the interpreter and its imports.
         self._before = time.time() - (time.monotonic() - own.begun) - self._started
-        self._launch = 1 + max((line.launch for line in _lines(_tail(self._file))), default=0)
+        self._launch = 1 + max((line.launch for line in _lines(_tail(self._file).splitlines())), default=0)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._write_now_and_then, name="ledger", daemon=True)
         self._thread.start()
@@ -236,35 +241,37 @@ def read_ledger(run: Path, events: Sequence[EventRecord] = ()) -> list[RankLedge
     Args:
         events: the run's events as they were written, which tell what was repeated after a fault.
     """
-    lost = list(_lost(events))
+    lost = list(islice(_lost(events), _MOST_LOST))
     found = []
-    for file in sorted(run.glob(f"{DIRECTORY}/rank-*.jsonl"), key=_rank_of):
-        with suppress(OSError):
-            if lines := list(_lines(file.read_bytes())):
-                found.append(_rank_ledger(_rank_of(file), lines, lost))
+    ranks = {int(match[1]): name for name in files_inside(run, DIRECTORY) if (match := _RANK.fullmatch(name))}
+    for rank, name in sorted(ranks.items()):
+        with suppress(OSError), open_inside(run, DIRECTORY, name) as file:
+            if lines := list(_lines(bounded_lines(file))):
+                found.append(_rank_ledger(rank, lines, lost))
     return found
 
 
-def _rank_of(file: Path) -> int:
-    number = file.stem.removeprefix("rank-")
-    return int(number) if number.isdecimal() else -1
-
-
-def _lines(data: bytes) -> Iterator[LedgerLine]:
-    for text in data.splitlines():
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+def _lines(lines: Iterable[bytes]) -> Iterator[LedgerLine]:
+    for text in lines:
+        with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             line = json.loads(text)
-            seconds = {str(name): float(value) for name, value in line["seconds"].items()}
-            times = float(line["time"]), int(line["step"]), float(line["started"])
+            seconds = {str(name): _bounded(value) for name, value in line["seconds"].items()}
+            times = _bounded(line["time"]), int(line["step"]), _bounded(line["started"])
             system = line.get("system")
             yield LedgerLine(int(line["launch"]), *times, seconds, system if isinstance(system, dict) else {})
 
 
+def _bounded(seconds: float) -> float:
+    if not abs(seconds) < _LARGEST_SECONDS:  # also of NaN
+        raise ValueError("not a time")
+    return float(seconds)
+
+
 def _tail(file: Path) -> bytes:
     try:
-        with file.open("rb") as opened:
-            opened.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-            return opened.read()
+        with open_inside(file.parent, file.name) as opened:
+            opened.seek(max(0, os.fstat(opened.fileno()).st_size - _TAIL_BYTES))
+            return opened.read(_TAIL_BYTES)
     except OSError:
         return b""
 

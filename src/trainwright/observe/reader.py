@@ -1,13 +1,19 @@
-"""Read a run's events as one uninterrupted history."""
+"""Read a run's events as one uninterrupted history, and its recipe. The run may be anybody's."""
 
 from __future__ import annotations
 
-import json
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from trainwright.engine.event_fields import LONGEST_LINE, parse_event
+from trainwright.errors import RequestError
+from trainwright.paths import open_inside
+from trainwright.recipe.yaml_text import parse_mapping
 
 EventRecord = dict[str, Any]
 
@@ -15,7 +21,9 @@ EventRecord = dict[str, Any]
 _WORK = ("step", "evaluate", "generate", "checkpoint", "finish")
 # What a stop interrupted after the step of its checkpoint, by `pending` of the `start` event.
 _PENDING = {"evaluation": ("evaluate", "generate"), "generation": ("generate",)}
-_NOT_JSON = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+_MOST_DAMAGE = 100  # lines that are described
+# Of a recipe that was written into a run: bytes, and keys and values. To read more takes seconds.
+_RECIPE_BYTES, _RECIPE_VALUES = 2**18, 5000
 
 
 def read_events(path: Path) -> list[EventRecord]:
@@ -24,7 +32,7 @@ def read_events(path: Path) -> list[EventRecord]:
     A run that was killed at step 57 and resumed from the checkpoint of step 40 has steps 41 to 57 twice; only the
     second ones are returned. An incomplete last line is skipped. Raises OSError if there is no such file.
     """
-    return _history(_lines(path, []))
+    return history_of(list(_lines(path, [])))
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,8 @@ class EventLog:
     Attributes:
         history: without those that a resumed run repeated.
         everything: as they were written.
-        damage: descriptions of the lines that could not be read; the last line of a run that is writing is not one.
+        damage: descriptions of the first lines that could not be read; the last line of a run that is writing is not
+            one.
     """
 
     history: list[EventRecord]
@@ -51,14 +60,29 @@ def read_log(path: Path) -> EventLog:
         everything = []
     except OSError as error:
         everything, damage = [], [f"{path.name}: {error.strerror}"]
-    return EventLog(_history(everything), everything, damage)
+    return EventLog(history_of(everything), everything, damage)
+
+
+def read_recipe(run: Path) -> dict[str, Any]:
+    """Return the recipe of a run as plain values. Raises RequestError if it cannot be read."""
+    name = "recipe.yaml"
+    try:
+        with open_inside(run, name) as file:
+            content = file.read(_RECIPE_BYTES + 1)
+        if len(content) > _RECIPE_BYTES:
+            raise RequestError(f"{name}: is larger than {_RECIPE_BYTES // 1024} KiB, too large for a recipe")
+        return parse_mapping(content.decode(), name, most=_RECIPE_VALUES, has_aliases=False).values
+    except OSError as error:
+        raise RequestError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{name}: is not UTF-8 text") from None
 
 
 def status_of(run: Path) -> str:
     """Return ``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
     events = read_log(run / "events.jsonl").history
     last = next((event for event in reversed(events) if event["event"] in ("start", "finish")), None)
-    return str(last["status"]) if last is not None and last["event"] == "finish" else "unfinished"
+    return str(last.get("status", "finished")) if last is not None and last["event"] == "finish" else "unfinished"
 
 
 @dataclass(frozen=True)
@@ -72,10 +96,10 @@ class EarlierEvents:
 def read_earlier(path: Path, start: EventRecord) -> EarlierEvents:
     """Return what precedes a run's newest ``start`` event; empty if there is no such file."""
     try:
-        lines = [event for event in _lines(path, []) if event.get("time", 0.0) < start.get("time", float("inf"))]
+        lines = [event for event in _lines(path, []) if event["time"] < start.get("time", math.inf)]
     except OSError:
         return EarlierEvents([], 0.0)
-    return EarlierEvents(_history([*lines, start])[:-1], sum(_spans(lines)))
+    return EarlierEvents(history_of([*lines, start])[:-1], sum(_spans(lines)))
 
 
 def _spans(events: Iterable[EventRecord]) -> Iterator[float]:
@@ -85,20 +109,29 @@ def _spans(events: Iterable[EventRecord]) -> Iterator[float]:
         if event["event"] == "start":
             if begun is not None and ended is not None:
                 yield ended - begun
-            begun = ended = event.get("time")
+            begun = ended = event["time"]
         elif event["event"] in _WORK and begun is not None:
-            ended = event.get("time", ended)
+            ended = event["time"]
     if begun is not None and ended is not None:
         yield ended - begun
 
 
-def _history(events: Iterable[EventRecord]) -> list[EventRecord]:
+def history_of(events: Sequence[EventRecord]) -> list[EventRecord]:
+    """Return the events without those that are repeated after a later ``start`` or ``rewind``."""
     history: list[EventRecord] = []
-    for event in events:
+    # From the end, so that it takes one pass however often the run went back: the last step of each kind that counts.
+    last: dict[str, float] = defaultdict(lambda: math.inf)
+    last_of_any = math.inf
+    for event in reversed(events):
+        step = event.get("step")
+        if not isinstance(step, int) or step <= min(last_of_any, last[event["event"]]):
+            history.append(event)
         if event["event"] in ("start", "rewind"):
-            history = [past for past in history if not superseded(past, event)]
-        history.append(event)
-    return history
+            kept, again = _goes_on(event)
+            last_of_any = min(last_of_any, kept)
+            for kind in again:
+                last[kind] = min(last[kind], kept - 1)
+    return history[::-1]
 
 
 def precision_of(start: EventRecord) -> str:
@@ -112,40 +145,40 @@ def resumed_step(start: EventRecord) -> int | None:
     value = start.get("resumed_from")
     if value is None or isinstance(value, int):
         return value
-    number = re.search(r"(\d+)/?$", str(value))
+    number = re.search(r"(?<!\d)(\d{1,15})/?$", str(value))
     return int(number.group(1)) if number else None
 
 
 def superseded(event: EventRecord, start: EventRecord) -> bool:
     """Return whether an event is repeated after a later ``start`` or ``rewind`` event."""
-    # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
-    resumed = resumed_step(start)
-    kept = -1 if resumed is None else resumed
-    # Some kinds of events of step `kept` itself are written again.
-    again = _PENDING.get(str(start.get("pending")), ())
+    kept, again = _goes_on(start)
     step = event.get("step")
     return isinstance(step, int) and (step > kept or (step == kept and event["event"] in again))
 
 
+def _goes_on(start: EventRecord) -> tuple[int, Sequence[str]]:
+    """Return the last step that still counts after a ``start`` or ``rewind``, and the kinds that are written again for
+    that step itself.
+    """
+    # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
+    resumed = resumed_step(start)
+    return -1 if resumed is None else resumed, _PENDING.get(str(start.get("pending")), ())
+
+
 def _lines(path: Path, damage: list[str]) -> Iterator[EventRecord]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                event = json.loads(line)
-            except ValueError:
-                event = None
-            if isinstance(event, dict) and "event" in event:
-                yield restored_numbers(event) if event["event"] in ("step", "evaluate") else event
-            elif line.endswith("\n"):
+    with open_inside(path.parent, path.name) as file:
+        for number, line in enumerate(bounded_lines(file), 1):
+            if len(line) > LONGEST_LINE:
+                damage.append(f"{path.name} line {number} is too long; what follows is not read")
+            elif (event := parse_event(line.decode("utf-8", "replace"))) is not None:
+                yield event
+            elif line.endswith(b"\n") and len(damage) < _MOST_DAMAGE:
                 damage.append(f"{path.name} line {number} is damaged")
 
 
-def restored_numbers(event: EventRecord) -> EventRecord:
-    """Convert the names of NaN and infinity, which JSON does not have, back to numbers."""
-    restored: EventRecord = {}
-    for key, value in event.items():
-        if isinstance(value, dict):
-            restored[key] = restored_numbers(value)
-        else:
-            restored[key] = _NOT_JSON.get(value, value) if isinstance(value, str) else value
-    return restored
+def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file up to one that is longer than ``LONGEST_LINE``, of which the beginning is the last."""
+    while line := file.readline(LONGEST_LINE + 1):
+        yield line
+        if len(line) > LONGEST_LINE:
+            return

@@ -75,7 +75,7 @@ def write_after_failure(run: Path, wanted: bool | str, seconds: float, *, waits:
 
 def _begun(run: Path, *, ended: bool) -> subprocess.Popen[bytes] | None:
     """Begin to write the page. ``ended``: the training is over, although this launch still locks the run."""
-    command = [sys.executable, "-m", "trainwright", "report", str(run)]
+    command = [sys.executable, "-P", "-m", "trainwright", "report", str(run)]
     with suppress(OSError):
         process = subprocess.Popen(
             command,

@@ -5,7 +5,7 @@ from __future__ import annotations
 # Elements that a CPU converts to fp32 at a time, for a norm or a sum of gradients: with their copies they fit a cache.
 CACHED_ELEMENTS = 2**18
 # Shapes of half-precision products on a CPU whose code is cached (models/padding.py), and bytes of each, measured.
-CACHED_PRODUCTS, PRODUCT_BYTES = 256, 700_000
+CACHED_PRODUCTS, PRODUCT_BYTES = 256, 570_000
 _SMALLEST_STEP = 16  # of `padded_size`: rows of a tile of AMX
 _SIZES = 16  # between a power of two and the next
 

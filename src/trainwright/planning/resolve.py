@@ -72,6 +72,8 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     if elastic == "auto" and nodes > 1:
         constraints = replace(constraints, worlds=on_nodes(recipe, machine, nodes))
     plan = make_plan(constraints, facts.workload, cluster, facts.assumptions, basis, installed)
+    if sys.platform == "darwin" and machine.is_here:
+        remarks.append("parallel.device cpu: macOS is experimental; training uses the CPU, and not Apple's GPU (MPS)")
     if recipe.checkpoint.every == "auto":
         remarks.append(auto_reason(recipe.faults.mean_time_between))
     resolved = filled(recipe, plan)

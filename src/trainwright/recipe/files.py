@@ -87,12 +87,19 @@ def parse_json(text: str, source: str, pairs: Callable[[list[tuple[str, Any]]], 
         raise _too_deep(source) from None
     except ValueError as error:  # of `pairs`, and of numbers with thousands of digits
         raise RequestError(f"{source}: {error}") from None
+    if is_deeper(value, DEEPEST):
+        raise _too_deep(source)
+    return value
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Return whether dicts and lists are nested more than ``most`` deep in a value."""
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(most):
         level = [item for one in level for item in _items(one)]
         if not level:
-            return value
-    raise _too_deep(source)
+            return False
+    return True
 
 
 def _items(value: Any) -> list[Any]:

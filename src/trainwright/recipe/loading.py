@@ -18,6 +18,7 @@ from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.problems import explain, explain_hidden, unknown_keys
 from trainwright.recipe.schema import Recipe, recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
+from trainwright.text import quoted
 
 _MOST_LINES = 100  # of a message
 # The largest number of includes in total, counting repeats, and their depth: nested includes multiply.
@@ -69,7 +70,9 @@ def load_with_origins(path: Path | Tree, overrides: Sequence[str] = ()) -> Loade
 def loaded(tree: Tree) -> LoadedRecipe:
     """Return the recipe of a tree that was read. Raises RequestError like load_recipe."""
     if "objectives" in tree.values and "task" not in tree.values:
-        raise RequestError(f"{tree}: is an unlearning study, not a recipe; run trainwright unlearn-study {tree}")
+        raise RequestError(
+            f"{tree}: is an unlearning study, not a recipe; run trainwright unlearn-study {quoted(tree)}"
+        )
     return checked(tree, Origin(str(tree)))
 
 

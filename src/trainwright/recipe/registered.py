@@ -23,8 +23,7 @@ class Registered:
 
     Args:
         others: additional values.
-        imports: whether to import extensions when the recipe is read, so that a faulty one is rejected there; false if
-            they need torch.
+        imports: whether to import extensions when the recipe is read, because they say what it may contain.
     """
 
     registry: Registry[Any]
@@ -46,8 +45,10 @@ class Registered:
         place = isinstance(value, str) and re.fullmatch(_PLACE, value) is not None
         name: str = value if place else handler(value)
         try:
-            if self.imports and name not in self.others:
-                self.registry.check(name)
+            if not self.imports:
+                self.registry.check_origin(name)
+            elif name not in self.others and not self.registry.is_built_in(name):
+                self.registry.get(name)
         except RequestError as error:
             raise PydanticCustomError("extension", "{reason}", {"reason": str(error)}) from None
         return name

@@ -127,7 +127,7 @@ class EvaluateSection(Section):
     prompts: list[Text] = Field(
         [], description="Prompts that the model answers at every evaluation; the answers are shown."
     )
-    metrics: list[Annotated[str, Registered(METRICS)]] = Field(
+    metrics: list[Annotated[str, Registered(METRICS, imports=False)]] = Field(
         [],
         description="Metrics of generated answers to validation rows, computed at every evaluation; for all of them "
         "1 is best. answer: the short answer found by answer_pattern is right. rouge_l: F1. rouge_l_recall: recall.",
@@ -221,6 +221,10 @@ class Recipe(Section):
         values: dict[str, Any] = dump(self)
         unsaid = set() if self.has_texts else {"model", "data"}
         return {key: value for key, value in values.items() if value is not None and key not in unsaid}
+
+    def __reduce__(self) -> Any:
+        # Its class is made for the tasks of this process, and has no name to be found by.
+        return Recipe.model_validate, (self.model_dump(),)
 
     @property
     def spec(self) -> TaskSpec:

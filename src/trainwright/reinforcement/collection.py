@@ -113,9 +113,10 @@ def collect(collection: Collection, processes: int, progress: Callable[[Collecti
 def _is_there(collection: Collection) -> bool:
     if not collection.path.exists():
         return False
-    with Histories(collection.path) as found:
+    environment = collection.make_environment()
+    with Histories(collection.path, environment) as found:
         same = (
-            found.environment == {"name": collection.environment, "options": collection.make_environment().options}
+            found.environment == {"name": collection.environment, "options": environment.options}
             and found.source == collection.source
             and found.goals == sorted(collection.goals)
         )
@@ -171,9 +172,10 @@ class _Parts(Mapping[int, History]):
 
     def __init__(self, collection: Collection) -> None:
         self._collection = collection
+        self._environment = collection.make_environment()
 
     def __getitem__(self, goal: int) -> History:
-        with Histories(_part(self._collection, goal)) as part:
+        with Histories(_part(self._collection, goal), self._environment) as part:
             return part.goal(0)
 
     def __iter__(self) -> Iterator[int]:

@@ -21,7 +21,7 @@ import torch
 from trainwright.errors import MachineError, RequestError
 from trainwright.installation import install_command
 from trainwright.paths import user_path
-from trainwright.reinforcement.environments import Environment, make
+from trainwright.reinforcement.environments import Environment, check_stored, make
 
 FORMAT = "trainwright-histories-1"
 
@@ -65,7 +65,8 @@ class Histories:
         """Open and check the file.
 
         Args:
-            environment: of a file that does not name its own. Default: the reference implementation's darkroom.
+            environment: taken if the file names the same one, or none. Otherwise the file's own is made, if it is a
+                registered one. Default, for a file that names none: the reference implementation's darkroom.
 
         Raises:
             RequestError: the file does not exist, is not HDF5, lacks an array, or does not match its environment.
@@ -95,7 +96,7 @@ class Histories:
 
     def make_environment(self) -> Environment:
         """Return the environment that the histories are of."""
-        return make(self.environment["name"], **self.environment["options"])
+        return self._environment
 
     def goal(self, index: int, time: slice = slice(None), streams: slice = slice(None)) -> History:
         """Return the history of the ``index``-th goal of ``goals``, or a part of it.
@@ -144,7 +145,12 @@ class Histories:
         self.goals = sorted(int(name) for name in file if name.isdigit())
         if not self.goals:
             raise RequestError(f"{self.path}: has no histories: groups named 0, 1, ... are expected, one for each goal")
-        self._environment = environment = self.make_environment()
+        if self.environment == unsaid:
+            environment = otherwise
+        else:
+            check_stored(self.environment, f"{self.path}: attribute environment")
+            environment = make(self.environment["name"], **self.environment["options"])
+        self._environment = environment
         self.observation_size = environment.observation_size
         self.time, self.streams = _shape_of(self.path, file, self.goals[0])
         for goal in self.goals:
@@ -287,9 +293,26 @@ def _typed(arrays: Any) -> History:
     return History(states, actions, rewards.astype(np.float32), next_states, dones.astype(bool))
 
 
+def _array(path: Path, file: Any, goal: int, name: str) -> Any:
+    """Return an array of a goal, None if there is none; raise RequestError if it is one of another file."""
+    h5py = _h5py()
+    for place in (str(goal), f"{goal}/{name}"):
+        link = file.get(place, getlink=True)
+        if isinstance(link, (h5py.ExternalLink, h5py.SoftLink)):  # a soft link can pass through an external one
+            raise RequestError(
+                f"{path}: {place} is a link, which may lead to other files; copy the arrays into this one"
+            )
+    array = file.get(f"{goal}/{name}")
+    if not isinstance(array, h5py.Dataset):
+        return None
+    if array.is_virtual or array.external:
+        raise RequestError(f"{path}: {goal}/{name} is stored in other files; copy the array into this one")
+    return array
+
+
 def _shape_of(path: Path, file: Any, goal: int) -> tuple[int, int]:
-    array = file.get(f"{goal}/actions")
-    if not hasattr(array, "shape") or array.ndim != 2 or 0 in array.shape:
+    array = _array(path, file, goal, "actions")
+    if array is None or array.ndim != 2 or 0 in array.shape:
         raise RequestError(f"{path}: goal {goal} has no array actions [time, streams]")
     return array.shape[0], array.shape[1]
 
@@ -297,8 +320,8 @@ def _shape_of(path: Path, file: Any, goal: int) -> tuple[int, int]:
 def _check(path: Path, file: Any, goal: int, shape: tuple[int, int], environment: Environment) -> None:
     size = environment.observation_size
     for name in ARRAYS:
-        array = file.get(f"{goal}/{name}")
-        if not hasattr(array, "shape"):  # missing, or a group
+        array = _array(path, file, goal, name)
+        if array is None:
             raise RequestError(f"{path}: goal {goal} has no array {name}; each goal needs {', '.join(ARRAYS)}")
         if array.dtype.kind not in "biuf":
             raise RequestError(f"{path}: {name} of goal {goal} is of type {array.dtype}; numbers are expected")

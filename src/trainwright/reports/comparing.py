@@ -10,12 +10,13 @@ from typing import Any
 from trainwright import text
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.reports.charts import curve_charts
-from trainwright.reports.figures import RunFigures
+from trainwright.reports.figures import RunFigures, mapping
 from trainwright.reports.html import AXIS_MENU, Page, escaped, section, table
 
 # The same in no two runs.
 _OWN = ("logging.run_directory",)
 _MISSING = "-"
+_LONGEST_VALUE = 1000
 # What rows and tokens follow from, beside the section data; and keys of that section that say how they are used.
 _TOKENIZER = ("model.name", "model.tokenizer", "model.chat_template")
 _NOT_ROWS = ("data.pack_length",)
@@ -50,7 +51,7 @@ def recipe_differences(runs: Sequence[RunFigures]) -> dict[str, list[str]]:
     flat = [dict(values_by_key(run.recipe)) for run in runs]
     keys = sorted({key for values in flat for key in values} - set(_OWN))
     rows = {key: [_shown(values.get(key, _MISSING)) for values in flat] for key in keys}
-    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+    return {key: [_shortened(value) for value in values] for key, values in rows.items() if len(set(values)) > 1}
 
 
 def paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
@@ -71,9 +72,11 @@ def paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
     return found
 
 
-def data_notes(runs: Sequence[RunFigures]) -> list[str]:
-    """Return a sentence for each run that was trained or validated on other data than the first one, with the keys."""
-    notes = []
+def notes_on(runs: Sequence[RunFigures]) -> list[str]:
+    """Return what is wrong with the files of each run, and a sentence for each that was trained or validated on other
+    data than the first one, with the keys.
+    """
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
     for run in runs[1:]:
         names = f"{run.name} and {runs[0].name}"
         if keys := _other_data(runs[0], run, "validation"):
@@ -89,10 +92,10 @@ def data_notes(runs: Sequence[RunFigures]) -> list[str]:
 def _other_data(first: RunFigures, run: RunFigures, split: str) -> str:
     """Return what makes the data of a split different, as the keys of the recipes that differ; "" if it is the same."""
     held_out = not any(
-        isinstance((each.recipe.get("data") or {}).get("validation"), (str, list)) for each in (first, run)
+        isinstance(mapping(each.recipe.get("data")).get("validation"), (str, list)) for each in (first, run)
     )
     keys = [key for key in recipe_differences([first, run]) if _concerns(key, split, held_out=held_out)]
-    one, other = ((each.start.get("fingerprints") or {}).get(split) for each in (first, run))
+    one, other = (each.start.get("fingerprints", {}).get(split) for each in (first, run))
     if one is not None and other is not None:
         return "" if one == other else ", ".join(keys) or "their rows have changed"
     # Recorded by an earlier version, or before the first launch. The key that names other validation data is decisive.
@@ -143,7 +146,7 @@ def comparison_page(runs: Sequence[RunFigures]) -> str:
     page = Page(f"{' and '.join(names[:3])} - Trainwright")
     page.add("<header><h1>Comparison of runs</h1></header>")
     page.add(section("Runs", table(SUMMARY_HEAD, summary_rows(runs))))
-    page.add("".join(f'<p class="warn">{escaped(note)}</p>' for note in data_notes(runs)))
+    page.add("".join(f'<p class="warn">{escaped(note)}</p>' for note in notes_on(runs)))
     page.add(section("Curves", AXIS_MENU, page.charts(curve_charts(runs))))
     if rows := [difference_row(each) for each in paired_differences(runs)]:
         note = (
@@ -162,20 +165,24 @@ def _evaluations(run: RunFigures) -> dict[str, dict[int, float]]:
     for event in run.evaluations:
         if event["step"] == 0:
             continue
-        for metric, value in (event.get("metrics") or {}).items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
+        for metric, value in event["metrics"].items():
+            if math.isfinite(value):
                 found.setdefault(metric, {})[int(event["step"])] = float(value)
     return found
 
 
 def _interval(run: RunFigures, metric: str, step: int) -> tuple[float, float] | None:
     event = next(event for event in reversed(run.evaluations) if event["step"] == step)
-    found = (event.get("intervals") or {}).get(metric)
-    return (float(found[0]), float(found[1])) if isinstance(found, list) and len(found) == 2 else None
+    found = event.get("intervals", {}).get(metric)
+    return (float(found[0]), float(found[1])) if found else None
 
 
 def _shown(value: Any) -> str:
     return {True: "true", False: "false", None: "null"}.get(value, str(value)) if _is_plain(value) else str(value)
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from trainwright import __version__
+from trainwright import __version__, text
 from trainwright.errors import RequestError
+from trainwright.launch.run_directory import RECIPE
 from trainwright.machine.sharing.file_lock import is_locked
 from trainwright.observe.following import RunFollower
-from trainwright.observe.reader import EventRecord, read_log
+from trainwright.observe.reader import EventRecord, read_log, read_recipe
 from trainwright.paths import run_path
 
 # Curves over steps: the field of a `step` event, its title, and its unit.
@@ -25,6 +27,8 @@ CURVES = {
     "memory_bytes": ("Peak memory", "GiB"),
 }
 FLOPS = 6  # per parameter and token, forward and backward (Kaplan et al., arXiv 2001.08361, section 2.1)
+_LONGEST_NAME = 100
+_LARGEST = 1e150
 _EVENTS = ("fault", "restart", "rewind", "notice", "checkpoint", "start", "finish")
 
 
@@ -35,7 +39,7 @@ class RunFigures:
     Attributes:
         events: without those that a resumed run repeated.
         everything: all events as they were written.
-        damage: descriptions of the lines of ``events.jsonl`` that could not be read.
+        damage: descriptions of what could not be read of ``events.jsonl``.
         trains: whether a process trains the run now.
     """
 
@@ -53,25 +57,28 @@ class RunFigures:
             ended: the training is over, although its launch still locks the directory.
         """
         found = run_path(directory)
-        if not (found / "recipe.yaml").is_file():
+        if not is_run(found):
             raise RequestError(f"{found} is not a run directory: it has no recipe.yaml")
         log = read_log(found / "events.jsonl")
-        return cls(found, log.history, log.everything, log.damage, not ended and is_locked(found))
+        return cls(found, log.history, log.everything, log.damage, not ended and _trains(found))
 
     @classmethod
     def followed(cls, run: RunFollower) -> RunFigures:
         """Return the figures of a run that is followed, without its steps but the newest event."""
         newest = [run.newest] if run.newest is not None and run.newest["event"] == "step" else []
-        try:
-            trains = is_locked(run.directory)
-        except OSError:  # deleted meanwhile
-            trains = False
-        return cls(run.directory, run.events, [*run.everything, *newest], (), trains)
+        damage, trains = [], _trains(run.directory)
+        if run.damaged:
+            damage.append(f"events.jsonl: {text.plural(run.damaged, 'damaged line', 'damaged lines')} left out")
+        if run.is_cut_off:
+            damage.append("events.jsonl: a line is too long; what follows is not read")
+        if run.half_written and not trains:
+            damage.append("events.jsonl: its last line is incomplete")
+        return cls(run.directory, run.events, [*run.everything, *newest], damage, trains)
 
     @property
     def newer(self) -> str:
         """Return a sentence if a newer version than this one has written the run; "" otherwise."""
-        written = str((self.start.get("versions") or {}).get("trainwright", ""))
+        written = _name(self.start.get("versions", {}).get("trainwright"))
         if _numbers(written) <= _numbers(__version__):
             return ""
         return f"written by trainwright {written}, newer than this one ({__version__}), which may not know all of it"
@@ -89,25 +96,40 @@ class RunFigures:
     @cached_property
     def recipe(self) -> Mapping[str, Any]:
         """Return the recipe as plain values; empty if its file cannot be read."""
-        import yaml
+        return self._recipe[0]
 
+    @property
+    def recipe_is_read(self) -> bool:
+        """Return whether the recipe has been read, which takes up to a second."""
+        return "_recipe" in self.__dict__
+
+    @property
+    def recipe_problem(self) -> str:
+        """Return why the recipe cannot be read; "" if it can."""
+        return self._recipe[1]
+
+    @cached_property
+    def _recipe(self) -> tuple[Mapping[str, Any], str]:
         try:
-            found = yaml.safe_load((self.directory / "recipe.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            return read_recipe(self.directory), ""
+        except RequestError as error:
+            return {}, str(error)
+
+    @property
+    def notes(self) -> list[str]:
+        """Return a sentence for each thing that is wrong with the files of the run."""
+        return [note for note in (*self.damage, self.recipe_problem, self.newer) if note]
 
     @property
     def task(self) -> str:
         """Return the task of the recipe."""
-        return str(self.recipe.get("task", ""))
+        return _name(self.recipe.get("task"))
 
     @property
     def model(self) -> str:
         """Return the name of the model, or the type of a model that the recipe describes."""
-        section = self.recipe.get("model") or {}
-        described = section.get("config") or {}
-        return str(section.get("name") or described.get("model_type") or "")
+        section = mapping(self.recipe.get("model"))
+        return _name(section.get("name") or mapping(section.get("config")).get("model_type"))
 
     @cached_property
     def status(self) -> str:
@@ -118,7 +140,7 @@ class RunFigures:
             return "training"
         last = next((event for event in reversed(self.events) if event["event"] in ("start", "finish")), None)
         if last is not None and last["event"] == "finish":
-            return str(last.get("status", "finished"))
+            return _name(last.get("status", "finished"))
         told = [event for event in self.everything if event["event"] != "notice"]
         return "failed" if told and told[-1]["event"] == "fault" else "ended"
 
@@ -161,7 +183,7 @@ class RunFigures:
         losses = [
             (float(event["metrics"]["loss"]), int(event["step"]))
             for event in self.evaluations
-            if event["step"] > 0 and _is_number(event.get("metrics", {}).get("loss"))
+            if event["step"] > 0 and is_number(event["metrics"].get("loss"))
         ]
         return (min(losses)[1], min(losses)[0]) if losses else None
 
@@ -170,7 +192,8 @@ class RunFigures:
         """Return the median over the steps of the newest launch after the first two."""
         import statistics
 
-        rates = [event["tokens_per_second"] for event in self.steps if event["time"] >= self.start.get("time", 0.0)]
+        begun = self.start.get("time", 0.0)
+        rates = [e["tokens_per_second"] for e in self.steps if e["time"] >= begun and "tokens_per_second" in e]
         return statistics.median(rates[2:] or rates) if rates else None
 
     @property
@@ -201,8 +224,30 @@ class RunFigures:
         return [event for event in self.events if event["event"] == kind]
 
 
+def is_run(directory: Path) -> bool:
+    """Return whether a directory is a run's: whatever ``recipe.yaml`` in it is."""
+    return os.path.lexists(directory / RECIPE)
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value if it is a mapping; otherwise an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _name(value: Any) -> str:
+    """Return a name as text that fits into a table."""
+    return "" if value is None else str(value)[:_LONGEST_NAME]
+
+
+def _trains(directory: Path) -> bool:
+    try:
+        return is_locked(directory)
+    except OSError:  # deleted meanwhile, or not readable
+        return False
+
+
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    return tuple(int(number) for number in re.findall(r"\d{1,9}", version)[:3])
 
 
 @dataclass(frozen=True)
@@ -224,12 +269,12 @@ def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
     found: dict[str, Curve] = {}
     for name, (title, unit) in CURVES.items():
         scale = 2**30 if unit == "GiB" else 1
-        points = [(int(e["step"]), float(e[name]) / scale) for e in run.steps if _is_number(e.get(name))]
+        points = [(int(e["step"]), float(e[name]) / scale) for e in run.steps if is_number(e.get(name))]
         found[name] = Curve(title, unit, thinned(points, most))
     for events, prefix in ((run.steps, ""), (run.evaluations, "validation/")):
         for event in events:
-            for metric, value in (event.get("metrics") or {}).items():
-                if _is_number(value):
+            for metric, value in event.get("metrics", {}).items():
+                if is_number(value):
                     title = f"Validation {metric}" if prefix else metric
                     known = found.setdefault(f"{prefix}{metric}", Curve(title.replace("_", " "), ""))
                     known.points.append((int(event["step"]), float(value)))
@@ -248,5 +293,6 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, f
     return [points[index] for index in sorted(kept | {0, len(points) - 1})]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a number that is finite, and so small that sums and squares are."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST

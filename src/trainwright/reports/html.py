@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
@@ -123,4 +124,17 @@ def _own(name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value).replace("<", "\\u003c")
+    return as_json(value).replace("<", "\\u003c")
+
+
+def as_json(value: Any) -> str:
+    """Return JSON with null for the numbers that JSON does not have, and text for what is none of its types."""
+    return json.dumps(_plain(value), default=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from trainwright import text
-from trainwright.launch.run_directory import PLAN, RECIPE
+from trainwright.launch.run_directory import RECIPE, plan_of
 from trainwright.observe.ledger import read_ledger
 from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.reader import EventRecord
+from trainwright.paths import open_inside
 from trainwright.reports.charts import curve_charts, pair_chart
-from trainwright.reports.figures import RunFigures
+from trainwright.reports.figures import RunFigures, is_number, mapping
 from trainwright.reports.html import AXIS_MENU, Page, escaped, prose, section, table, tiles
 from trainwright.reports.seconds import machines, where_time_went
 
@@ -46,10 +47,11 @@ def _head(run: RunFigures) -> str:
     tone = _TONES.get(run.status, "warn")
     status = "was training when this page was written" if run.trains else run.status  # true whatever happens later
     about = ", ".join(part for part in (run.task, run.model, str(run.start.get("strategy", ""))) if part)
-    world = int(run.start.get("world_size", 0))
+    world = round(run.start.get("world_size", 0))
     on = f" on {text.plural(world, 'process', 'processes')}" if world else ""
     newer = f'<p class="warn">{escaped(run.newer)}</p>' if run.newer else ""
-    damage = newer + "".join(f'<p class="bad">{escaped(each)}; shown without it</p>' for each in run.damage[:20])
+    problems = [*run.damage[:20], *filter(None, [run.recipe_problem])]
+    damage = newer + "".join(f'<p class="bad">{escaped(each)}; shown without it</p>' for each in problems)
     return (
         f'<header><div class="head"><h1>{escaped(run.name)}</h1><span class="badge {tone}">{escaped(status)}</span>'
         f'</div><p class="soft">{escaped(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{damage}'
@@ -87,15 +89,15 @@ def _samples(run: RunFigures) -> Iterator[str]:
 
 
 def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
-    plan, measured = _plan(run), run.finish.get("measured") or {}
-    predicted = run.start.get("predicted") or {}
+    plan, measured = plan_of(run.directory), run.finish.get("measured", {})
+    predicted = run.start.get("predicted", {})
     lines = list(compared(predicted, measured))
     if lines:
         yield table(["", "This run"], [(label.capitalize(), words) for label, words in lines])
         yield "".join(prose(f"{why}.") for why in reasons_of(predicted, measured))
     charts = []
-    chosen = plan.get("chosen") or {}
-    if phases := _largest((chosen.get("memory") or {}).get("phases")):
+    chosen = mapping(plan.get("chosen"))
+    if phases := _largest(mapping(chosen.get("memory")).get("phases")):
         rows = [{"part": name, "kind": "plan", "value": value / _BYTES} for name, value in phases.items()]
         if run.steps:
             peak = max(float(event.get("memory_bytes", 0)) for event in run.steps) / _BYTES
@@ -104,7 +106,7 @@ def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
             rows.append({"part": part, "kind": "plan", "value": predicted.get(of, 0) / _BYTES})
             rows.append({"part": part, "kind": "measured", "value": peak})
         charts.append(pair_chart("Memory per process by phase", rows, "MiB"))
-    if parts := _largest((chosen.get("time") or {}).get("parts")):
+    if parts := _largest(mapping(chosen.get("time")).get("parts")):
         rows = [{"part": name, "kind": "plan", "value": value} for name, value in parts.items()]
         rows.append({"part": "whole step", "kind": "plan", "value": predicted.get("step_time", 0.0)})
         if "step_time" in measured:
@@ -117,12 +119,13 @@ def _profiles(run: RunFigures) -> Iterator[str]:
     for event in run.profiles:
         steps = f"Steps {event.get('first')} to {event.get('step')}"
         yield f"<p>{escaped(steps)}: <code>{escaped(event.get('path'))}</code>, which ui.perfetto.dev opens.</p>"
-        for snapshot in event.get("memory") or ():
+        for snapshot in event.get("memory", ()):
             yield f"<p>Memory: <code>{escaped(snapshot)}</code>, which pytorch.org/memory_viz opens.</p>"
-        rows = [
-            (_kernel(str(each["name"])), f"{each['calls']:,}", text.span(each["seconds"]), f"{each['share']:.1%}")
-            for each in event.get("operators") or ()
-        ]
+        rows = []
+        for each in event.get("operators", ()):
+            with suppress(KeyError, TypeError, ValueError):
+                shown = f"{each['calls']:,}", text.span(each["seconds"]), f"{each['share']:.1%}"
+                rows.append((_kernel(str(each["name"])), *shown))
         yield table(["Operator", "Calls", "Time, all ranks", "Share"], rows, numbers=[1, 2, 3], names=[0])
 
 
@@ -134,11 +137,9 @@ def _kernel(name: str) -> str:
 def _timeline(run: RunFigures) -> str:
     if not run.timeline:
         return ""
-    begun = float(run.everything[0].get("time", 0.0))
+    begun = run.everything[0]["time"]
     shown = run.timeline[-_TIMELINE:]
-    rows = [
-        (text.duration(float(e.get("time", begun)) - begun), e.get("step", ""), e["event"], _words(e)) for e in shown
-    ]
+    rows = [(text.duration(e["time"] - begun), e.get("step", ""), e["event"], _words(e)) for e in shown]
     more = f"<p class=soft>The last {_TIMELINE} of {len(run.timeline)}.</p>" if len(run.timeline) > _TIMELINE else ""
     return more + table(["After", "Step", "Event", ""], rows, text=[3])
 
@@ -164,7 +165,7 @@ def _words(event: EventRecord) -> str:
 
 
 def _choices(run: RunFigures) -> str:
-    reasons = [str(reason) for reason in run.start.get("reasons") or ()]
+    reasons = run.start.get("reasons", ())
     rows = [(key, why) for key, _, why in (reason.partition(": ") for reason in reasons)]
     return table(["Choice", "Reason"], rows, text=[1]) if rows else ""
 
@@ -173,38 +174,29 @@ def _environment(run: RunFigures) -> str:
     start = run.start
     rows: list[tuple[str, object]] = [
         ("Device", start.get("device", "")),
-        ("Processes", f"{start.get('world_size', '')} on {', '.join(map(str, start.get('nodes') or []))}"),
+        ("Processes", f"{start.get('world_size', '')} on {', '.join(start.get('nodes', []))}"),
         ("Launcher", start.get("launcher", "")),
         ("Job", start.get("job") or ""),
         ("Threads per process", start.get("threads", "")),
-        ("Attention", "; ".join(map(str, start.get("attention") or ()))),
+        ("Attention", "; ".join(start.get("attention", ()))),
         ("Directory", run.directory.absolute()),
-        *((name, version) for name, version in (start.get("versions") or {}).items()),
+        *((name, version) for name, version in start.get("versions", {}).items()),
     ]
     return table(["", ""], [row for row in rows if row[1]]) if start else ""
 
 
 def _recipe(run: RunFigures) -> Iterator[str]:
-    try:
-        recipe = (run.directory / RECIPE).read_text(encoding="utf-8")
-    except (OSError, ValueError):
+    if not run.recipe:  # it cannot be read
         return
+    with open_inside(run.directory, RECIPE) as file:
+        recipe = file.read().decode()
     yield "<p>To reproduce the run in a new directory, save this as <code>recipe.yaml</code>:</p>"
     yield "<pre>trainwright train recipe.yaml logging.run_directory=auto</pre>"
     yield f'<pre tabindex="0">{escaped(recipe)}</pre>'
 
 
-def _plan(run: RunFigures) -> Mapping[str, Any]:
-    try:
-        found = json.loads((run.directory / PLAN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _largest(parts: Any) -> dict[str, float]:
     """Return the parts that are at least a hundredth of their sum."""
-    if not isinstance(parts, dict):
-        return {}
-    whole = sum(float(value) for value in parts.values())
-    return {str(name): float(value) for name, value in parts.items() if whole and float(value) >= 0.01 * whole}
+    figures = {name: value for name, value in mapping(parts).items() if is_number(value)}
+    whole = sum(figures.values())
+    return {name: value for name, value in figures.items() if whole and value >= 0.01 * whole}

@@ -12,7 +12,7 @@ from trainwright import text
 from trainwright.observe.ledger import CATEGORIES, TRAINING, RankLedger
 from trainwright.observe.reader import EventRecord
 from trainwright.reports.charts import bar_chart, heat_chart, time_chart
-from trainwright.reports.figures import RunFigures, thinned
+from trainwright.reports.figures import RunFigures, is_number, thinned
 from trainwright.reports.html import Page, table
 
 _RANKS = 8  # of more, a summary is shown
@@ -115,7 +115,7 @@ def _measure(system: Mapping[str, Any], name: str) -> float | None:
     group, _, key = name.rpartition(".")
     inside = system.get(group) if group else system
     value = inside.get(key) if isinstance(inside, Mapping) else None
-    return float(value) if isinstance(value, (int, float)) else None
+    return float(value) if is_number(value) else None
 
 
 def _from_events(run: RunFigures, page: Page) -> Iterator[str]:
@@ -133,7 +133,7 @@ def seconds_by_kind(run: RunFigures) -> dict[str, float]:
     ``steps`` are those that count; ``repeated`` were done again after a fault; ``paused`` is between launches;
     ``other`` is start-up, generation, and what has no event.
     """
-    events = [event for event in run.everything if isinstance(event.get("time"), (int, float))]
+    events = run.everything
     if not events:
         return {}
     found = dict.fromkeys(("steps", "repeated", "evaluation", "checkpoints", "paused", "other"), 0.0)

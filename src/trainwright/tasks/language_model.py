@@ -158,13 +158,6 @@ def _questions(
     return ValidationQuestions(recipe.evaluate, prepared.validation, recipe.data.max_length, tokenizer)
 
 
-def _check_prompt(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> None:
-    try:
-        new_token_limit(model, prompt, sampling)
-    except RequestError as error:
-        raise RequestError(f"evaluate.prompts: {error}") from None
-
-
 class LanguageModelTask:
     """Base class with the parts of a task that do not depend on the loss."""
 
@@ -197,7 +190,10 @@ class LanguageModelTask:
         self._checksums: dict[str, int] = {}
         self._sampling = self._how_to_write()
         for prompt in self.prompts:
-            _check_prompt(model, self._prompt_tokens(prompt), self._sampling)
+            try:
+                new_token_limit(model, self._prompt_tokens(prompt), self._sampling)
+            except RequestError as error:
+                raise RequestError(f"evaluate.prompts: {error}") from None
         self._questions = _questions(recipe, prepared, tokenizer)
         self.answers = self._questions is not None
 

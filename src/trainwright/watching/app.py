@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from starlette.routing import Route
 
 from trainwright.api.stopping import checkpoint, stop
 from trainwright.errors import TrainwrightError
+from trainwright.reports.html import as_json
 from trainwright.watching.board import AXES, Board
 
 _PAGE = files("trainwright.watching")
@@ -100,7 +100,7 @@ async def _changes(board: Board) -> AsyncIterator[str]:
         rows = await run_in_threadpool(board.rows)  # which may wait for a file
         changed = [row for name, row in rows.items() if sent.get(name) != row]
         gone = [name for name in sent if name not in rows]
-        yield f"data: {json.dumps({'rows': changed, 'gone': gone})}\n\n" if changed or gone else ": nothing new\n\n"
+        yield f"data: {as_json({'rows': changed, 'gone': gone})}\n\n" if changed or gone else ": nothing new\n\n"
         sent = rows
         await asyncio.sleep(_SEND_SECONDS)
 
@@ -118,16 +118,7 @@ def _run(request: Request) -> str:
 
 
 def _json(value: Any) -> Response:
-    # Numbers that JSON does not have may be in events.
-    return Response(json.dumps(_plain(value), default=str), media_type="application/json")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and value - value != 0 else value
+    return Response(as_json(value), media_type="application/json")
 
 
 def _missing(request: Request, error: Exception) -> Response:

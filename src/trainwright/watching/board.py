@@ -6,15 +6,15 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainwright import text
-from trainwright.api.seeing.runs import directories
+from trainwright.api.seeing.runs import directories, unreadable
 from trainwright.observe.following import RunFollower
 from trainwright.observe.kept import follower_of, keep
+from trainwright.paths import files_inside, open_inside
 from trainwright.reports.comparing import recipe_differences
 from trainwright.reports.figures import FLOPS, RunFigures
 from trainwright.watching.seconds import Seconds
@@ -43,6 +43,7 @@ class Board:
         self._seconds = Seconds()
         self._kept: dict[str, int] = {}  # bytes that the cache has
         self._glances: dict[str, dict[str, Any]] = {}  # rows of long runs, until they are read
+        self._until = math.inf  # when no more recipes are read in this look
         self._asked: tuple[str, ...] = ()  # the runs that the page shows, which are read first
 
     def start(self) -> None:
@@ -59,21 +60,24 @@ class Board:
         First comes what little is new in each. Long runs that are new follow for a second, those on the page first.
         """
         self._find()
+        self._until = time.monotonic() + _LOOK_SECONDS
         long = []
         for name, follower in list(self._followers.items()):
             if self._ends.is_set():
                 return False
-            if _unread(follower) <= _LITTLE_BYTES:
-                self._look_at(name, follower, math.inf)
-                continue
-            long.append(name)
-            if name not in self._glances:
-                self._glance_at(name)
+            with self._noting(name):
+                if _unread(follower) <= _LITTLE_BYTES:
+                    self._look_at(name, follower, math.inf)
+                    continue
+                long.append(name)
+                if name not in self._glances:
+                    self._glance_at(name)
         until = time.monotonic() + _LOOK_SECONDS
         for name in sorted(long, key=lambda name: name not in self._asked):
             if time.monotonic() >= until or self._ends.is_set():
                 return False
-            self._look_at(name, self._followers[name], until)
+            with self._noting(name):
+                self._look_at(name, self._followers[name], until)
         return True
 
     def rows(self) -> dict[str, dict[str, Any]]:
@@ -104,7 +108,7 @@ class Board:
             follower = self._followers[name]
             figures = RunFigures.followed(follower)
             samples = [event for event in follower.events if event["event"] == "generate"]
-            metrics = sorted({str(key) for event in figures.evaluations for key in event.get("metrics") or {}})
+            metrics = sorted({key for event in figures.evaluations for key in event["metrics"]})
             return {
                 "row": self._rows.get(name),
                 "samples": samples[-_NEWEST:],
@@ -125,10 +129,10 @@ class Board:
         directory = self.directory(name)
         if file not in _logs(directory):
             raise KeyError(file)
-        with (directory / "logs" / file).open("rb") as log:
+        with open_inside(directory, "logs", file) as log:
             size = log.seek(0, 2)
             log.seek(max(0, size - _LOG_BYTES))
-            return log.read().decode(errors="replace")
+            return log.read(_LOG_BYTES).decode(errors="replace")
 
     def _find(self) -> None:
         found = {str(each.relative_to(self.root)): each for each in directories(self.root)}
@@ -148,6 +152,17 @@ class Board:
         while not self._ends.is_set():
             if self.look():
                 self._ends.wait(_LOOK_SECONDS)
+
+    @contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """Show an error as a note of its run, so that the others are followed whatever is wrong with this one."""
+        try:
+            yield
+        except Exception as error:
+            shown = dict.fromkeys(("step", "steps", "best", "speed", "goodput", "changed"))
+            about = {"name": name, "task": "", "model": "", "status": "unknown", "version": 0, "read": 1.0}
+            with self._lock:
+                self._rows[name] = {"id": name, **shown, **about, "note": unreadable(error)}
 
     def _glance_at(self, name: str) -> None:
         """Show what the beginning and the end of a long run say."""
@@ -179,25 +194,23 @@ class Board:
             self._show_reading(name)
             return
         self._glances.pop(name, None)
+        row = self._row(name, follower, damage)
         with self._lock:
-            self._rows[name] = self._row(name, follower, damage)
+            self._rows[name] = row
         self._kept[name] = keep(follower, self._kept[name])
 
     def _row(self, name: str, follower: RunFollower, damage: str) -> dict[str, Any]:
         figures, known = RunFigures.followed(follower), self._recipes[name]
-        notes = [note for note in (damage, figures.newer) if note]
-        if follower.damaged:
-            notes.append(f"events.jsonl: {text.plural(follower.damaged, 'damaged line', 'damaged lines')} left out")
-        if follower.half_written and not figures.trains:
-            notes.append("events.jsonl: its last line is incomplete")
-        if not known.recipe:
-            notes.append("recipe.yaml cannot be read")
+        # Of hundreds of large recipes, each look reads some.
+        reads = known.recipe_is_read or time.monotonic() < self._until
+        problem = known.recipe_problem if reads else "recipe.yaml is still to be read"
+        notes = [note for note in (damage, *figures.damage, problem, figures.newer) if note]
         last = follower.last_step or {}
         return {
             "id": name,
             "name": name if name != "." else follower.directory.resolve().name,
-            "task": known.task if known.recipe else "",
-            "model": known.model if known.recipe else "",
+            "task": known.task if reads else "",
+            "model": known.model if reads else "",
             "status": figures.status,
             "step": follower.step,
             "steps": (follower.start or {}).get("max_steps"),
@@ -232,7 +245,7 @@ def _evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float
     at, places = follower.curves.positions["step"], follower.curves.positions[by]
     points: list[tuple[float | None, float]] = []
     for event in follower.events:
-        value = (event.get("metrics") or {}).get(metric) if event["event"] == "evaluate" else None
+        value = event["metrics"].get(metric) if event["event"] == "evaluate" else None
         if isinstance(value, int | float) and value - value == 0:
             index = bisect_left(at, event["step"])
             place = 0.0 if event["step"] == 0 or not at else places[min(index, len(at) - 1)]
@@ -242,4 +255,4 @@ def _evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float
 
 
 def _logs(directory: Path) -> list[str]:
-    return sorted(file.name for file in (directory / "logs").glob("*.log"))
+    return [name for name in files_inside(directory, "logs") if name.endswith(".log")]

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from trainwright.data.sources.registry import Source
+from trainwright.extensions import extension
 from trainwright.parallel.replicated.spec import DDP
 from trainwright.recipe.sections.fields import NotNegative, Section
 from trainwright.recipe.task_spec import TaskSpec
@@ -41,6 +42,7 @@ BOUNDED_ASCENT = Objective(
 )
 
 
+@extension("metric")
 def length_ratio(reference: str, answer: str) -> float:
     """Return the length of the shorter text over that of the longer one."""
     longer = max(len(reference), len(answer))

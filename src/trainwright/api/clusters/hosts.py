@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, Interrupted, RequestError, Stopped
 from trainwright.launch.ending.requests import was_asked_to_stop
 from trainwright.machine.usage.sample import process_age
+from trainwright.text import quoted
 
 if TYPE_CHECKING:
     from trainwright.api.training import TrainingRequest
@@ -73,7 +74,7 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
         try:
             found, port = restarts.decide(found, ended.lost)
         except Interrupted:
-            raise Stopped(f"stopped while no host trained; continue with --resume {run}") from None
+            raise Stopped(f"stopped while no host trained; continue with --resume {quoted(run)}") from None
         if was_asked_to_stop(run, within=process_age()):  # meanwhile
             break
         if may_lose and asked.rendezvous_timeout is None:

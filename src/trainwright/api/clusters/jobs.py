@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainwright.launch.slurm.scheduler import QueuedJob
     from trainwright.observe.reader import EventRecord
 
+_FAR = 1e10  # seconds, three centuries
 _LAST_STEPS = 50  # whose median gives the expected end
 
 
@@ -113,7 +114,7 @@ def _state(directory: Path, job: QueuedJob | None) -> RunState:
     if not run.start:
         return RunState(directory, number, state)
     number = number or run.start.get("job")
-    last = int(run.start["max_steps"])
+    last = run.start.get("max_steps", 0)
     runs_now = run.trains or (job is not None and job.state == "RUNNING")
     end = _expected_end(last, run.steps) if runs_now and run.steps else None
     return RunState(directory, number, state, run.step if run.steps else None, last, run.goodput, end)
@@ -124,6 +125,7 @@ def _words(job: QueuedJob) -> str:
     return f"{words} ({job.reason})" if job.state == "PENDING" else words
 
 
-def _expected_end(last: int, steps: Sequence[EventRecord]) -> float:
+def _expected_end(last: int, steps: Sequence[EventRecord]) -> float | None:
     left = max(0, last - int(steps[-1]["step"]))
-    return float(steps[-1]["time"] + left * statistics.median(event["step_time"] for event in steps[-_LAST_STEPS:]))
+    seconds = left * statistics.median(event["step_time"] for event in steps[-_LAST_STEPS:])
+    return float(steps[-1]["time"] + seconds) if seconds < _FAR else None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from trainwright.api.processes.separate import answer, run_in_process
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, Interrupted, RequestError, Stopped, error_of
 from trainwright.launch.group.environment import Variables, launcher_of
+from trainwright.text import quoted
 
 if TYPE_CHECKING:
     from trainwright.api.training import TrainingRequest
@@ -69,7 +70,7 @@ def _join(request: JoinRequest) -> Path:
         raise error_of(*failed[0])
     assert run is not None, "a run that cannot start has failed"
     if code == EXIT_STOPPED:
-        stopped = Stopped(f"{left_in_words(run)}; continue with --resume {run}")
+        stopped = Stopped(f"{left_in_words(run)}; continue with --resume {quoted(run)}")
         stopped.run = run
         raise stopped
     if code != EXIT_FINISHED:

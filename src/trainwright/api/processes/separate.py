@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from trainwright.activity import Activity
 from trainwright.errors import TrainingError
+from trainwright.extensions import trusting
 from trainwright.launch.program import passing_on
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ _CODE = (
 )
 
 
-def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool = False) -> T:
+def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool = False, trust_code: bool = True) -> T:
     """Call ``function(*arguments)`` in a separate process; return its result or raise its exception.
 
     Stop signals are passed on to the process, which decides how to react. If this process is killed, the other is told
@@ -43,11 +44,12 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
     Args:
         function: of a module. It, its arguments and its result are pickled.
         progress: show what it prints.
+        trust_code: whether the code that recipes name as ``module:Name`` is imported.
     """
     with tempfile.TemporaryDirectory(prefix="trainwright-call-") as scratch:
         call, answered = Path(scratch, "call"), Path(scratch, "answer")
-        call.write_bytes(pickle.dumps((function, arguments)))
-        command = [sys.executable, "-c", _CODE, json.dumps(sys.path), str(call), str(answered), str(os.getpid())]
+        call.write_bytes(pickle.dumps((function, arguments, trust_code)))
+        command = [sys.executable, "-P", "-c", _CODE, json.dumps(sys.path), str(call), str(answered), str(os.getpid())]
         with passing_on() as (programs, requested):
             process = _started(command, progress)
             programs.append(process)
@@ -78,7 +80,7 @@ def as_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
             return str(value)
         return ",".join(value) if isinstance(value, (list, tuple)) else value
 
-    return {name: text(name, value) for name, value in arguments.items() if name != "progress"}
+    return {name: text(name, value) for name, value in arguments.items() if name not in ("progress", "trust_code")}
 
 
 def _started(command: list[str], progress: bool) -> subprocess.Popen[str]:
@@ -114,10 +116,10 @@ def serve(call: str, answer_file: str, parent: str) -> None:
     global _file
     _stop_with(int(parent))
     _file = Path(answer_file)
-    function, arguments = pickle.loads(Path(call).read_bytes())
+    function, arguments, trust_code = pickle.loads(Path(call).read_bytes())
     result = error = None
     try:
-        with Activity(sys.stderr, "starting", until_output=True):
+        with trusting(trust_code), Activity(sys.stderr, "starting", until_output=True):
             result = function(*arguments)
     except (Exception, KeyboardInterrupt) as raised:
         error = raised

@@ -8,20 +8,19 @@ from os import PathLike
 from pathlib import Path
 
 from trainwright.errors import RequestError
-from trainwright.launch.run_directory import RECIPE
 from trainwright.paths import user_path, write_file
 from trainwright.reports.comparing import (
     DIFFERENCE_HEAD,
     SUMMARY_HEAD,
     Difference,
     comparison_page,
-    data_notes,
     difference_row,
+    notes_on,
     paired_differences,
     recipe_differences,
     summary_rows,
 )
-from trainwright.reports.figures import RunFigures
+from trainwright.reports.figures import RunFigures, is_run
 from trainwright.text import table
 
 
@@ -32,7 +31,7 @@ class RunsCompared:
     Attributes:
         recipes: the keys whose values differ, with the value of every run.
         evaluations: validation metrics beside those of the first run, best and last, after the same numbers of steps.
-        notes: what cannot be compared, because the data are different.
+        notes: what cannot be compared, because the data are different, and what is wrong with the files of a run.
         page: the file that was written; None if none was asked for.
     """
 
@@ -46,7 +45,7 @@ class RunsCompared:
         """Yield the comparison as text, see `text.table`."""
         yield from table([list(SUMMARY_HEAD), *summary_rows(self.runs)], width)
         yield ""
-        yield from (f"warning: {note}" for note in self.notes)
+        yield from (f"warning: {note}".replace("\n", " ") for note in self.notes)
         if self.evaluations:
             yield from table([list(DIFFERENCE_HEAD), *map(difference_row, self.evaluations)], width)
             yield ""
@@ -94,12 +93,12 @@ def compare(
             write_file(file, comparison_page(found))
         except OSError as error:
             raise RequestError(f"{file}: {error.strerror}") from None
-    return RunsCompared(found, recipe_differences(found), paired_differences(found), data_notes(found), file)
+    return RunsCompared(found, recipe_differences(found), paired_differences(found), notes_on(found), file)
 
 
 def _runs_in(directory: Path) -> list[Path]:
     """Return the directory if it is a run, else the runs in it; if there is none the directory, to be refused."""
     place = user_path(directory)
-    if (place / RECIPE).is_file() or not place.is_dir():
+    if is_run(place) or not place.is_dir():
         return [directory]
-    return sorted(each for each in place.iterdir() if (each / RECIPE).is_file()) or [directory]
+    return sorted(filter(is_run, place.iterdir())) or [directory]

@@ -13,6 +13,7 @@ from trainwright.errors import RequestError
 from trainwright.launch.run_directory import RUNS
 from trainwright.paths import run_path
 
+_LONGEST_NOTE = 300
 _DEPTH = 3  # of a run below the directory: those of a sweep or of an array are deeper
 
 
@@ -21,13 +22,14 @@ class RunSummary:
     """A run in one line.
 
     Attributes:
-        status: ``training``, ``finished``, ``stopped``, ``failed`` (its last event is a fault) or ``ended`` (it was
-            killed, or failed without an event).
+        status: ``training``, ``finished``, ``stopped``, ``failed`` (its last event is a fault), ``ended`` (it was
+            killed, or failed without an event) or ``unknown`` (its files could not be read).
         best: the lowest validation loss; None without an evaluation.
         tokens_per_second: median of the newest launch.
         goodput: seconds of the steps that count, of all seconds since the run began.
         begun: in seconds since the epoch.
         job: the scheduler's number of the newest launch; None outside of a job.
+        notes: what is wrong with the run's files.
     """
 
     run: Path
@@ -41,6 +43,7 @@ class RunSummary:
     goodput: float | None
     begun: float | None
     job: str | None = None
+    notes: Sequence[str] = ()
 
     def values(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -90,19 +93,36 @@ def runs(
 
 
 def directories(root: Path) -> list[Path]:
-    """Return the run directories under ``root``, or ``root`` itself."""
+    """Return the run directories under ``root``, or ``root`` itself; each once, also where links lead to it."""
+    from trainwright.reports.figures import is_run
+
     found: list[Path] = []
-    level = [root]
+    level, seen = [root], set[tuple[int, int]]()
     for _ in range(_DEPTH + 1):
-        found += (runs_here := [each for each in level if (each / "recipe.yaml").is_file()])
+        level = [each for each in sorted(level, key=Path.is_symlink) if _is_first(each, seen)]
+        found += (runs_here := list(filter(is_run, level)))
         level = [child for each in level if each not in runs_here for child in _subdirectories(each)]
     return sorted(found)
+
+
+def _is_first(directory: Path, seen: set[tuple[int, int]]) -> bool:
+    """Return whether a directory is not among those ``seen``, and add it."""
+    try:
+        status = directory.stat()
+    except OSError:  # deleted meanwhile
+        return False
+    identity = status.st_dev, status.st_ino
+    is_first = identity not in seen
+    seen.add(identity)
+    return is_first
 
 
 def table(found: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
     """Yield the lines of ``trainwright runs``, see `text.table`."""
     head = ["RUN", "STATUS", "STEP", "BEST", "TOKENS", "GOODPUT", "BEGUN", "TASK", "MODEL"]
     yield from text.table([head, *(each.columns() for each in found)], width)
+    for each in found:
+        yield from (f"note: {each.run}: {note}".replace("\n", " ") for note in each.notes)
 
 
 def _subdirectories(directory: Path) -> list[Path]:
@@ -112,15 +132,30 @@ def _subdirectories(directory: Path) -> list[Path]:
         return []
 
 
+def unreadable(error: Exception) -> str:
+    """Return the note of a run that could not be read."""
+    return f"cannot be read: {type(error).__name__}: {error}"[:_LONGEST_NOTE]
+
+
 def _summary(directory: Path) -> RunSummary:
+    try:
+        return _summary_of_files(directory)
+    except Exception as error:  # whatever is wrong with one run, the others are listed
+        return RunSummary(directory, "", "", "unknown", 0, 0, None, None, None, None, None, [unreadable(error)])
+
+
+def _summary_of_files(directory: Path) -> RunSummary:
     from trainwright.observe.following import RunFollower
     from trainwright.observe.kept import read_run
     from trainwright.reports.figures import RunFigures
 
+    damage = []
     try:
         read = read_run(directory)
-    except OSError:  # it has no events yet, or they cannot be read
+    except OSError as error:
         read = RunFollower(directory)
+        if not isinstance(error, FileNotFoundError):  # it has no events yet
+            damage.append(f"events.jsonl: {error.strerror}")
     run = RunFigures.followed(read)
     return RunSummary(
         directory,
@@ -134,4 +169,5 @@ def _summary(directory: Path) -> RunSummary:
         read.goodput,
         read.began,
         run.start.get("job"),
+        [*damage, *run.notes],
     )

@@ -218,7 +218,8 @@ class VariantRuns:
         file = self.directory / _ASKED / f"{variant.name}.yaml"
         words = [str(file), *self.overrides, override_of(run)]
         words = ["--resume", str(run)] if (run / "recipe.yaml").is_file() else words
-        command = [sys.executable, "-m", "trainwright", "train", *words, *([] if until is None else ["--until", until])]
+        limit = [] if until is None else ["--until", until]
+        command = [sys.executable, "-P", "-m", "trainwright", "train", *words, *limit]
         self._say(f"{self._heading(variant, rung)}: {log}")
         with log.open("ab") as output:
             process = started(command, stdout=output, stderr=output, env={**os.environ, **slot})

@@ -12,6 +12,7 @@ import typer
 
 from trainwright.cli.data import tokens as data_tokens
 from trainwright.cli.recipe import Overrides
+from trainwright.cli.trust import TrustCode
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 from trainwright.text import plural, printable, say, they
@@ -58,6 +59,7 @@ def show(
     model: Model = None,
     max_length: MaxLength = None,
     count: Annotated[int, typer.Option("--count", "-n", min=0, help="Number of examples.")] = 3,
+    trust_code: TrustCode = False,
 ) -> None:
     """Show training examples: with their targets marked, lengths, how full packs are, what is truncated and left
     out.
@@ -82,7 +84,13 @@ def show(
 
 
 @app.command()
-def check(asked: Asked, overrides: Overrides = None, model: Model = None, max_length: MaxLength = None) -> None:
+def check(
+    asked: Asked,
+    overrides: Overrides = None,
+    model: Model = None,
+    max_length: MaxLength = None,
+    trust_code: TrustCode = False,
+) -> None:
     """Read and format every row, and report invalid rows with their places.
 
     Ends with 2 if there are any. A file alone is checked for its layout; with --model also against a chat template.

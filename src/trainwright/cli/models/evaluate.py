@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainwright.cli.trust import TrustCode
 from trainwright.text import say
 
 
@@ -108,6 +109,7 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIRECTORY", help="Output directory for metrics.json and samples.jsonl; must not exist."),
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Measure a model: likelihoods and its answers, each with its 95 % interval.
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainwright.cli.trust import TrustCode
 from trainwright.errors import RequestError
 from trainwright.text import say
 
@@ -63,6 +64,7 @@ def generate(
     num_processes: Annotated[
         int | None, typer.Option(min=1, help="For --file: number of processes. Default: one per GPU, or one.")
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Generate answers: to --prompt, to the rows of --file, or without either interactively.
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trainwright.cli.trust import TrustCode
 from trainwright.text import plural, say
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a run, an adapter or (for export) a model.")]
@@ -25,6 +26,7 @@ def merge(
         str | None,
         typer.Option(metavar="fp32|bf16|fp16", help="Data type of the saved weights. Default: as the base model."),
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Merge an adapter into its base model, and check the result by its logits."""
     from trainwright.api.merging import merged
@@ -45,6 +47,7 @@ def export(
         typer.Option(metavar="TYPE", help="gguf: f16 (default) or f32. safetensors: fp32, bf16 or fp16."),
     ] = None,
     checkpoint: Checkpoint = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Write a run's model in another format; an adapter is merged into its base if the format needs a full model."""
     from trainwright.api.publishing import exported
@@ -64,6 +67,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be uploaded, without uploading.")] = False,
     message: Annotated[str, typer.Option(metavar="TEXT", help="Commit message.")] = "Trained with Trainwright",
+    trust_code: TrustCode = False,
 ) -> None:
     """Publish a run's model with a card that says how it was made.
 

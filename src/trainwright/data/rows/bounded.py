@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainwright.data.rows.chat_templates import TurnsError
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -32,9 +33,22 @@ class TokenizerError(RequestError):
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any) -> Any:
-    """Return ``tokenizer(texts, **options)``; raise TokenizerError as ``bounded``."""
+    """Return ``tokenizer(texts, **options)``; raise TokenizerError as ``bounded``.
+
+    Raises:
+        TurnsError: a tokenizer of characters lacks one of a text. It would drop it, and count offsets without it.
+    """
     name = os.path.basename(str(tokenizer.name_or_path).rstrip("/"))
     many = list(texts)
+    if tokenizer.init_kwargs.get("characters"):
+        known = tokenizer.get_vocab().keys()
+        for index, text in enumerate(many):
+            if unknown := set(text) - known:
+                raise TurnsError(
+                    f"the tokenizer has no token for {min(unknown)!r}, of the text or of the chat template around it; "
+                    "set model.tokenizer to bytes, bpe:SIZE:SOURCE, or characters:FILE of a text that has it",
+                    index,
+                )
     return bounded(f"the tokenizer {name}".strip(), sum(map(len, many)), lambda: tokenizer(many, **options))
 
 

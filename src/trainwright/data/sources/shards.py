@@ -14,10 +14,11 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, Field, ValidationError
 
 from trainwright.errors import RequestError
 from trainwright.paths import retried, user_path
@@ -28,6 +29,31 @@ if TYPE_CHECKING:
 ABOUT = "shards.json"
 VERSION = 1
 INDEX = np.dtype([("end", "<i8"), ("digest", "<u8")])
+
+
+class _Shard(BaseModel, strict=True):
+    name: Annotated[str, Field(pattern=r"^[0-9]{5,}$")]
+    tokens: Annotated[int, Field(ge=0)]
+    documents: Annotated[int, Field(ge=1)]
+
+
+class _Tokenizer(BaseModel, strict=True):
+    name: str
+    fingerprint: str
+    vocabulary: int
+
+
+class _About(BaseModel, strict=True):
+    """What ``shards.json`` has. Other types than these of tokens would be read as other than numbers, even pointers."""
+
+    source: str
+    fingerprint: str
+    documents: int
+    tokens: int
+    characters: int
+    dtype: Literal["uint8", "uint16", "uint32"]
+    shards: Annotated[list[_Shard], Field(min_length=1)]
+    tokenizer: _Tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,16 +105,21 @@ class Shards:
 
     @classmethod
     def open(cls, directory: Path, key: str = "data.train") -> Shards:
-        """Memory-map a corpus; raise RequestError naming any incomplete shard."""
+        """Memory-map a corpus; raise RequestError naming any shard that is incomplete or inconsistent."""
         about = read_about(directory, key)
         files, begins, indices = [], [0], []
+        kind = np.dtype(about["dtype"])
         for shard in about["shards"]:
-            kind = np.dtype(about["dtype"])
             tokens, index = directory / f"{shard['name']}.tokens", directory / f"{shard['name']}.index"
             _check_size(tokens, shard["tokens"] * kind.itemsize, key)
             _check_size(index, shard["documents"] * INDEX.itemsize, key)
             files.append(np.memmap(tokens, dtype=kind, mode="r"))
             found = np.fromfile(index, dtype=INDEX)
+            if found["end"][0] < 0 or (np.diff(found["end"]) < 0).any() or found["end"][-1] != shard["tokens"]:
+                raise RequestError(
+                    f"{key}: {index}: the ends of its documents do not rise to the {shard['tokens']:,} tokens of the "
+                    "shard; tokenize the text again"
+                )
             found["end"] += begins[-1]
             indices.append(found)
             begins.append(begins[-1] + shard["tokens"])
@@ -113,7 +144,7 @@ def is_shards(source: str) -> bool:
 
 
 def read_about(directory: Path, key: str) -> dict[str, Any]:
-    """Return the content of ``shards.json``; raise RequestError if it is missing, unreadable or unfinished."""
+    """Return the content of ``shards.json``; raise RequestError if it is missing, invalid or unfinished."""
     file = directory / ABOUT
     if not file.is_file() and (directory / "progress.json").is_file():
         raise RequestError(f"{key}: {directory} is not finished; run the same `trainwright data tokenize` again")
@@ -123,6 +154,14 @@ def read_about(directory: Path, key: str) -> dict[str, Any]:
             raise RequestError(
                 f"{key}: {file} is of version {about['version']}, not {VERSION}; tokenize the text again"
             )
+        _About.model_validate(about)
+    except RequestError:
+        raise
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RequestError(
+            f"{key}: {file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; tokenize the text again"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(f"{key}: {file} cannot be read: {error}; tokenize the text again") from error
     return about

@@ -27,7 +27,7 @@ from trainwright.activity import doing
 from trainwright.data.rows.chat_templates import install_template
 from trainwright.data.rows.formats import EXAMPLES, RowReader
 from trainwright.data.sources.key import content_of, settings_of, source_key
-from trainwright.data.tokens.dataset import MixturePart, TokenDataset, parts_of, shares, write_dataset
+from trainwright.data.tokens.dataset import DAMAGED, MixturePart, TokenDataset, parts_of, shares, write_dataset
 from trainwright.data.tokens.lengths import check_length
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError
@@ -109,10 +109,10 @@ def prepare(
 
 def _find(root: Path, key: Path) -> tuple[PreparedData, str] | None:
     try:
-        fingerprint = json.loads(key.read_text(encoding="utf-8"))["fingerprint"]
-    except (FileNotFoundError, ValueError, KeyError):  # not prepared yet
+        directory = root / json.loads(key.read_text(encoding="utf-8"))["fingerprint"]
+    except DAMAGED:  # or not prepared yet
         return None
-    return _open(root / fingerprint, "reused")
+    return _open(directory, "reused")
 
 
 def _open(directory: Path, how: str) -> tuple[PreparedData, str] | None:
@@ -127,7 +127,7 @@ def _open(directory: Path, how: str) -> tuple[PreparedData, str] | None:
         validation = TokenDataset.open(directory / "validation") if about["validation"] else None
         summary = [*about["summary"], f"tokens kept in {directory} ({how})"]
         return PreparedData(train, validation, summary, directory), about["format"]
-    except (FileNotFoundError, NotADirectoryError, EOFError, ValueError, KeyError):
+    except DAMAGED:
         return None
 
 
@@ -172,6 +172,8 @@ def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     backend.no_truncation()  # remove the settings of earlier calls
     backend.no_padding()
     rest = {"template": tokenizer.chat_template, "special": tokenizer.special_tokens_map}
+    if tokenizer.init_kwargs.get("characters"):
+        rest["unknown"] = "refused"  # not dropped, as in older caches
     return hashlib.sha256(backend.to_str().encode() + _digest(rest).encode()).hexdigest()
 
 

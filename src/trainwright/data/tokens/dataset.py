@@ -28,7 +28,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-_ARRAYS = ("tokens", "targets", "offsets", "members", "roles")
+_ARRAYS = {"tokens": "<i4", "targets": "|b1", "offsets": "<i8", "members": "<i8", "roles": "|i1"}
+# What reading a damaged directory raises, wherever the damage is.
+DAMAGED = (FileNotFoundError, NotADirectoryError, EOFError, ValueError, LookupError, TypeError)
 Indices = npt.NDArray[np.int64]
 
 
@@ -179,8 +181,13 @@ class TokenDataset:
     def open(cls, directory: Path) -> TokenDataset:
         """Memory-map a saved dataset; pages are loaded on demand and shared between processes."""
         about = json.loads((directory / "dataset.json").read_text(encoding="utf-8"))
-        arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in about["arrays"]}
-        arrays["offsets"] = np.asarray(arrays["offsets"])
+        names = [name for name in _ARRAYS if name in about["arrays"]]
+        arrays = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in names}
+        offsets = arrays["offsets"] = np.asarray(arrays["offsets"])
+        kinds = {name: array.dtype.str for name, array in arrays.items()}
+        lengths = {len(arrays["tokens"]), len(arrays["targets"]), int(offsets[-1])}
+        if not kinds.items() <= _ARRAYS.items() or len(lengths) > 1 or (np.diff(offsets, prepend=0) < 0).any():
+            raise ValueError(f"{directory}: its arrays do not belong together")
         mixture = tuple(MixturePart(*part) for part in about["mixture"]) if about["mixture"] else None
         return cls(**arrays, fingerprint=about["fingerprint"], report=about["report"], mixture=mixture)
 
@@ -189,7 +196,7 @@ def opened(directory: Path) -> TokenDataset | None:
     """Return a saved dataset; None if it is missing or damaged. Raises OSError if it cannot be read now."""
     try:
         return TokenDataset.open(directory)
-    except (FileNotFoundError, NotADirectoryError, EOFError, ValueError, KeyError):
+    except DAMAGED:
         return None
 
 

@@ -314,7 +314,7 @@ ERRORS = (
     KnownError(
         name="system-library-missing",
         title="a system library is not installed",
-        patterns=(r"(?:ImportError|OSError): \S*lib\S+\.so\S*: cannot open shared object file",),
+        patterns=(r"(?:ImportError|OSError): \S+\.so[.\d]*: cannot open shared object file",),
         role=Role.SYMPTOM,
         cause="A Python package needs a library of the system that this machine or container lacks.",
         fixes=(

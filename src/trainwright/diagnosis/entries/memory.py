@@ -13,7 +13,7 @@ ERRORS = (
             r"unable to (?:write|resize|allocate|mmap).{0,80}(?:shared memory|/torch_)",
             r"shared memory.{0,200}no space left",
             r"no space left on device.{0,80}/dev/shm",
-            r"/dev/shm/?\S*.{0,80}(?:no space left|too small|cannot allocate)",
+            r"/dev/shm.{0,120}(?:no space left|too small|cannot allocate)",
             r"shm\.(?:h|cc).{0,60}(?:posix_fallocate|ftruncate|fallocate).{0,20}failed",
             r"call to posix_fallocate failed\s*:\s*no space left",
             r"error while (?:creating|allocating|extending) shared memory segment",
@@ -59,7 +59,7 @@ ERRORS = (
         title="shared memory in /dev/shm cannot be opened",
         patterns=(
             r"shm_open failed\s*:?\s*permission denied",
-            r"/dev/shm/?\S*.{0,60}permission denied",
+            r"/dev/shm.{0,120}permission denied",
             r"permission denied.{0,40}/dev/shm",
             r"error while attaching to shared memory segment",
         ),

@@ -16,6 +16,7 @@ from typing import Any
 from trainwright.errors import RequestError
 from trainwright.recipe.files import parse_json, read_text
 from trainwright.recipe.yaml_text import Tree, parse_mapping
+from trainwright.text import quoted
 
 Place = tuple[str, ...]
 
@@ -72,7 +73,7 @@ def read(path: Path) -> AccelerateConfig:
     """
     text = read_text(path)
     if not text.strip():
-        raise RequestError(f"{path}: is empty; write one with `trainwright setup --config-file {path}`")
+        raise RequestError(f"{path}: is empty; write one with `trainwright setup --config-file {quoted(path)}`")
     strict = _strict_json(text)
     is_json = text.lstrip().startswith("{")
     if strict is None and (not _KEY.search(text) or text.lstrip().startswith("[")):

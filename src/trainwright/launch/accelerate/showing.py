@@ -10,7 +10,7 @@ from trainwright.launch.accelerate.reading import AccelerateConfig
 from trainwright.launch.accelerate.translation import Translation, as_yaml, missing_rendezvous
 from trainwright.machine.machine import Machine
 from trainwright.recipe.strategy_spec import spec_of
-from trainwright.text import plural
+from trainwright.text import plural, quoted
 
 _LABEL = 12
 _SHOWN_BY_THEMSELVES = ("parallel.strategy", "parallel.num_processes", "train.mixed_precision")
@@ -43,10 +43,10 @@ def commands(translation: Translation, machine: Machine) -> list[str]:
     if lacking(translation, machine):
         return found
     if not translation.problems and missing_rendezvous(translation) is None:
-        found.append(f"trainwright train RECIPE --accelerate-config {translation.source}")
+        found.append(f"trainwright train RECIPE --accelerate-config {quoted(translation.source)}")
     of_scripts = any(problem.for_script for problem in translation.problems)
     if not of_scripts and translation.nodes == 1 and not becomes_ddp(translation, machine):
-        found.append(f"trainwright launch --config-file {translation.source} SCRIPT")
+        found.append(f"trainwright launch --config-file {quoted(translation.source)} SCRIPT")
     return found
 
 

@@ -10,6 +10,7 @@ from trainwright.launch.ending.deadline import Deadline
 from trainwright.launch.ending.exit_code import ATTEMPT
 from trainwright.launch.ending.requests import forget_stops, look_before_steps, reason_of_last_stop
 from trainwright.machine.usage.sample import process_age
+from trainwright.text import quoted
 
 
 def seconds_since_launch(launcher: int | None, number: int) -> float:
@@ -31,7 +32,7 @@ def refuse_stopped(run: Path, begun: float, deadline: Deadline | None, *, resume
     if reason is None:
         reason = "it was asked to stop since this launch began" if asked else look_before_steps(run, deadline)
     if reason is not None:
-        how = f"continue with --resume {run}" if resumed else "run the same command again"
+        how = f"continue with --resume {quoted(run)}" if resumed else "run the same command again"
         raise Stopped(f"stopped before the next step: {reason}; {how}")
 
 

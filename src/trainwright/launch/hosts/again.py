@@ -18,7 +18,7 @@ from trainwright.launch.ending.restarts import Restarts
 from trainwright.launch.hosts.asking import Answer, answers_of
 from trainwright.launch.hosts.names import Host
 from trainwright.launch.hosts.starting import exports
-from trainwright.text import say
+from trainwright.text import quoted, say
 
 # A host whose command was killed, or that restarts its network, may answer again soon.
 _TRIES, _TRY_SECONDS = 6, 10.0
@@ -59,4 +59,6 @@ class Again:
                 return [*there, *(host for host in hosts if host not in there)], first.port
             time.sleep(_TRY_SECONDS)
         missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, Answer))
-        raise FaultError(f"{told}\nnot restarted: {missing}; resume the run on other hosts with --resume {self._run}")
+        raise FaultError(
+            f"{told}\nnot restarted: {missing}; resume the run on other hosts with --resume {quoted(self._run)}"
+        )

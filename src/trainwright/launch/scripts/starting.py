@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import EXIT_STOPPED, MachineError, RequestError
-from trainwright.text import say
+from trainwright.text import quoted, say
 
 _NOTICE = "stopping: the script is interrupted; ctrl-C again kills it"
 
@@ -193,7 +193,7 @@ def _sharded_on_cpu(translation: Translation) -> MachineError:
     return MachineError(
         f"{translation.source}: on a CPU Accelerate runs {translation.distributed_type} as plain DDP, without "
         "sharding; set distributed_type: MULTI_CPU to accept that. Recipes are also sharded on CPUs: trainwright "
-        f"train RECIPE --accelerate-config {translation.source}"
+        f"train RECIPE --accelerate-config {quoted(translation.source)}"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from trainwright.launch.slurm import scheduler
 from trainwright.launch.slurm.job import directory_of, file_of, text
 from trainwright.machine.sharing.file_lock import lock_directory, remove_locked
 from trainwright.paths import write_file
+from trainwright.text import quoted
 
 if TYPE_CHECKING:
     from trainwright.planning.plan import Plan
@@ -104,7 +104,7 @@ def _refuse_queued(job: Job) -> None:
     for other in _queued(job):
         raise RequestError(
             f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again when "
-            f"it has ended, or end it with: trainwright stop {shlex.quote(str(job.run))}"
+            f"it has ended, or end it with: trainwright stop {quoted(job.run)}"
         )
 
 

@@ -136,10 +136,13 @@ def remove_locked(directory: Path) -> None:
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process has locked ``directory``. Raises OSError if it cannot be opened."""
+    """Return whether a process has locked ``directory``, which may be anybody's.
+
+    Raises OSError if it cannot be opened.
+    """
     try:
-        descriptor = os.open(directory / LOCK, os.O_RDONLY)
-    except (FileNotFoundError, PermissionError):
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:  # there is none, or another user's, or a link
         descriptor = os.open(directory, os.O_RDONLY)
     try:
         return _taken(descriptor, fcntl.LOCK_SH) is False

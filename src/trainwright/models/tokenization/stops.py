@@ -6,7 +6,7 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.rows.chat_encoding import encode_messages
+from trainwright.data.rows.chat_encoding import ChatEncoder, encode_messages
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
     """Return the token that ends a turn in this chat template; if it is not a single token, the text that does."""
+    if not tokenizer.added_tokens_decoder:  # without special tokens, a text of the template's is all there can be
+        return None, ChatEncoder(tokenizer).stop
     ids, targets = encode_messages(tokenizer, [_turn("user", "a"), _turn("assistant", "b")])
     trained = [token for token, is_target in zip(ids, targets, strict=True) if is_target]
-    if trained and (trained[-1] in tokenizer.all_special_ids or trained[-1] in tokenizer.added_tokens_decoder):
+    if trained[-1] in tokenizer.all_special_ids or trained[-1] in tokenizer.added_tokens_decoder:
         return trained[-1], ""
     return None, str(tokenizer.decode(trained)).rpartition("b")[2].rstrip(" ")
 

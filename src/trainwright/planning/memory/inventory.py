@@ -71,6 +71,11 @@ class Inventory:
         return sum(w.numel for w in self.weights if w.trainable)
 
     @cached_property
+    def largest(self) -> int:
+        """The number of elements of the largest weight."""
+        return max((w.numel for w in self.weights), default=0)
+
+    @cached_property
     def largest_trained(self) -> int:
         """The number of elements of the largest trained weight."""
         return max((w.numel for w in self.weights if w.trainable), default=0)

@@ -42,11 +42,10 @@ _WORKSPACES, _WORKSPACES_BEFORE_HOPPER = 64 * _MIB, 2 * 8_519_680
 WORKSPACES = "workspaces of matrix products"
 # Communicators with their channels, within and between nodes.
 _NCCL_IN_NODE, _NCCL_BETWEEN_NODES = 350 * _MIB, 300 * _MIB
-# Blocks that the allocator holds unused, as a share of temporary memory. On a CPU freed memory is kept until resident
-# memory has grown (machine/allocator.py).
-_SLACK = {"cuda": 0.04, "cpu": 0.3}
+# Blocks that a GPU's allocator holds unused, as a share of temporary memory.
+_CUDA_SLACK = 0.04
 # Resident: Python, torch, transformers and the mapped code of both; PEFT, which adapters need.
-_PROCESS, _PEFT = 380 * _MIB, 40 * _MIB
+_PROCESS, _PEFT = 400 * _MIB, 40 * _MIB
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,16 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster, stack: Stack
     fullest = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total)
     moment = fullest.parts()
     held_then = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
-    return Memory(held_then, phases, _overhead(choice, cluster, workload, between, max(phases.values())), host)
+    temporary = max(phases.values()) - between
+    if cluster.device == "cpu":
+        # Freed memory is kept (machine/allocator.py), and a block of the next size does not fit where the largest was;
+        # with gathered parameters that happens twice in a step. Measured on the CPU.
+        gathered = choice.width * held.largest if choice.spec.shards_parameters else 0
+        largest = max(walk.forward.working_set, 4 * held.largest_trained, gathered)
+        slack = min(temporary, largest) * (1 + choice.spec.shards_parameters)
+    else:
+        slack = int(_CUDA_SLACK * temporary)
+    return Memory(held_then, phases, _overhead(choice, cluster, workload, slack), host)
 
 
 def _moved(choice: Choice, cluster: Cluster) -> Moved:
@@ -260,9 +268,9 @@ def _load(
     return base.get("parameters", 0)
 
 
-def _overhead(choice: Choice, cluster: Cluster, workload: Workload, lasting: int, most: int) -> dict[str, int]:
-    """Return the overhead by name. ``lasting``: bytes of tensors kept between steps, ``most``: bytes at the peak."""
-    slack = {"allocator slack": int(_SLACK[cluster.device] * max(0, most - lasting))}
+def _overhead(choice: Choice, cluster: Cluster, workload: Workload, unused: int) -> dict[str, int]:
+    """Return the overhead by name. ``unused``: bytes of freed blocks that the allocator holds."""
+    slack = {"allocator slack": unused}
     if cluster.device == "cpu":
         library = choice.spec.library
         others = _PEFT * (workload.adapter is not None) + (library.process_bytes if library else 0)

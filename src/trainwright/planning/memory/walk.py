@@ -83,6 +83,11 @@ class Peak:
             self.total = total
             self._what = (held, kept, work, loss)
 
+    @property
+    def working_set(self) -> int:
+        """The bytes that the operation in progress needs besides activations and the strategy's memory."""
+        return self._what[2]
+
     def parts(self) -> dict[str, int]:
         """Return the bytes by purpose."""
         held, kept, work, loss = self._what

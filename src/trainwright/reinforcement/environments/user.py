@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.extensions import load
+from trainwright.extensions import load_named
 from trainwright.installation import install_command
 from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, check_counts
 
@@ -39,7 +39,8 @@ class UserEnvironment(Environment):
             optimal_returns: the best return of each task, if known.
 
         Raises:
-            RequestError: the class cannot be imported or called, or its spaces are not supported.
+            RequestError: the class cannot be imported or called, is not a ``gymnasium.Env``, or its spaces are not
+                supported.
         """
         self.options = {"entry_point": entry_point, "tasks": tasks, "horizon": horizon}
         if optimal_returns is not None:
@@ -55,11 +56,9 @@ class UserEnvironment(Environment):
             self.state_count *= count
 
     def _look_at_spaces(self, entry_point: str) -> tuple[tuple[int, ...], bool]:
-        from gymnasium import Env, spaces
+        from gymnasium import spaces
 
         one = self.build(0)
-        if not isinstance(one, Env):
-            raise RequestError(f"{_KEY}: entry_point {entry_point} creates a {type(one).__name__}, not a gymnasium.Env")
         actions: Any = one.action_space
         observations: Any = one.observation_space
         one.close()
@@ -174,10 +173,12 @@ def _check_options(tasks: Any, optimal_returns: Any) -> None:
         raise RequestError(f"{_KEY}: {len(optimal_returns)} optimal_returns for {len(tasks)} tasks; set one for each")
 
 
-def _imported(entry_point: str) -> Callable[..., Any]:
+def _imported(entry_point: str) -> type[Any]:
     try:
-        import gymnasium  # noqa: F401
+        import gymnasium
     except ImportError:
         raise MachineError(f"{_KEY}: needs Gymnasium: {install_command('reinforcement')}") from None
-    found: Callable[..., Any] = load(str(entry_point), f"{_KEY}: entry_point {entry_point}")
+    found = load_named(str(entry_point), f"{_KEY}: entry_point {entry_point}")
+    if not (isinstance(found, type) and issubclass(found, gymnasium.Env)):
+        raise RequestError(f"{_KEY}: entry_point {entry_point} is not a subclass of gymnasium.Env")
     return found

@@ -25,13 +25,13 @@ from trainwright.drawing import new_figure
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import RequestError
 from trainwright.inference.finding import FoundModel, find_model
-from trainwright.models.history.files import is_history_model, load_history_model
+from trainwright.models.history.files import ABOUT, is_history_model, load_history_model
 from trainwright.models.history.model import HistoryModel
 from trainwright.models.history.objective import HistoryObjective, LossWeights
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 from trainwright.paths import user_path
-from trainwright.reinforcement.environments import Environment
+from trainwright.reinforcement.environments import Environment, check_stored
 from trainwright.reinforcement.histories import returns_of_episodes
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
 from trainwright.tasks.algorithm_distillation.in_context import (
@@ -102,9 +102,12 @@ def _section_of(agent: Path) -> AlgorithmDistillationSection:
     _, about = load_history_model(agent)
     try:
         environment = about["environment"]
+        check_stored(environment, str(agent / ABOUT))
         return AlgorithmDistillationSection.model_validate(
             {"environment": environment["name"], "environment_options": environment["options"], **about["tried"]}
         )
+    except RequestError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(
             f"{agent}: agent.json does not name the environment and tasks to evaluate on: {error}"
