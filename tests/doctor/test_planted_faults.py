@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, environment
+from tests.support.commands import environment
 from tests.support.conditions import NotHere, as_user
-from tests.support.doctor import NEEDS_ROOT, Checked, checked, doctor, group, in_shell
+from tests.support.doctor import NEEDS_ROOT, Checked, checked, doctor, driver, group, in_shell
 from trainwright.machine.accelerators import installed_build
 
 PORT = "45123"
@@ -305,17 +305,6 @@ def test_variables_of_nccl_are_explained_and_misspelled_ones_found(tmp_path: Pat
     assert "TORCH_NCCL_BLOCKING_WAIT" in found.finding("nccl", "NCCL_BLOCKING_WAIT=1 is an old name")["fix"]
     assert found.finding("nccl", "CUDA_LAUNCH_BLOCKING=1 slows")["fix"].startswith("unset CUDA_LAUNCH_BLOCKING")
     assert found.finding("nccl", "NCCL_ALGO=Ring (in nccl.conf)")["fix"].startswith("remove it from nccl.conf")
-
-
-def driver(directory: Path, *kind: str) -> list[str]:
-    """A command that shows a GPU with faults to what follows it, on this machine; kinds: those of nvml.c."""
-    if shutil.which("cc") is None or sys.platform != "linux":
-        pytest.skip("there is no C compiler to build a management library with")
-    library = directory / "libnvidia-ml.so.1"
-    flags = [f"-D{name}" for name in kind]
-    command = ["cc", "-shared", "-fPIC", "-w", *flags, str(ROOT / "tests/support/nvml.c"), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return ["env", f"LD_LIBRARY_PATH={directory}"]
 
 
 @pytest.fixture(scope="module")
