@@ -78,7 +78,7 @@ def test_what_a_rank_has_started_is_not_a_rank(tmp_path: Path) -> None:
 
 def test_a_time_without_watch_is_refused(tmp_path: Path) -> None:
     done = trainwright("gpus", "5", cwd=tmp_path)
-    assert done.returncode == 2 and "trainwright gpus --watch 5" in done.stderr
+    assert done.returncode == 2 and "5: a time between tables needs --watch" in done.stderr
 
 
 def test_the_table_fits_80_columns_and_says_that_there_is_no_gpu(training: Started) -> None:

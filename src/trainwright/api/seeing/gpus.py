@@ -17,7 +17,7 @@ from trainwright import text
 from trainwright.machine.detect import detect
 from trainwright.machine.usage.gpu import all_gpus
 
-_LOG = re.compile(r"(/.*)/logs/rank-(\d+)\.log")
+_RECIPE, _LOG = "recipe.yaml", re.compile(r"(/.*)/logs/rank-(\d+)\.log")
 _LONGEST_COMMAND = 30  # on a line of 80 columns
 
 
@@ -145,16 +145,10 @@ def _ranks() -> dict[int, tuple[Path, int]]:
     for pid in psutil.pids():
         with suppress(OSError):
             log = _LOG.fullmatch(os.readlink(f"/proc/{pid}/fd/1"))
-            if log and _is_run(run := Path(log[1])):
+            if log and (run := Path(log[1])).joinpath(_RECIPE).is_file():
                 found[pid] = run, int(log[2])
     # What a worker starts, as for loading data, writes to the same log.
     return {pid: rank for pid, rank in found.items() if found.get(_parent(pid)) != rank}
-
-
-def _is_run(directory: Path) -> bool:
-    from trainwright.reports.figures import is_run  # imports for longer than everything else here takes
-
-    return is_run(directory)
 
 
 def _parent(pid: int) -> int:

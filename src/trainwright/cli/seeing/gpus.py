@@ -19,7 +19,7 @@ _SAMPLE_SECONDS = 0.2  # over which CPU use is measured once
 def gpus(
     seconds: Annotated[
         float | None,
-        typer.Argument(metavar="[SECONDS]", min=0.1, help="With --watch, the time between tables. Default: 2."),
+        typer.Argument(metavar="SECONDS", min=0.1, help="With --watch, the time between tables. Default: 2."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, an object a line.")] = False,
@@ -35,7 +35,7 @@ def gpus(
     from trainwright.machine.detect import detect
 
     if seconds is not None and not watch:
-        raise RequestError(f"SECONDS is the time between tables: trainwright gpus --watch {seconds:g}")
+        raise RequestError(f"{seconds:g}: a time between tables needs --watch; add it, or leave the time out")
     interval = _SAMPLE_SECONDS
     with suppress(KeyboardInterrupt):
         while True:
