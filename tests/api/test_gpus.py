@@ -128,6 +128,15 @@ def test_what_a_gpu_does_not_tell_is_left_out(this_machine: None, tmp_path: Path
     assert not any(each["gpus"] for each in values["processes"])
 
 
+def test_a_gpu_that_is_lost_beside_one_that_answers(this_machine: None, tmp_path: Path) -> None:
+    done = gpus(before=driver(tmp_path, "LOST"), cwd=tmp_path)
+    lines = [re.split(r"  +", line) for line in done.stdout.splitlines()]
+    assert lines[1][-1] == "NVIDIA H100 80GB HBM3" and lines[2] == ["1", "not readable: GPU is lost"]
+    assert done.returncode == 3 and "of 2 NVIDIA GPUs one does not answer (NVML: GPU is lost)" in done.stderr
+    others = gpus(before=driver(tmp_path, "LOST"), cwd=tmp_path, CUDA_VISIBLE_DEVICES="0")
+    assert others.returncode == CODE and "does not answer" not in others.stderr
+
+
 def test_watching_prints_tables_until_it_is_stopped(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "trainwright", "gpus", "--watch", "0.1", "--json"]

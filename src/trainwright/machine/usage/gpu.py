@@ -63,15 +63,16 @@ def all_gpus() -> list[dict[str, Any]]:
     except Exception:  # see `gpu_of`
         return []
     try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [asked(pynvml, handle) | _constants_and_processes(pynvml, handle) for handle in handles]
-    except pynvml.NVMLError:  # one has fallen off the bus: `doctor gpus` says which
-        return []
+        return [_gpu_at(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
 
 
-def _constants_and_processes(library: Any, handle: Any) -> dict[str, Any]:
+def _gpu_at(library: Any, index: int) -> dict[str, Any]:
+    try:
+        handle = library.nvmlDeviceGetHandleByIndex(index)
+    except library.NVMLError as error:
+        return {"name": f"not readable: {error}"}
     questions: dict[str, Callable[[], Any]] = {
         "name": lambda: library.nvmlDeviceGetName(handle),
         "total_memory": lambda: library.nvmlDeviceGetMemoryInfo(handle).total,
@@ -79,7 +80,7 @@ def _constants_and_processes(library: Any, handle: Any) -> dict[str, Any]:
             each.pid: each.usedGpuMemory for each in library.nvmlDeviceGetComputeRunningProcesses(handle)
         },
     }
-    return _answers(library, questions)
+    return asked(library, handle) | _answers(library, questions)
 
 
 def _answers(library: Any, questions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
