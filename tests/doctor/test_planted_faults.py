@@ -345,6 +345,13 @@ def test_a_gpu_at_the_end_of_its_life(this_machine: None, tmp_path: Path) -> Non
     assert "cooling" in found.finding("gpus", "GPU 0: throttled by heat (driver)")["fix"]
 
 
+def test_a_gpu_that_is_lost_hides_nothing_of_the_others(this_machine: None, tmp_path: Path) -> None:
+    found = doctor("gpus", cwd=tmp_path, before=driver(tmp_path, "LOST"), CUDA_VISIBLE_DEVICES="0")
+    lost = found.finding("gpus", "GPU 1: GPU is lost")
+    assert found.code == 3 and lost["severity"] == "broken" and "restart the machine" in lost["fix"]
+    assert found.finding("gpus", "GPU 0: throttled by heat")
+
+
 def test_what_a_user_may_not_ask_a_gpu_is_said(this_machine: None, tmp_path: Path) -> None:
     found = doctor("gpus", cwd=tmp_path, before=driver(tmp_path, "DENIED"))
     denied = "ECC errors, remapped rows, throttling, NVLink errors, other programs"
