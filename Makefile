@@ -1,6 +1,6 @@
 # `make` alone lists what there is. Everything installs into .venv; nothing else on the machine is touched.
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-gpu test-conditions lint format clean benchmarks docs setup-accelerate check gpu-info memory-check \
+.PHONY: help install quickstart test test-slow test-gpu test-conditions lint format clean benchmarks docs setup-accelerate check doctor gpu-info memory-check \
 	process style render train train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb \
 	eval eval-quick eval-full infer infer-batch infer-interactive merge merge-test tensorboard
 
@@ -89,9 +89,13 @@ docs: $(STAMP)  ## build the documentation in build/site
 setup-accelerate: $(STAMP)  ## write an Accelerate file for this machine
 	$(TRAINWRIGHT) setup --yes $(ARGS)
 
-check: $(STAMP)  ## check CONFIG and every row of its data
+check: $(STAMP)  ## check the GPUs, CONFIG and every row of its data
+	$(TRAINWRIGHT) gpus
 	$(TRAINWRIGHT) recipe check $(CONFIG) $(ARGS)
 	$(TRAINWRIGHT) data check $(CONFIG) $(ARGS)
+
+doctor: $(STAMP)  ## check this machine; takes minutes
+	$(TRAINWRIGHT) doctor $(ARGS)
 
 gpu-info: $(STAMP)  ## show this machine's devices, memory and rates
 	$(TRAINWRIGHT) machine

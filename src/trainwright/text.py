@@ -283,6 +283,11 @@ def draw(line: str, stream: TextIO, ending: str = "") -> None:
     stream.flush()
 
 
+def clear(stream: TextIO) -> None:
+    """Clear the terminal of ``stream``, to draw a page from its top."""
+    stream.write("\x1b[H\x1b[2J")
+
+
 def _escaped(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

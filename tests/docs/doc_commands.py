@@ -22,7 +22,7 @@ NOT_RUN = {
     r"^python bench/": "a bench: minutes, other programs in environments of their own, or rewriting results",
     r"^(torchrun|accelerate|srun|mpirun) |^python -m trainwright\.worker": "other launchers: tests/launch runs them",
     r"^trainwright drill ": "minutes: tests/drilling runs them",
-    r"^trainwright watch": "serves until Ctrl-C: tests/watching has its page",
+    r"^trainwright (watch|gpus --watch)": "goes on until Ctrl-C: tests/watching and tests/api/test_gpus.py have it",
     r"^trainwright doctor(?! --explain docs)": "looks at this machine: tests/doctor runs its checks",
     r"s3://": "a bucket: tests/launch/test_stored_runs.py runs such commands",
     r"--compute": "a process that has not imported torch: tests/simulation runs it",

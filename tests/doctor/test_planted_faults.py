@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, environment
+from tests.support.commands import environment
 from tests.support.conditions import NotHere, as_user
-from tests.support.doctor import NEEDS_ROOT, Checked, checked, doctor, group, in_shell
+from tests.support.doctor import NEEDS_ROOT, Checked, checked, doctor, driver, group, in_shell
 from trainwright.machine.accelerators import installed_build
 
 PORT = "45123"
@@ -307,17 +307,6 @@ def test_variables_of_nccl_are_explained_and_misspelled_ones_found(tmp_path: Pat
     assert found.finding("nccl", "NCCL_ALGO=Ring (in nccl.conf)")["fix"].startswith("remove it from nccl.conf")
 
 
-def driver(directory: Path, *kind: str) -> list[str]:
-    """A command that shows a GPU with faults to what follows it, on this machine; kinds: those of nvml.c."""
-    if shutil.which("cc") is None or sys.platform != "linux":
-        pytest.skip("there is no C compiler to build a management library with")
-    library = directory / "libnvidia-ml.so.1"
-    flags = [f"-D{name}" for name in kind]
-    command = ["cc", "-shared", "-fPIC", "-w", *flags, str(ROOT / "tests/support/nvml.c"), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return ["env", f"LD_LIBRARY_PATH={directory}"]
-
-
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A command that shows a GPU with faults to what follows it."""
@@ -354,6 +343,13 @@ def test_a_gpu_at_the_end_of_its_life(this_machine: None, tmp_path: Path) -> Non
     assert "reset" in found.finding("gpus", "GPU 0: pages of its memory have to be retired")["fix"]
     assert "power" in found.finding("gpus", "GPU 0: throttled by the power brake of the machine")["fix"]
     assert "cooling" in found.finding("gpus", "GPU 0: throttled by heat (driver)")["fix"]
+
+
+def test_a_gpu_that_is_lost_hides_nothing_of_the_others(this_machine: None, tmp_path: Path) -> None:
+    found = doctor("gpus", cwd=tmp_path, before=driver(tmp_path, "LOST"), CUDA_VISIBLE_DEVICES="0")
+    lost = found.finding("gpus", "GPU 1: GPU is lost")
+    assert found.code == 3 and lost["severity"] == "broken" and "restart the machine" in lost["fix"]
+    assert found.finding("gpus", "GPU 0: throttled by heat")
 
 
 def test_what_a_user_may_not_ask_a_gpu_is_said(this_machine: None, tmp_path: Path) -> None:

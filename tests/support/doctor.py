@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import PATIENCE, environment, trainwright
+from tests.support.commands import PATIENCE, ROOT, environment, trainwright
 
 NEEDS_ROOT = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="planting this fault takes a superuser and unshare"
@@ -97,3 +97,14 @@ def group(controller: str, own: dict[str, str], unified: dict[str, str]) -> Iter
     finally:
         with contextlib.suppress(OSError):
             directory.rmdir()
+
+
+def driver(directory: Path, *kind: str) -> list[str]:
+    """A command that shows a GPU with faults to what follows it, on this machine; kinds: those of nvml.c."""
+    if shutil.which("cc") is None or sys.platform != "linux":
+        pytest.skip("there is no C compiler to build a management library with")
+    library = directory / "libnvidia-ml.so.1"
+    flags = [f"-D{name}" for name in kind]
+    command = ["cc", "-shared", "-fPIC", "-w", *flags, str(ROOT / "tests/support/nvml.c"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ["env", f"LD_LIBRARY_PATH={directory}"]

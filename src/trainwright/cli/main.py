@@ -28,7 +28,7 @@ from trainwright.cli.clusters import jobs, submit
 from trainwright.cli.data import rows as data
 from trainwright.cli.launching import launch, under
 from trainwright.cli.models import evaluate, generate, publish
-from trainwright.cli.seeing import report, runs, watch
+from trainwright.cli.seeing import gpus, report, runs, watch
 from trainwright.cli.studies import ablate, study
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.text import say
@@ -50,6 +50,7 @@ app.command("stop")(stop.stop)
 app.command("checkpoint")(stop.checkpoint)
 app.command("runs")(runs.runs)
 app.command("watch")(watch.watch)
+app.command("gpus")(gpus.gpus)
 app.command("report")(report.report)
 app.command("compare")(report.compare)
 app.command("ablate")(ablate.ablate)

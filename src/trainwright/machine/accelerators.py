@@ -135,6 +135,12 @@ def _nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: str | No
             f"{why}): load or install the driver, or start the container with its GPUs, as docker run --gpus all"
         )
         return
+    if nvml.error is not None:
+        yield (
+            f"of {gpus} one does not answer (NVML: {nvml.error}): restart the machine, or leave this GPU out, as with "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
+        return
     if visible is not None and "MIG-" in visible:
         yield f"CUDA_VISIBLE_DEVICES is {visible!r}: slices of a GPU split by MIG are not supported; {_whole_gpu()}"
         return

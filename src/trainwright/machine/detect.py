@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,12 @@ def _gpus() -> tuple[tuple[Gpu, ...], Nvml]:
     except pynvml.NVMLError as error:
         return (), Nvml(error=str(error))
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        if visible is not None:
-            handles = [handle for name in visible.split(",") if (handle := _visible_gpu(handles, name.strip()))]
+        count = pynvml.nvmlDeviceGetCount()
+        names = map(str, range(count)) if visible is None else visible.split(",")
+        handles = [handle for name in names if (handle := _visible_gpu(count, name.strip()))]
         return tuple(_gpu(handles, index) for index in range(len(handles))), ask_nvml(pynvml)
+    except pynvml.NVMLError_GpuIsLost as error:
+        return (), Nvml(count, str(error))
     finally:
         pynvml.nvmlShutdown()
 
@@ -142,9 +145,15 @@ def _gpu_memory(handle: Any) -> tuple[int, int] | None:
     return memory.total, memory.free
 
 
-def _visible_gpu(handles: list[Any], name: str) -> Any | None:
+def _visible_gpu(count: int, name: str) -> Any | None:
+    """Return a GPU by its index or the beginning of its UUID. Raises NVMLError_GpuIsLost if that one is lost."""
     import pynvml
 
     if name.isdigit():
-        return handles[int(name)] if int(name) < len(handles) else None
-    return next((h for h in handles if pynvml.nvmlDeviceGetUUID(h).startswith(name)), None)
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if int(name) < count else None
+    for index in range(count):
+        with suppress(pynvml.NVMLError_GpuIsLost):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            if pynvml.nvmlDeviceGetUUID(handle).startswith(name):
+                return handle
+    return None

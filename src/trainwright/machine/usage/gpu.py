@@ -47,6 +47,43 @@ def asked(library: Any, handle: Any) -> dict[str, Any]:
         "temperature": lambda: library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU),
         "limited": lambda: reasons(clock_reasons(library, handle)),
     }
+    return _answers(library, questions)
+
+
+def all_gpus() -> list[dict[str, Any]]:
+    """Return what NVML tells about every GPU of this machine, see `asked`; empty without NVML or a GPU.
+
+    Each also has its ``name``, ``total_memory`` in bytes, and its ``processes``: by pid, the bytes of its memory that
+    they use, None where NVML does not tell.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # see `gpu_of`
+        return []
+    try:
+        return [_gpu_at(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu_at(library: Any, index: int) -> dict[str, Any]:
+    try:
+        handle = library.nvmlDeviceGetHandleByIndex(index)
+    except library.NVMLError as error:
+        return {"name": f"not readable: {error}"}
+    questions: dict[str, Callable[[], Any]] = {
+        "name": lambda: library.nvmlDeviceGetName(handle),
+        "total_memory": lambda: library.nvmlDeviceGetMemoryInfo(handle).total,
+        "processes": lambda: {
+            each.pid: each.usedGpuMemory for each in library.nvmlDeviceGetComputeRunningProcesses(handle)
+        },
+    }
+    return asked(library, handle) | _answers(library, questions)
+
+
+def _answers(library: Any, questions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, ask in questions.items():
         try:

@@ -62,7 +62,11 @@ def check(context: CheckContext) -> CheckResult:
     try:
         facts.append(f"driver {pynvml.nvmlSystemGetDriverVersion()}")
         for index in range(pynvml.nvmlDeviceGetCount()):
-            gpu = _Gpu(f"GPU {index}", pynvml.nvmlDeviceGetHandleByIndex(index))
+            try:
+                gpu = _Gpu(f"GPU {index}", pynvml.nvmlDeviceGetHandleByIndex(index))
+            except pynvml.NVMLError as error:
+                findings.append(Finding(Severity.BROKEN, f"GPU {index}: {error}", "no program can use it", _RESET))
+                continue
             facts.append(_described(gpu))
             for look in (_memory_errors, _clocks, _links, _slot, _others):
                 findings += look(gpu)
