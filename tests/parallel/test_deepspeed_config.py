@@ -217,6 +217,18 @@ def test_what_contradicts_the_recipe_is_refused_by_both_keys(
     assert ours in problem
 
 
+@pytest.mark.parametrize("size", ["1e999", "-5", "0.5", '"many"', "true", "NaN", "9" * 4000])
+def test_a_size_that_is_none_is_refused(tmp_path: Path, size: str) -> None:
+    content = f'{{"zero_optimization": {{"reduce_bucket_size": {size}, "overlap_comm": "yes"}}}}'
+    bucket, overlap = problems(tmp_path, content)
+    assert bucket.startswith("zero_optimization.reduce_bucket_size: ") and bucket.endswith("from 0 to 2^63 - 1")
+    assert overlap == "zero_optimization.overlap_comm: yes is neither true nor false"
+
+
+def test_sizes_in_exponents_and_absent_switches_are_read(tmp_path: Path) -> None:
+    check(recipe(tmp_path, '{"zero_optimization": {"reduce_bucket_size": 5e8, "overlap_comm": null}}'))
+
+
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     found = problems(tmp_path, {**OFFLOADED, "train_batch_size": 5, "wandb": {"enabled": True}})
     assert {line.split(": ")[0] for line in found} == {

@@ -34,15 +34,8 @@ _PASSED = {
     "memory_breakdown",
     "dump_state",
 }
-_PASSED_ZERO = {
+_PASSED_SIZES = {
     "allgather_bucket_size",
-    "allgather_partitions",
-    "contiguous_gradients",
-    "enable_sanity_checks",
-    "ignore_unused_parameters",
-    "log_trace_cache_warnings",
-    "memory_efficient_linear",
-    "overlap_comm",
     "parameter_alignment",
     "prefetch_bucket_size",
     "param_persistence_threshold",
@@ -51,19 +44,30 @@ _PASSED_ZERO = {
     "max_reuse_distance",
     "module_granularity_threshold",
     "reduce_bucket_size",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "stage3_allgather_sequential",
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
     "stage3_model_persistence_threshold",
     "stage3_module_granularity_threshold",
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params",
     "sub_group_size",
+}
+_PASSED_SWITCHES = {
+    "allgather_partitions",
+    "contiguous_gradients",
+    "enable_sanity_checks",
+    "ignore_unused_parameters",
+    "log_trace_cache_warnings",
+    "memory_efficient_linear",
+    "overlap_comm",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_allgather_sequential",
+    "stage3_use_all_reduce_for_fetch_params",
     "use_multi_rank_bucket_allreduce",
 }
+_PASSED_ZERO = _PASSED_SIZES | _PASSED_SWITCHES
+_LARGEST = 2**63 - 1  # of a size: a signed integer of 64 bits
 # Already true of every run, whatever their value: full weights are always exported, any optimizer is allowed.
 _GRANTED = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
 _GRANTED_ZERO = {
@@ -343,6 +347,16 @@ def _zero(section: dict[str, Any], recipe: Recipe) -> Iterator[str]:
     for key, value in section.items():
         if key in _OFFLOAD and not is_harmless(f"zero_optimization.{key}", value):
             yield from _offload(key, value, recipe)
+        elif key in _PASSED_SIZES and value != AUTO and not _is_size(value):
+            yield f"zero_optimization.{key}: {str(value)[:40]} is not a whole number from 0 to 2^63 - 1"
+        elif key in _PASSED_SWITCHES and value not in (AUTO, None) and not isinstance(value, bool):
+            yield f"zero_optimization.{key}: {str(value)[:40]} is neither true nor false"
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether JSON's ``value`` is a size; 5e8 is one, too."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 <= value <= _LARGEST and value == int(value)
 
 
 def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
