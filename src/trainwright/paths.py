@@ -98,9 +98,9 @@ def open_inside(directory: Path, *names: str) -> BinaryIO:
     try:
         for name, is_kind in zip(names, [stat.S_ISDIR] * (len(names) - 1) + [stat.S_ISREG], strict=True):
             _check_kind(os.stat(name, dir_fd=at, follow_symlinks=False), is_kind)  # to open a device may do something
-            found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+            inner = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
             os.close(at)
-            at = found
+            at = inner
             _check_kind(os.fstat(at), is_kind)
         return os.fdopen(os.dup(at), "rb")
     finally:
