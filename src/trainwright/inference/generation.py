@@ -17,12 +17,11 @@ from trainwright import heartbeat
 from trainwright.errors import RequestError
 from trainwright.inference.sampling import Sampler, Sampling
 from trainwright.inference.stopping import Stop
+from trainwright.models.cache import new_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Argument names under which architectures take their cache: the first is that of transformers 5.24 and later.
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # Called with every generated token: the row in the batch, and the token.
 OnToken = Callable[[int, int], None]
 
@@ -117,7 +116,7 @@ def _write(
     on_token: OnToken | None,
 ) -> None:
     takes = inspect.signature(model.forward).parameters
-    cache_name, cache = _new_cache(model)
+    cache_name, cache = new_cache(model)
     config = model.config.get_text_config()
     attends = hasattr(config, "num_attention_heads")
     inputs, mask = _left_padded(prompts, padding_token(tokenizer, config.vocab_size), model.device)
@@ -163,14 +162,3 @@ def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.devic
         ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
         mask[row, longest - len(prompt) :] = 1
     return ids.to(device), mask.to(device)
-
-
-def _new_cache(model: PreTrainedModel) -> tuple[str, Any]:
-    """Return the name of the argument under which the model takes its cache, and an empty one."""
-    from transformers import DynamicCache
-
-    takes = inspect.signature(model.forward).parameters
-    for name in _CACHE_NAMES:
-        if name in takes and "dict" not in str(takes[name].annotation):  # a table that XLM calls its cache
-            return name, DynamicCache(config=model.config)
-    raise RequestError(f"{type(model).__name__} has an unsupported kind of cache")

@@ -24,6 +24,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trainwright.models.cache import CACHE
 from trainwright.models.gpt.config import GPTConfig
 from trainwright.models.gpt.variants import MODEL_TYPE
 
@@ -162,24 +163,24 @@ class Decoder(GPTBase):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **sequences: Any,
     ) -> BaseModelOutputWithPast:
         """Map ``input_ids`` [B, L] or ``inputs_embeds`` [B, L, H] to hidden states [B, L, H] after the final norm."""
         hidden = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is None and use_cache:
-            past_key_values = DynamicCache(config=self.config)
+        if cache is None and use_cache:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            seen = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(seen, seen + hidden.shape[1], device=hidden.device)[None]
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
+            **{CACHE: cache},
         )
         rotation = None
         if self.positions is not None:
@@ -189,8 +190,8 @@ class Decoder(GPTBase):
         if self.config.dropout:
             hidden = F.dropout(hidden, self.config.dropout, self.training)
         for block in self.blocks:
-            hidden = block(hidden, rotation, mask, past_key_values, **sequences)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+            hidden = block(hidden, rotation, mask, cache, **sequences)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{CACHE: cache})
 
 
 class GPT(GPTBase, GenerationMixin):
@@ -217,6 +218,7 @@ class GPT(GPTBase, GenerationMixin):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -227,9 +229,10 @@ class GPT(GPTBase, GenerationMixin):
         ``Decoder``.
         """
         assert return_dict, "what is given has names"
-        output = self.decoder(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        cache = past_key_values if cache is None else cache  # the second name is that before transformers 5.24
+        output = self.decoder(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
         logits = self.head(output.last_hidden_state[:, -logits_to_keep:])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: getattr(output, CACHE)})
 
 
 def attention_in_words(
