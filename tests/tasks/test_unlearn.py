@@ -163,6 +163,16 @@ def test_altpo_is_the_same_run_anywhere(runs: Runs, recipe: Path) -> None:
     assert_same(two, run_of(runs, recipe, "altpo", ONE))
 
 
+def test_an_ablation_names_no_best_run_by_the_loss(runs: Runs, recipe: Path, tmp_path: Path) -> None:
+    command = ("ablate", str(recipe), "train.max_steps=1", ONE, "--over", "unlearn.gamma=1,2", "--grid", "--out", "out")
+    ended = runs.command(*command, cwd=tmp_path).wait()
+    assert ended.code == 0 and "gamma=2" in ended.stdout and "best" not in ended.stdout, ended.stdout + ended.stderr
+    named = runs.command(*command, "--metric", "forget_probability", cwd=tmp_path).wait()
+    assert named.code == 0 and "best: gamma=" in named.stdout, named.stdout + named.stderr
+    halved = runs.command(*command, "--halving", "2", cwd=tmp_path).wait()
+    assert halved.code == 2 and "--halving: the loss does not show which runs to continue" in halved.stderr
+
+
 def test_the_multiplier_of_pdu_moves_after_its_warm_up(runs: Runs, recipe: Path) -> None:
     steps = [step["metrics"] for step in events(run_of(runs, recipe, "pdu", ONE), "step")]
     assert [step["alpha"] for step in steps[:3]] == [1.0, 1.0, 1.0]

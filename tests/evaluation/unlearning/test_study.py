@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.evaluation.unlearning.benchmark import write_tofu
+from tests.support.commands import ROOT
 from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
 from trainwright.errors import RequestError
@@ -188,6 +189,17 @@ def test_a_study_of_files_measures_what_they_allow(runs: Runs, study: Path, tmp_
     made = tmp_path / "study"
     assert "forget-against-retain.png" in ended.stdout and (made / "forget-against-retain.png").is_file()
     assert "| forget knowledge |" in (made / "results.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["tofu", "muse"])
+def test_grids_of_published_models_have_recipes_for_every_split(name: str) -> None:
+    splits = load_study(ROOT / "recipes" / "unlearn" / f"{name}-grid.yaml").splits()
+    assert len({each.study.directory for each in splits.values()}) == len(splits) >= 3
+    for each in splits.values():
+        assert each.study.full and each.study.retain
+        training = each.benchmark.training
+        text = each.unlearning("npo", Path(each.study.full), {part: training[part] for part in ("forget", "retain")})
+        assert f"name: {each.study.full}" in text
 
 
 def test_splits_are_studies_with_the_keys_that_differ(study: Path, tmp_path: Path) -> None:
