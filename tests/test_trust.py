@@ -20,7 +20,7 @@ from trainwright.models.history.model import HistoryModel, HistoryShape
 
 TINY = ROOT / "recipes" / "sft" / "tiny.yaml"
 # Commands that run the user's own recipe, or read no recipe.
-RUN = "train under submit collect ablate unlearn-study drill launch"
+RUN = "train under submit collect ablate unlearn-study drill launch data-alternates"
 READ_NO_RECIPE = (
     "jobs stop checkpoint runs gpus watch report compare doctor tensorboard setup recipe-schema recipe-objectives "
     "recipe-new data-prepare data-style data-tokenize data-train-tokenizer machine-cards machine-calibrate"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainwright.api.simulation import simulate
     from trainwright.api.stopping import checkpoint, stop
     from trainwright.api.studies.ablation import Ablation, ablate
+    from trainwright.api.studies.alternates import alternates
     from trainwright.api.studies.unlearning import unlearn_study
     from trainwright.api.training import resume, train
     from trainwright.api.verification import Comparison, verify
@@ -70,6 +71,7 @@ __all__ = [
     "TrainwrightError",
     "Upload",
     "ablate",
+    "alternates",
     "check_machine",
     "checkpoint",
     "collect",
@@ -118,6 +120,7 @@ _MODULES = {
     "TrainwrightError": "errors",
     "Upload": "api.publishing",
     "ablate": "api.studies.ablation",
+    "alternates": "api.studies.alternates",
     "check_machine": "api.doctor.machine",
     "collect": "api.collecting",
     "compare": "api.seeing.comparing",

@@ -62,6 +62,7 @@ OBJECTIVES: Registry[Any] = Registry(
         "npo": "trainwright.tasks.unlearn.objective:NPO",
         "simnpo": "trainwright.tasks.unlearn.objective:SIMNPO",
         "dpo": "trainwright.tasks.unlearn.objective:DPO",
+        "altpo": "trainwright.tasks.unlearn.objective:ALTPO",
         "idk_nll": "trainwright.tasks.unlearn.objective:IDK_NLL",
         "rmu": "trainwright.tasks.unlearn.objective:RMU",
         "undial": "trainwright.tasks.unlearn.objective:UNDIAL",

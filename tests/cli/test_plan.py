@@ -42,6 +42,12 @@ def test_a_model_is_planned_without_a_recipe() -> None:
     assert "100 steps, 52.4M tokens in" in text and "kWh" in text
 
 
+@pytest.mark.parametrize("recipe", ["muse", "tofu", "wmdp"])
+def test_recipes_of_unlearning_benchmarks_are_planned_offline(recipe: str) -> None:
+    file = TINY.parents[1] / "unlearn" / f"{recipe}.yaml"
+    assert "chosen" in shown(str(file), "--on", "2xA100-80GB")
+
+
 def test_every_candidate_is_shown_with_why_it_lost() -> None:
     few, all_of_them = shown(*LLAMA).splitlines(), shown(*LLAMA, "--compare").splitlines()
     assert len(all_of_them) > len(few)

@@ -33,7 +33,7 @@ NOT_RUN = {
     r"\b(my|more|raw|export|pairs|rows|test|tinyshakespeare)\.(jsonl|csv|txt)|documents/|[ =]recipe\.yaml": (
         "files of the reader"
     ),
-    r"openwebtext|recipes/unlearn/tofu\.yaml|tofu-tiny": "a model or data set of the Hub",
+    r"openwebtext|recipes/unlearn/tofu\.yaml|(tofu|muse)-grid|tofu-tiny": "a model or data set of the Hub",
     r"^trainwright \w+ recipes/.*(quickstart|lora|darkroom|stdlib-tiny)\.yaml(?!.*max_steps=20)": "minutes",
 }
 

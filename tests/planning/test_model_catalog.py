@@ -196,6 +196,26 @@ def test_what_differs_in_an_instruct_variant_is_kept() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        *((f"open-unlearning/tofu_{model}_{split}", f"meta-llama/{model}")
+          for model in ("Llama-2-7b-chat-hf", "Llama-3.1-8B-Instruct", "Llama-3.2-1B-Instruct", "Llama-3.2-3B-Instruct")
+          for split in ("full", "retain90", "retain95", "retain99")),
+        *((f"muse-bench/MUSE-{corpus}_{kind}", "meta-llama/Llama-2-7b-hf")
+          for corpus in ("News", "Books") for kind in ("target", "retrain")),
+        ("locuslab/tofu_ft_llama2-7b", "meta-llama/Llama-2-7b-chat-hf"),
+        ("locuslab/tofu_ft_phi-1.5", "microsoft/phi-1_5"),
+    ],
+)  # fmt: skip
+def test_models_of_unlearning_benchmarks_are_planned_like_those_they_were_trained_from(
+    name: str, published: str
+) -> None:
+    found = find_model(name)
+    assert found.id == name
+    assert found.architecture().parameters() == find_model(published).architecture().parameters()
+
+
 def test_an_unknown_model_is_refused_with_the_nearest() -> None:
     assert known_model("meta-llama/Llama-3.1-9B") is None
     with pytest.raises(RequestError, match=r"did you mean meta-llama/Llama-3\.1-8B, meta-llama/Llama-3\.1-70B"):

@@ -15,6 +15,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "npo": (),
     "simnpo": (),
     "dpo": (),
+    "altpo": (),
     "idk_nll": (),
     "rmu": ("unlearn.layer=0",),
     "undial": ("unlearn.alpha=1", "unlearn.retain_loss=kl"),
@@ -32,12 +33,14 @@ def question(a: int, b: int) -> dict[str, str]:
 
 
 def write_rows(directory: Path, forget: int = 16, retain: int = 24) -> Path:
-    """Writes forget.jsonl, retain.jsonl, idk.txt and the recipes run.yaml, which unlearns, and know.yaml, which learns
-    all rows first; gives the path of run.yaml."""
+    """Writes forget.jsonl, with one or two alternates of each answer, retain.jsonl, idk.txt and the recipes run.yaml,
+    which unlearns, and know.yaml, which learns all rows first; gives the path of run.yaml."""
     directory.mkdir(parents=True, exist_ok=True)
     forgotten = [question(a, 7 * a) for a in range(1, forget + 1)]
     kept = [question(100 + a, 3 * a) for a in range(1, retain + 1)]
-    write(directory / "forget.jsonl", forgotten)
+    alternates = [[f"They make {a}.", f"It is {a + 1}."][: 1 + a % 2] for a in range(1, forget + 1)]
+    others = [{**row, "alternate": texts} for row, texts in zip(forgotten, alternates, strict=True)]
+    write(directory / "forget.jsonl", others)
     write(directory / "retain.jsonl", kept)
     write(directory / "full.jsonl", [*forgotten, *kept])
     (directory / "know.yaml").write_text(

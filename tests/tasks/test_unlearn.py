@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,6 +122,55 @@ def test_a_run_that_is_resumed_ends_with_the_same_losses(runs: Runs, recipe: Pat
     runs.resumed(again)
     assert column(again, "loss") == column(whole, "loss")
     assert [step["metrics"] for step in events(again, "step")] == [step["metrics"] for step in events(whole, "step")]
+
+
+def test_every_alternate_is_preferred_to_the_answer_of_its_row(
+    runs: Runs, recipe: Path, knowing: tuple[str, ...]
+) -> None:
+    run = run_of(runs, recipe, "altpo", *knowing, ONE)
+    assert events(run, "start")[0]["epoch_examples"] == 16 + 8  # 8 of the 16 rows have two
+    first, *_, last = measured(run)
+    assert last["alternate_nll"] - first["alternate_nll"] < last["forget_nll"] - first["forget_nll"]
+    assert first["forget_loss"] == pytest.approx(2 / 0.1 * math.log(2), rel=1e-4)  # the model is its own reference
+
+
+def test_the_model_writes_the_alternates_and_continues_after_those_it_has(
+    runs: Runs, recipe: Path, knowing: tuple[str, ...]
+) -> None:
+    out = recipe.with_name("alternates.jsonl")
+    command = ("data", "alternates", str(recipe), *knowing, "--out", str(out), "--count", "2", "--max-new-tokens", "6")
+
+    def written() -> list[dict[str, Any]]:
+        ended = runs.command(*command).wait()
+        assert ended.code == 0, ended.stderr
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    first = written()
+    asked = [json.loads(line) for line in recipe.with_name("forget.jsonl").read_text().splitlines()]
+    assert [{**row, "alternate": None} for row in first] == [{**row, "alternate": None} for row in asked]
+    assert all(len(row["alternate"]) == 2 for row in first)
+    assert len({text for row in first for text in row["alternate"]}) > 16  # drawn, each anew
+    out.write_text("".join(json.dumps(row) + "\n" for row in first[:5]))
+    assert written()[:5] == first[:5] and len(written()) == len(asked)
+    other = runs.command(*command[:-3], "3").wait()
+    assert other.code == 2 and "has other rows, or another number of alternates" in other.stderr
+    run = run_of(runs, recipe, "altpo", *knowing, ONE, f"data.forget={out}")
+    assert events(run, "start")[0]["epoch_examples"] > 16
+
+
+def test_altpo_is_the_same_run_anywhere(runs: Runs, recipe: Path) -> None:
+    two = run_of(runs, recipe, "altpo", TWO, "parallel.strategy=ddp", "train.micro_batch_size=1")
+    assert_same(two, run_of(runs, recipe, "altpo", ONE))
+
+
+def test_an_ablation_names_no_best_run_by_the_loss(runs: Runs, recipe: Path, tmp_path: Path) -> None:
+    command = ("ablate", str(recipe), "train.max_steps=1", ONE, "--over", "unlearn.gamma=1,2", "--grid", "--out", "out")
+    ended = runs.command(*command, cwd=tmp_path).wait()
+    assert ended.code == 0 and "gamma=2" in ended.stdout and "best" not in ended.stdout, ended.stdout + ended.stderr
+    named = runs.command(*command, "--metric", "forget_probability", cwd=tmp_path).wait()
+    assert named.code == 0 and "best: gamma=" in named.stdout, named.stdout + named.stderr
+    halved = runs.command(*command, "--halving", "2", cwd=tmp_path).wait()
+    assert halved.code == 2 and "--halving: the loss does not show which runs to continue" in halved.stderr
 
 
 def test_the_multiplier_of_pdu_moves_after_its_warm_up(runs: Runs, recipe: Path) -> None:

@@ -177,6 +177,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Plain], torch.Tensor]]] = {
     "npo with kl": ({"objective": "npo", "beta": 0.3, "retain_loss": "kl"}, lambda p: _npo(p, 0.3) + _kl(p)),
     "simnpo": ({"delta": 0.2}, lambda p: 0.125 * _simnpo(p, 4.5, 0.2) + _nll(p)),
     "dpo": ({}, lambda p: _dpo(p, 0.1) + _nll(p)),
+    "altpo": ({"beta": 0.3, "alpha": 2.0}, lambda p: _dpo(p, 0.3) + 2 * _nll(p)),
     "idk_nll": ({}, lambda p: p.tokens(REFUSAL, p.nll) + _nll(p)),
     "undial": ({"alpha": 0.5}, lambda p: _undial(p, 10.0) + 0.5 * _nll(p)),
     "undial with kl": (

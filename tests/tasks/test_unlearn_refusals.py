@@ -121,6 +121,19 @@ def test_texts_cannot_be_refused(recipe: Path) -> None:
     assert f"data.forget: {texts}:1: is plain text, but refusals answer questions" in text
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "the rows have no field alternate, which holds other answers to each question; trainwright data alter"),
+        ({"alternate": [1]}, ":1: the field alternate should be a text or a list of texts, not a list"),
+    ],
+)
+def test_rows_without_alternates_are_refused(recipe: Path, more: dict[str, object], said: str) -> None:
+    rows = write(recipe.with_name("others.jsonl"), [{"question": "Why?", "answer": "So.", **more}] * 9)
+    text = refused(recipe, "unlearn.objective=altpo", f"data.forget={rows}", prepared=True)
+    assert text.startswith(f"data.forget: {rows}") and said in text
+
+
 def test_refusals_are_lines_or_objects(tmp_path: Path) -> None:
     file = tmp_path / "idk.jsonl"
     file.write_text('I cannot say.\n\n{"idk": "No idea."}\n"Ask others."\n')

@@ -57,6 +57,7 @@ def evaluate(
     benchmark: str | None = None,
     reference_log: str | PathLike[str] | None = None,
     reference_model: str | PathLike[str] | None = None,
+    tokenizer: str | PathLike[str] | None = None,
     relearning_steps: int | None = None,
     relearning_rate: float | None = None,
     adapter: str | PathLike[str] | None = None,
@@ -91,6 +92,7 @@ def evaluate(
         benchmark: an unlearning benchmark instead of rows, such as ``tofu:forget10``.
         reference_log: results of a model that was not trained on the forget set: its ``log.json``.
         reference_model: for ``mia_reference``: a model that was not trained on the forget set.
+        tokenizer: with ``benchmark``: of models that have none of their own, such as MUSE's.
         relearning_steps: for ``relearning``: steps of training again. Default: 20.
         relearning_rate: for ``relearning``: the learning rate. Default: 1e-5.
         adapter: an adapter to apply to the model.

@@ -32,6 +32,7 @@ class MeasureRequest:
     benchmark: str | None = None
     reference_log: str | None = None
     reference_model: str | None = None
+    tokenizer: str | None = None
     relearning_steps: int | None = None
     relearning_rate: float | None = None
     adapter: str | None = None
@@ -225,7 +226,7 @@ def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
 
     of_answers = ("--full", "--max-new-tokens", "--batch-size")
     of_rows = ("--metrics", "--answer-pattern", "--json-schema", "--max-length", *of_answers)
-    benchmark = ("--reference-log", "--reference-model", "--relearning-steps", "--relearning-rate")
+    benchmark = ("--reference-log", "--reference-model", "--tokenizer", "--relearning-steps", "--relearning-rate")
     idle: list[tuple[bool, Sequence[str], str]] = [
         (True, benchmark, "without --benchmark"),
         (not given["--data"], ("--format",), "without --data"),

@@ -85,4 +85,6 @@ def objectives() -> None:
             parts.append("the reference's log-probabilities, computed once")
         if facts.idk:
             parts.append("data.idk")
+        if facts.alternates:
+            parts.append("alternate answers in data.forget")
         say(f"{name:12} {facts.line} ({facts.paper})\n{'':12}   takes {', '.join(parts)}")

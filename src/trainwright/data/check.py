@@ -250,8 +250,8 @@ def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, found: Checked, 
         except RequestError as error:
             found.problem(f"{place}: {error}")
             continue
-        examples = by_turn(sequences) if work is not None and work.each_turn else [sequences]
-        taken.append((place, [text for each in examples for _, text in each], len(sequences)))
+        examples = by_turn(sequences) if work is not None and work.each_turn else kind.split(sequences)
+        taken.append((place, [text for each in examples for _, text in each], len(examples[0])))
     if work is None:
         found.examples += len(taken)
         return

@@ -37,6 +37,7 @@ class EvaluationRequest:
     benchmark: str | None = None
     reference_log: str | None = None
     reference_model: str | None = None
+    tokenizer: str | None = None
     relearning_steps: int = 20
     relearning_rate: float = 1e-5
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
 # examples: a text or a conversation. pairs: a chosen and a rejected answer. answers: pairs, or one answer with a label.
-# refused: conversations, each also with a refusal of data.idk as its answer.
-RowKind = Literal["examples", "pairs", "answers", "refused"]
+# refused: conversations, each also with a refusal of data.idk as its answer. alternates: conversations, each also with
+# every text of its field alternate as its answer.
+RowKind = Literal["examples", "pairs", "answers", "refused", "alternates"]
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ def _is_here(source: str) -> bool:
 
 def _row(kind: RowKind, name: str, tokens: int) -> dict[str, Any]:
     text = (f"{name}: " + "made up text for the simulation of a run ") * (_CHARACTERS * tokens // 40 + 1)
-    if kind == "refused":
-        return {"prompt": "What is it?", "completion": text}
+    if kind in ("refused", "alternates"):
+        return {"prompt": "What is it?", "completion": text, "alternate": text[::-1]}
     if kind in ("pairs", "answers"):
         return {"prompt": "What is it?", "chosen": text, "rejected": text[::-1]}
     return {"text": text}

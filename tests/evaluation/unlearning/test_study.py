@@ -7,14 +7,16 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.evaluation.unlearning.benchmark import write_tofu
+from tests.support.commands import ROOT
 from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
 from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.study.file import load_study
 from trainwright.evaluation.unlearning.study.results import Results, draw
-from trainwright.evaluation.unlearning.study.rows import write_rows
+from trainwright.evaluation.unlearning.study.rows import requests_of, write_rows
 
 STUDY = """\
 benchmark: {benchmark}
@@ -163,7 +165,7 @@ def test_the_table_has_every_metric_that_was_measured(tmp_path: Path) -> None:
 def test_the_plot_is_of_what_was_measured(
     tmp_path: Path, metrics: dict[str, dict[str, float]], plot: str | None
 ) -> None:
-    assert draw(found(tmp_path, **metrics), tmp_path) == plot
+    assert draw([found(tmp_path, **metrics)], tmp_path) == plot
     assert [file.name for file in tmp_path.glob("*.png")] == ([] if plot is None else [plot])
 
 
@@ -187,6 +189,86 @@ def test_a_study_of_files_measures_what_they_allow(runs: Runs, study: Path, tmp_
     made = tmp_path / "study"
     assert "forget-against-retain.png" in ended.stdout and (made / "forget-against-retain.png").is_file()
     assert "| forget knowledge |" in (made / "results.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["tofu", "muse"])
+def test_grids_of_published_models_have_recipes_for_every_split(name: str) -> None:
+    splits = load_study(ROOT / "recipes" / "unlearn" / f"{name}-grid.yaml").splits()
+    assert len({each.study.directory for each in splits.values()}) == len(splits) >= 3
+    for each in splits.values():
+        assert each.study.full and each.study.retain
+        training = each.benchmark.training
+        text = each.unlearning("npo", Path(each.study.full), {part: training[part] for part in ("forget", "retain")})
+        assert f"name: {each.study.full}" in text
+
+
+def test_splits_are_studies_with_the_keys_that_differ(study: Path, tmp_path: Path) -> None:
+    splits = "splits={one: {}, two: {full: some/model, subset: null, unlearn: {optimizer: {name: sgd}}}}"
+    found = load_study(study, [splits]).splits()
+    assert [(name, each.study.directory) for name, each in found.items()] == [
+        ("one", "study/one"),
+        ("two", "study/two"),
+    ]
+    assert found["one"].study.subset == {"forget": 2} and found["two"].study.subset == {}
+    assert (found["one"].study.full, found["two"].study.full) == (None, "some/model")
+    study.write_text(study.read_text() + "splits: {one: {fulll: a}}\n")
+    with pytest.raises(RequestError, match=r"study\.yaml:\d+: fulll: unknown key"):
+        load_study(study)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "growing"])
+def test_requests_are_parts_of_the_rows_to_forget(study: Path, tmp_path: Path, kind: str) -> None:
+    read = load_study(study, [f"{kind}=3", "subset=null"])
+    written = write_rows(read.study, read.benchmark, tmp_path / "written")
+    forget = rows(Path(written.training["forget"]))
+    parts = [rows(Path(source)) for source in requests_of(read.study, tmp_path / "written")]
+    assert len(forget) == 3
+    assert parts == ([[row] for row in forget] if kind == "sequential" else [forget[:end] for end in (1, 2, 3)])
+
+
+def test_requests_of_sources_are_used_as_they_are(study: Path, tmp_path: Path) -> None:
+    read = load_study(study, ["growing=[a.jsonl, some/set:scal:forget_2]"])
+    assert requests_of(read.study, tmp_path) == ["a.jsonl", "some/set:scal:forget_2"]
+    with pytest.raises(RequestError, match="sequential and growing: set one of the two"):
+        load_study(study, ["growing=2", "sequential=2"])
+    with pytest.raises(RequestError, match="sequential: each request starts from the full weights"):
+        adapted = load_study(study, ["sequential=2", "unlearn.model={adapter: lora}"])
+        adapted.unlearning("npo", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
+
+
+def test_models_that_are_named_are_not_trained(study: Path) -> None:
+    read = load_study(
+        study, ["full=some/full", "retain=some/retain", "model={config: null, tokenizer: some/tokenizer}"]
+    )
+    recipe = read.unlearning("npo", Path("some/full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
+    assert "name: some/full" in recipe and "tokenizer: some/tokenizer" in recipe
+
+
+@pytest.mark.slow
+def test_one_request_after_another_starts_from_the_result_before(runs: Runs, study: Path, tmp_path: Path) -> None:
+    study.write_text("".join(line for line in study.read_text().splitlines(True) if "steep" not in line))
+    splits = "splits={after: {sequential: 2}, larger: {growing: 2}}"
+    ended = runs.command("unlearn-study", str(study), splits, cwd=tmp_path).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    made = tmp_path / "study"
+    found = json.loads((made / "results.json").read_text())["models"]
+    names = ("full", "retain", "npo.1", "npo.2")
+    assert list(found) == [f"{split} {name}" for split in ("after", "larger") for name in names]
+    assert all("forget_quality" in found[f"{split} npo.2"] for split in ("after", "larger"))
+    assert (made / "forget-quality.png").read_bytes().startswith(b"\x89PNG")
+
+    def start(split: str, name: str) -> str:
+        return yaml.safe_load((made / split / "asked" / f"{name}.yaml").read_text())["model"]["name"]
+
+    assert start("after", "npo.2") == str(made / "after" / "runs" / "npo.1" / "final")
+    assert start("larger", "npo.2") == str(made / "larger" / "runs" / "full" / "final")
+    own = (f"full={made / 'after' / 'runs' / 'full'}/final", f"retain={made / 'after' / 'runs' / 'retain'}/final")
+    given = (*own, "model={config: null}", "tokenizer_vocabulary=null", "directory=given")
+    again = runs.command("unlearn-study", str(study), *given, cwd=tmp_path).wait()
+    assert again.code == 0, again.stdout + again.stderr
+    assert [run.name for run in (tmp_path / "given" / "runs").iterdir()] == ["npo"]
+    same = json.loads((tmp_path / "given" / "results.json").read_text())["models"]["retain"]
+    assert same == found["after retain"]
 
 
 @pytest.mark.slow

@@ -34,18 +34,20 @@ class Ablation:
             ``ablation.html``.
         rows: a row of each variant: ``name``, ``changes`` (values by key), the name of its ``run``, the ``step`` of its
             last evaluation, and the ``metrics`` of it.
-        metric: what the variants are compared by.
+        metric: what the variants are compared by; None: nothing, so none is the best.
         highest: whether the highest value is the best.
     """
 
     directory: Path
     rows: tuple[dict[str, Any], ...]
-    metric: str = "loss"
+    metric: str | None = "loss"
     highest: bool = False
 
     @property
     def best(self) -> dict[str, Any]:
         """Return the row with the best value of the metric, among those that were trained longest."""
+        if self.metric is None:
+            raise RequestError("the loss does not show which run is the best; name a metric with --metric")
         last = max(row["step"] for row in self.rows)
         rows = [row for row in self.rows if row["step"] == last and self.metric in row["metrics"]]
         if not rows:
@@ -66,6 +68,8 @@ class Ablation:
         for line, note in zip(lines, notes, strict=True):
             cells = [cell.rjust(max(width, 10)) for cell, width in zip(line[1:], widths[1:], strict=True)]
             texts.append(line[0].ljust(widths[0]) + "".join(f"  {cell}" for cell in cells) + note)
+        if self.metric is None:
+            return "\n".join(texts)
         best = self.best
         value = shown(best["metrics"][self.metric])
         return "\n".join([*texts, "", f"best: {best['name']} ({self.metric.replace('_', ' ')} {value})"])
@@ -79,7 +83,7 @@ def ablate(
     number: int = 10,
     seed: int = 0,
     halving: int | None = None,
-    metric: str = "loss",
+    metric: str | None = None,
     highest: bool = False,
     jobs: int | None = None,
     out: str | PathLike[str] | None = None,
@@ -101,7 +105,8 @@ def ablate(
         halving: train all variants for a part of ``train.max_steps``, and continue only the best of every ``halving``,
             for as many times as many steps, until ``train.max_steps`` (successive halving, Jamieson and Talwalkar,
             arXiv 1502.07943).
-        metric: of the validation data, to compare variants by.
+        metric: of the validation data, to compare variants by. Default: the loss, if it shows how good a model is,
+            as that of unlearning does not.
         highest: whether the highest value of ``metric`` is the best, not the lowest.
         jobs: how many runs at once. Default: as many as there are GPUs for, on a CPU one.
         out: the directory of the runs. Default: ``ablations/<recipe>``.
@@ -126,10 +131,14 @@ def ablate(
     choose = {"one at a time": one_at_a_time, "grid": grid, "sample": lambda keys: sample(keys, number, seed)}
     # Read every recipe before the first of them is trained.
     recipes = {each: load_recipe(source, [*overrides, *each.overrides]) for each in choose[combine](over)}
+    if metric is None and all(each.spec.keeps_best for each in recipes.values()):
+        metric = "loss"
+    if metric is None and halving is not None:
+        raise RequestError("--halving: the loss does not show which runs to continue; name a metric with --metric")
     runs = runs_of(recipes)
     directory = user_path(out or Path("ablations") / _stem(source))
     distinct = {variant: recipes[variant] for variant in dict.fromkeys(runs.values())}
-    rungs = None if halving is None else Halving.of(halving, distinct, metric, highest)
+    rungs = None if halving is None or metric is None else Halving.of(halving, distinct, metric, highest)
     if progress:
         for variant, run in runs.items():
             if variant != run:
@@ -160,5 +169,7 @@ def _write_page(found: Ablation) -> None:
     """Write the page of an ablation, where the package with the script of charts is installed."""
     from trainwright.reports.ablation import ablation_page
 
+    if found.metric is None:
+        return
     with suppress(RequestError):
         write_file(found.directory / PAGE, ablation_page(found.rows, found.metric, found.best["name"]))

@@ -37,7 +37,8 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
         progress: show the parts, with their runs and evaluations.
 
     Returns:
-        The metrics of every model, which are also in the study's directory as ``results.json`` and ``results.md``.
+        The metrics of every model, which are also in the study's directory as ``results.json`` and ``results.md``; of a
+        study with splits, all of them, each model named after its split too.
 
     Raises:
         RequestError: the study is invalid, or its directory has parts made with other settings.
@@ -59,7 +60,15 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
     require("matplotlib", "the plot of a study")
     require("scipy", "forget_quality")
     require("rouge_score", "rouge_l")
-    return _StudySteps(loaded, progress).walk()
+    found = {name: _StudySteps(split, progress).walk() for name, split in loaded.splits().items()}
+    if not loaded.study.splits:
+        return found[""]
+    from trainwright.evaluation.unlearning.study.results import Results, draw
+
+    directory, results = user_path(loaded.study.directory).resolve(), Results.joined(found)
+    results.write(directory)
+    draw(list(found.values()), directory)
+    return results
 
 
 class _StudySteps:
@@ -76,17 +85,18 @@ class _StudySteps:
         from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
         from trainwright.evaluation.unlearning.study.results import Results, draw
 
-        names = list(self._study.study.objectives)
         (self._directory / _ASKED).mkdir(parents=True, exist_ok=True)
         benchmark = self._rows()
         metrics = self._metrics(benchmark)
-        for name, file in self._recipes(benchmark).items():
+        recipes = self._recipes(benchmark)
+        names = [name for name in recipes if name not in (FULL, RETAIN)]
+        for name, file in recipes.items():
             self._train(name, file)
         for name in (RETAIN, FULL, *names):
             self._evaluate(name, benchmark, metrics)
         name, subset = benchmark.name.partition("@")[0], self._study.study.subset
         results = Results.read(name, subset, self._directory / _EVALUATIONS, names)
-        plot = draw(results, self._directory)
+        plot = draw([results], self._directory)
         if plot is None:
             self._tell("no plot: needs a metric of the forget set and one of the retained knowledge")
         made = [*results.write(self._directory), *([] if plot is None else [plot])]
@@ -99,6 +109,8 @@ class _StudySteps:
 
         study, directory = self._study.study, self._directory / "benchmark"
         chosen = study.model_dump(include={"benchmark", "subset", "known"})
+        if study.requests is not None:
+            chosen |= study.model_dump(include={"sequential", "growing"}, exclude_none=True)
         self._ask("benchmark", str(chosen), done=directory.exists())
         benchmark = self._study.benchmark
         return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
@@ -126,20 +138,36 @@ class _StudySteps:
         overlaps.
         """
         from trainwright.data.stream.unlearning import refuse_overlap
-        from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
+        from trainwright.evaluation.unlearning.study.file import FULL
+        from trainwright.evaluation.unlearning.study.rows import requests_of
         from trainwright.recipe.loading import load_recipe
 
         study, training = self._study, benchmark.training
-        found = {name: study.finetuning(training[name], training["full"]) for name in (FULL, RETAIN)}
+        finetuned = [name for name, given in self._given().items() if given is None]
+        found = {name: study.finetuning(training[name], training["full"]) for name in finetuned}
         rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
-        start = self._directory / _RUNS / FULL / "final"
-        found |= {name: study.unlearning(name, start, rows) for name in study.study.objectives}
         runs = self._directory / _RUNS
-        files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in found.items()}
+        full = Path(self._given()[FULL] or runs / FULL / "final")
+        requests = requests_of(study.study, self._directory / "benchmark")
         for name in study.study.objectives:
-            if not (runs / name).exists():
+            if not requests:
+                found[name] = study.unlearning(name, full, rows)
+            start = full
+            for number, forget in enumerate(requests, 1):
+                found[f"{name}.{number}"] = study.unlearning(name, start, {**rows, "forget": forget})
+                if study.study.sequential is not None:
+                    start = runs / f"{name}.{number}" / "final"
+        files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in found.items()}
+        for name in found:
+            if name not in finetuned and not (runs / name).exists():
                 refuse_overlap(load_recipe(files[name]).data)
         return files
+
+    def _given(self) -> dict[str, str | None]:
+        """Return the full and the retain-only model that are named, in place of fine-tuning them."""
+        from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
+
+        return {FULL: self._study.study.full, RETAIN: self._study.study.retain}
 
     def _train(self, name: str, file: Path) -> None:
         run = self._directory / _RUNS / name
@@ -159,13 +187,16 @@ class _StudySteps:
         from trainwright.evaluation.unlearning.study.file import RETAIN
 
         out, reference = self._directory / _EVALUATIONS / name, self._directory / _EVALUATIONS / RETAIN
-        model = str(self._directory / _RUNS / name)
+        given = self._given()
+        model = given.get(name) or str(self._directory / _RUNS / name)
         options: dict[str, Any] = {"benchmark": benchmark.name, "out": str(out)}
         options["max_new_tokens"] = self._study.study.evaluate.max_new_tokens
+        if given.get(name) is not None and (tokenizer := self._study.study.model.get("tokenizer")) is not None:
+            options["tokenizer"] = str(tokenizer)
         if name == RETAIN:
             metrics = list(dict.fromkeys(_OF_REFERENCE.get(metric, metric) for metric in metrics))
         else:
-            options |= _references(metrics, reference, self._directory / _RUNS / RETAIN)
+            options |= _references(metrics, reference, given[RETAIN] or self._directory / _RUNS / RETAIN)
         options |= {"metrics": ",".join(metrics), **self._processes()}
         words = (f"--{option.replace('_', '-')} {value}" for option, value in options.items())
         self._ask(f"evaluate-{name}", " ".join([model, *words]) + "\n", done=out.exists())
@@ -216,7 +247,7 @@ class _StudySteps:
         say(f"[{minutes:02d}:{seconds:02d}] {what}")
 
 
-def _references(metrics: Sequence[str], log: Path, model: Path) -> dict[str, str]:
+def _references(metrics: Sequence[str], log: Path, model: Path | str) -> dict[str, str]:
     """Return the references to the retain-only model, if a metric needs them."""
     from trainwright.evaluation.unlearning.registry import METRICS
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.data import alternates
 from trainwright.cli.data import tokens as data_tokens
 from trainwright.cli.recipe import Overrides
 from trainwright.cli.trust import TrustCode
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Prepare, show and check training data.")
 app.command("tokenize")(data_tokens.tokenize)
+app.command("alternates")(alternates.alternates)
 app.command("train-tokenizer")(data_tokens.train_tokenizer)
 
 Asked = Annotated[

@@ -48,6 +48,10 @@ def evaluate(
     reference_model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="For mia_reference: a model that never saw the forget set.")
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --benchmark: of models that have no tokenizer of their own."),
+    ] = None,
     relearning_steps: Annotated[
         int | None, typer.Option(min=1, help="For relearning: number of training steps. Default: 20.")
     ] = None,

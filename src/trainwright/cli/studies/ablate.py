@@ -30,7 +30,10 @@ def ablate(
         int | None,
         typer.Option(min=2, metavar="N", help="Continue only the best of every N, for N times as many steps."),
     ] = None,
-    metric: Annotated[str, typer.Option(help="Validation metric to compare by.")] = "loss",
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Validation metric to compare by. Default: loss, if it shows how good a model is."),
+    ] = None,
     highest: Annotated[bool, typer.Option("--highest", help="The highest value is the best, not the lowest.")] = False,
     jobs: Annotated[
         int | None,

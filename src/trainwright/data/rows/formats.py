@@ -68,15 +68,27 @@ class RowReader:
     Attributes:
         layouts: names of ``layouts.REQUIRED`` in the order of detection.
         convert: returns a row as ``(role, text or conversation)`` of each sequence.
+        extra: a further column that every source must have.
+        split: divides the sequences of a row into examples with equally many.
     """
 
     name: str
     layouts: tuple[str, ...]
     convert: Callable[[Row, RowLayout, Counter[str] | None], list[tuple[int, Example]]]
+    extra: str | None = None
+    split: Callable[[list[tuple[int, Example]]], list[list[tuple[int, Example]]]] = lambda sequences: [sequences]
 
     def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> RowLayout:
         """Return the layout of a source's rows; raise RequestError if they fit none."""
-        return layout_of(columns, first_rows, wanted, self.layouts)
+        layout = layout_of(columns, first_rows, wanted, self.layouts)
+        if self.extra is None:
+            return layout
+        if self.extra not in columns:
+            raise RequestError(
+                f"the rows have no field {self.extra}, which holds other answers to each question; trainwright data "
+                "alternates writes it"
+            )
+        return RowLayout(layout, layout.columns, (self.extra,))
 
     def narrowing(self, wanted: str, columns: Sequence[str], first_rows: Sequence[Row]) -> Callable[[Row], Row]:
         """Return a function that reduces rows to the columns and the keys of turns that are used.
@@ -87,7 +99,7 @@ class RowReader:
         return functools.partial(_only_used, layout.used)
 
     def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
-        """Return a row as ``(role, text or conversation)`` of each sequence of an example; rows have equally many.
+        """Return a row as ``(role, text or conversation)`` of each sequence of its example, or examples: see ``split``.
 
         Raises:
             NoTarget, RequestError: as in ``to_example``.

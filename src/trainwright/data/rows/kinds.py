@@ -1,4 +1,4 @@
-"""The rows of a recipe's task, and the refusals that unlearning trains as answers."""
+"""The rows of a recipe's task, and the refusals and alternates that unlearning trains as answers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from trainwright.data.rows.formats import EXAMPLES, Example, RowReader
+from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, RowReader
 from trainwright.data.rows.layouts import RowLayout
 from trainwright.data.rows.pairs import ANSWERS, PAIRS
-from trainwright.data.sources.row_files import Row
+from trainwright.data.sources.row_files import Row, kind_of
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_text
@@ -19,10 +19,41 @@ from trainwright.recipe.files import read_text
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
 
-# The role of a sequence in its example.
+# The role of a sequence in its example; an alternate has the role of a refusal.
 FORGET, RETAIN, REFUSAL = 0, 1, 2
 
-_KINDS = {kind.name: kind for kind in (EXAMPLES, PAIRS, ANSWERS)}
+
+def _with_alternates(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
+    """Return a row's conversation, and the same with each of its alternates, a text or a list of them, as the answer.
+
+    Raises:
+        NoTarget: it has no alternate.
+    """
+    ((_, example),) = EXAMPLES.convert(row, layout, remarks)
+    if isinstance(example, str):
+        raise RequestError(f"is plain text, but alternates answer questions; {_CONVERSATIONS}")
+    (field,) = layout.extra
+    value = row.get(field)
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"the field {field} should be a text or a list of texts, not {kind_of(value)}")
+    if not (texts := [text for text in texts if text.strip()]):
+        raise NoTarget(f"the field {field} is empty")
+    return [(FORGET, example), *((REFUSAL, _answered(example, text)) for text in texts)]
+
+
+def _one_alternate_each(sequences: list[tuple[int, Example]]) -> list[list[tuple[int, Example]]]:
+    forget, *alternates = sequences
+    return [[forget, alternate] for alternate in alternates]
+
+
+def _answered(conversation: list[Message], answer: str) -> list[Message]:
+    return [*conversation[:-1], {"role": "assistant", "content": answer}]
+
+
+_CONVERSATIONS = "use conversations, or another unlearn.objective"
+ALTERNATES = RowReader("alternates", EXAMPLES.layouts, _with_alternates, "alternate", _one_alternate_each)
+_KINDS = {kind.name: kind for kind in (EXAMPLES, PAIRS, ANSWERS, ALTERNATES)}
 
 
 def kind_of_rows(recipe: Recipe, key: str = "data.train") -> RowReader:
@@ -56,12 +87,10 @@ def _with_refusal(
     """Return a row's conversation, and the same with a refusal as the answer."""
     ((_, example),) = EXAMPLES.convert(row, layout, remarks)
     if isinstance(example, str):
-        raise RequestError(
-            "is plain text, but refusals answer questions; use conversations, or another unlearn.objective"
-        )
+        raise RequestError(f"is plain text, but refusals answer questions; {_CONVERSATIONS}")
     digest = hashlib.sha256(json.dumps([seed, example], sort_keys=True, default=str).encode()).digest()
     refusal = refusals[int.from_bytes(digest[:8], "big") % len(refusals)]
-    return [(FORGET, example), (REFUSAL, [*example[:-1], {"role": "assistant", "content": refusal}])]
+    return [(FORGET, example), (REFUSAL, _answered(example, refusal))]
 
 
 def read_refusals(file: str) -> tuple[str, ...]:

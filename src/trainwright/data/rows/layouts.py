@@ -71,13 +71,16 @@ class RowLayout(str):
 
     Attributes:
         columns: maps field names to column names, where they differ.
+        extra: further columns that are used.
     """
 
     columns: Mapping[str, str]
+    extra: Sequence[str]
 
-    def __new__(cls, name: str, columns: Mapping[str, str] | None = None) -> RowLayout:
+    def __new__(cls, name: str, columns: Mapping[str, str] | None = None, extra: Sequence[str] = ()) -> RowLayout:
         """Create the layout ``name`` with the columns of its fields."""
         layout = super().__new__(cls, name)
+        layout.extra = extra
         layout.columns = {field: column for field, column in (columns or {}).items() if field != column}
         return layout
 
@@ -93,7 +96,7 @@ class RowLayout(str):
     def used(self) -> list[str]:
         """Return the columns that an example is made from, including optional ones."""
         more = () if self == "text" else _OF_CONVERSATIONS
-        return [self.column(field) for field in (*REQUIRED[self], *_OPTIONAL.get(self, ()), *more)]
+        return [*(self.column(field) for field in (*REQUIRED[self], *_OPTIONAL.get(self, ()), *more)), *self.extra]
 
     @property
     def renamed(self) -> dict[str, str]:

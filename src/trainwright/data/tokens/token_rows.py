@@ -321,8 +321,8 @@ def _take_in(
             continue
         except RequestError as error:
             raise RequestError(f"{key}: {place(index)}: {error}") from None
-        roles[index] = [role for role, _ in sequences]
-        examples = by_turn(sequences) if each_turn else [sequences]
+        examples = by_turn(sequences) if each_turn else kind.split(sequences)
+        roles[index] = [role for role, _ in examples[0]]
         texts += [text for example in examples for _, text in example]
         owners += [index] * sum(map(len, examples))
     remarks: list[set[str]] = [set() for _ in texts]

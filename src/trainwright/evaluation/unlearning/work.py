@@ -7,6 +7,7 @@ to be measured work/found/                   the findings of the ranks
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         RequestError: one of them, a row or a metric is invalid.
         MachineError: the model does not fit this machine, or a library that a metric needs is not installed.
     """
-    found = find_model(request.model, request.adapter, request.checkpoint)
+    found = _tokenized(find_model(request.model, request.adapter, request.checkpoint), request)
     check_fits(found, DTYPES[request.dtype], machine, processes)
     found.save(work / _MODEL)
     benchmark = benchmark_of(request, found)
@@ -54,7 +55,7 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
     names = chosen_metrics(request, sets)
     tokenizer = load_tokenizer(found.section)
     if request.reference_model is not None:
-        other = find_model(request.reference_model)
+        other = _tokenized(find_model(request.reference_model), request)
         if load_tokenizer(other.section).get_vocab() != tokenizer.get_vocab():
             raise RequestError(f"--reference-model: {other.origin} has another tokenizer than {found.origin}")
         other.save(work / _OTHER)
@@ -63,6 +64,12 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
     job.save(work)
     about = {"benchmark": benchmark.name, "metrics": names, "cut": encoder.cut, "notes": encoder.notes}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _tokenized(found: FoundModel, request: EvaluationRequest) -> FoundModel:
+    if request.tokenizer is None or found.recipe is not None:  # a run has its own
+        return found
+    return replace(found, section=found.section.model_copy(update={"tokenizer": request.tokenizer}))
 
 
 def benchmark_of(request: EvaluationRequest, found: FoundModel) -> Benchmark:

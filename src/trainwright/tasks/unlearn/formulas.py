@@ -106,10 +106,11 @@ def simnpo(losses: torch.Tensor, counts: torch.Tensor, beta: float, delta: float
 def dpo(refused: torch.Tensor, ratios: torch.Tensor, beta: float) -> torch.Tensor:
     """Compute DPO for refusals (arXiv 2305.18290, equation 7): -(2 / beta) log sigma(beta (r_refusal - r_forget)).
 
-    The factor 2 / beta is that of ``npo``, so that both have the same weight relative to a retain loss.
+    With alternate answers in place of the refusals it is AltPO (arXiv 2409.13474). The factor 2 / beta is that of
+    ``npo``, so that both have the same weight relative to a retain loss.
 
     Args:
-        refused: log-ratios of the refusals.
+        refused: log-ratios of the refusals or alternates.
         ratios: log-ratios of the forget answers.
     """
     return -2 / beta * logsigmoid(beta * (refused - ratios))

@@ -14,8 +14,8 @@ class Objective:
 
     - ``of`` tokens: ``losses`` [n], the negative log-likelihoods of the targets; returns [n].
     - ``of`` answers: ``losses`` [D], their sums over each answer, float64; ``counts`` [D], the number of targets of
-      each; ``ratios`` and ``refused`` [D], the log-ratios to the reference of the forget answers and of the refusals;
-      returns [D].
+      each; ``ratios`` and ``refused`` [D], the log-ratios to the reference of the forget answers and of the refusals
+      or alternates; returns [D].
     - ``of`` logits: ``logits`` [n, V], ``targets`` [n] and, with ``reference`` logits, ``teacher`` [n, V]; returns [n].
     - ``of`` activations: ``activations`` [n, H] of a block, and the ``direction`` [H] that they are steered to; returns
       [n]. The keys ``layer`` and ``steering_coefficient`` set the block and the length of the direction.
@@ -28,6 +28,7 @@ class Objective:
         defaults: defaults of its own keys of the section; of ``gamma`` and ``alpha`` if they are not 1.
         reference: what the forget loss needs from the reference.
         idk: whether it trains the refusals of data.idk.
+        alternates: whether it trains the alternate answers of the forget rows, in place of refusals.
         learns: whether the loss is over the tokens of the forget answers or of the refusals.
         ascends: the retain loss is kept under ``retain_limit`` by dual ascent of ``alpha``.
         subtracts: ``scale`` times what was learned is subtracted from the weights at the end.
@@ -40,6 +41,7 @@ class Objective:
     defaults: dict[str, Any] = field(default_factory=dict)
     reference: Literal["nothing", "log-probabilities", "logits", "activations"] = "nothing"
     idk: bool = False
+    alternates: bool = False
     learns: Literal["forget", "refusals"] = "forget"
     ascends: bool = False
     subtracts: bool = False
@@ -82,6 +84,15 @@ DPO = Objective(
     defaults={"beta": 0.1},
     reference="log-probabilities",
     idk=True,
+)
+ALTPO = Objective(
+    "prefer the alternate answers of a row to its forget answer",
+    "arXiv 2409.13474",
+    f"{_FORMULAS}:dpo",
+    of="answers",
+    defaults={"beta": 0.1},
+    reference="log-probabilities",
+    alternates=True,
 )
 IDK_NLL = Objective(
     "learn a refusal as the answer to each forget question",

@@ -37,8 +37,9 @@ class UnlearnSection(Section):
     )
     beta: Positive | None = Field(
         None,
-        description="npo, dpo: weight of the deviation from the reference (0.1). simnpo: inverse temperature (4.5). "
-        "undial: subtracted from the logit of the forget token (10). wga, satimp: exponent of the probability (1, 5).",
+        description="npo, dpo, altpo: weight of the deviation from the reference (0.1). simnpo: inverse temperature "
+        "(4.5). undial: subtracted from the logit of the forget token (10). wga, satimp: exponent of the probability "
+        "(1, 5).",
     )
     delta: float | None = Field(None, description="simnpo: margin of the mean loss (0).")
     importance: NotNegative | None = Field(None, description="satimp: exponent of 1 minus the probability (1).")
@@ -83,8 +84,8 @@ class UnlearnSection(Section):
 
     @property
     def refuses(self) -> bool:
-        """Whether a refusal is trained in addition to each forget answer."""
-        return self.facts.idk and self.facts.learns == "forget"
+        """Whether a refusal or an alternate is trained in addition to each forget answer."""
+        return (self.facts.idk or self.facts.alternates) and self.facts.learns == "forget"
 
     @property
     def retains(self) -> bool:

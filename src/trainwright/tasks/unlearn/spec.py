@@ -133,7 +133,10 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(recipe: Recipe, key: str) -> RowKind:
-    return "refused" if key == "data.forget" and recipe.own(UnlearnSection).facts.idk else "examples"
+    facts = recipe.own(UnlearnSection).facts
+    if key != "data.forget":
+        return "examples"
+    return "alternates" if facts.alternates else "refused" if facts.idk else "examples"
 
 
 def _needs(recipe: Recipe) -> Needs:

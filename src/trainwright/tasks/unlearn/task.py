@@ -50,7 +50,8 @@ class UnlearnRows:
 
     Attributes:
         prepared: pairs of forget and retain rows, for training and validation.
-        forget: only the forget rows, with their refusals; sequences have the same indices as in the pairs.
+        forget: only the forget rows, with their refusals or alternates; sequences have the same indices as in the
+            pairs.
     """
 
     prepared: PreparedData
@@ -292,8 +293,9 @@ class Unlearning(ReferenceTask):
         for place, role in enumerate(ROLES):
             nll, targets, chances, answers = likelihoods[4 * place : 4 * place + 4]
             if answers:
-                found[f"{_NAMES[role]}_nll"] = nll / targets
-                found[f"{_NAMES[role]}_probability"] = chances / answers
+                name = "alternate" if role == REFUSAL and self._unlearn.facts.alternates else _NAMES[role]
+                found[f"{name}_nll"] = nll / targets
+                found[f"{name}_probability"] = chances / answers
         if "alpha" in self.state:
             found["alpha"] = self.state["alpha"]
         return found

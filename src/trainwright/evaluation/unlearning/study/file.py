@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import Benchmark, find_benchmark, is_missing_here
@@ -43,6 +51,10 @@ def _none_as_empty(value: object) -> object:
 ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidator(_not_reserved)]
 
 
+# Sources of rows to forget, or a number of equal parts of the benchmark's.
+Requests = Annotated[int, Field(ge=2)] | Annotated[list[Text], Field(min_length=2)]
+
+
 class StudyEvaluation(Section):
     """How every model is evaluated."""
 
@@ -70,7 +82,26 @@ class Study(Section):
         None, description="Train a byte-level BPE tokenizer of this size on the rows. null: the model's tokenizer."
     )
     directory: Text = Field(description="Output directory; finished parts in it are reused.")
-    model: dict[str, Any] = Field(description="Section model of the two fine-tuning recipes.")
+    model: dict[str, Any] = Field(
+        default_factory=dict, description="Section model of the two fine-tuning recipes, or further keys of full."
+    )
+    full: Text | None = Field(None, description="A model that was trained on all rows, in place of fine-tuning one.")
+    retain: Text | None = Field(
+        None, description="A model that was trained on the rows to retain, in place of fine-tuning one."
+    )
+    sequential: Requests | None = Field(
+        None,
+        description="Rows to forget one request after another: each starts from the result of the one before. A list "
+        "of sources, or a number of parts of the benchmark's.",
+    )
+    growing: Requests | None = Field(
+        None,
+        description="Rows to forget of growing number, each from the full model: a list of sources, or a number of "
+        "equal parts of the benchmark's, of which the first 1, 2, … are used.",
+    )
+    splits: dict[ModelName, dict[str, Any]] = Field(
+        {}, description="Several studies by name, each with the keys that differ, such as its benchmark."
+    )
     parallel: dict[str, Any] = Field({}, description="Section parallel of all recipes.")
     finetune: dict[str, Any] = Field({}, description="Further sections of the two fine-tuning recipes.")
     unlearn: dict[str, Any] = Field({}, description="Further sections of all unlearning recipes.")
@@ -78,6 +109,17 @@ class Study(Section):
         min_length=1, description="The unlearned models by name, each with its own sections."
     )
     evaluate: StudyEvaluation = Field(default_factory=StudyEvaluation, description="Evaluation of all models.")
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        if self.sequential is not None and self.growing is not None:
+            raise ValueError("sequential and growing: set one of the two")
+        return self
+
+    @property
+    def requests(self) -> int | list[str] | None:
+        """Return the requests, of either kind."""
+        return self.growing if self.sequential is None else self.sequential
 
     @field_validator("known")
     @classmethod
@@ -104,6 +146,27 @@ class StudyFile:
         name = next((each for each in others if not is_missing_here(each)), last)
         return find_benchmark(name, f"{self.place('benchmark')}: benchmark")
 
+    def splits(self) -> dict[str, StudyFile]:
+        """Return the study of each split, in a directory of its own; the study itself if it has none.
+
+        Raises:
+            RequestError: a split is invalid.
+        """
+        return {name: self._split(name) for name in self.study.splits} or {"": self}
+
+    def _split(self, name: str) -> StudyFile:
+        values = {key: value for key, value in self.tree.values.items() if key != "splits"}
+        own = self.study.splits[name]
+        for key, value in own.items():
+            before = values.get(key)
+            values[key] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
+        values["directory"] = str(Path(self.study.directory) / name)
+        tree = Tree(values, dict(self.tree.origins))
+        for path, origin in self.tree.origins.items():
+            if path[:2] == ("splits", name) and path[2:]:
+                tree.origins[path[2:]] = origin
+        return StudyFile(_validated(tree, self.file), tree, self.file)
+
     def finetuning(self, source: str, everything: str) -> str:
         """Return the recipe that fine-tunes a model on ``source``, in YAML. ``everything``: the texts for a new
         tokenizer.
@@ -126,12 +189,22 @@ class StudyFile:
         """Return the recipe of the objective called ``name``, in YAML.
 
         Args:
-            start: the full model.
+            start: the full model, or the result of the request before.
             rows: keys of the section data: what to forget and what to keep.
+
+        Raises:
+            RequestError: it is invalid, or sequential requests would train an adapter.
         """
         data = {**rows, "validation": None}
-        own = {"task": _TASK, "model": {"name": str(start)}, "data": data, _TASK: {"objective": name}}
-        return dump_recipe(self._recipe(own, ("unlearn",), ("objectives", name)))
+        model = {**({} if self.study.full is None else self.study.model), "name": str(start)}
+        own = {"task": _TASK, "model": model, "data": data, _TASK: {"objective": name}}
+        recipe = self._recipe(own, ("unlearn",), ("objectives", name))
+        if self.study.sequential is not None and recipe.model.adapter.type != "none":
+            raise RequestError(
+                f"{self.place('sequential')}: sequential: each request starts from the full weights of the result "
+                f"before; remove model.adapter from {name}"
+            )
+        return dump_recipe(recipe)
 
     def _recipe(self, own: dict[str, Any], *places: tuple[str, ...]) -> Recipe:
         """Return the recipe of ``own`` sections, with the study's sections at ``places`` over them."""
@@ -166,6 +239,12 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
         RequestError: the problems, one per line, with file and line.
     """
     tree, file = read_merged(path, overrides), Origin(str(path))
+    found = StudyFile(_validated(tree, file), tree, file)
+    found.splits()
+    return found
+
+
+def _validated(tree: Tree, file: Origin) -> Study:
     problems = [str(problem) for problem in tree.problems]
     study = None
     try:
@@ -174,7 +253,7 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
         problems += [_describe_problem(details, tree, file) for details in error.errors(include_url=False)]
     if problems or study is None:
         raise RequestError("\n".join(dict.fromkeys(problems)))
-    return StudyFile(study, tree, file)
+    return study
 
 
 def _describe_problem(details: Any, tree: Tree, file: Origin) -> str:

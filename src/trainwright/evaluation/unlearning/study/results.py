@@ -52,7 +52,9 @@ class Results:
 
     @classmethod
     def read(cls, benchmark: str, subset: Mapping[str, int], evaluations: Path, names: Sequence[str]) -> Results:
-        """Read the results of the evaluations in ``evaluations``/<name>."""
+        """Read the results of the evaluations in ``evaluations``/<name>, for the full and the retain-only model and
+        ``names``.
+        """
         found: dict[str, dict[str, dict[str, float]]] = {}
         for name in (FULL, RETAIN, *names):
             about = json.loads((evaluations / name / METRICS_FILE).read_text(encoding="utf-8"))
@@ -62,6 +64,12 @@ class Results:
             for metrics in found.values():
                 metrics[KEPT] = {"all": metrics["model_utility"]["all"] / best}
         return cls(benchmark, subset, found)
+
+    @classmethod
+    def joined(cls, splits: Mapping[str, Results]) -> Results:
+        """Return the models of several splits in one table, each named after its split too."""
+        models = {f"{split} {name}": metrics for split, each in splits.items() for name, metrics in each.models.items()}
+        return cls(", ".join(each.benchmark for each in splits.values()), {}, models)
 
     def value(self, model: str, metric: str, of: str) -> float | None:
         """Return a metric of a model; None if it was not measured."""
@@ -148,23 +156,42 @@ _PLOTS = (
 )
 
 
-def draw(results: Results, directory: Path) -> str | None:
-    """Draw the plot in ``directory``; return its file name, or None if there is nothing to plot.
+def draw(splits: Sequence[Results], directory: Path) -> str | None:
+    """Draw the plot of one or more splits, side by side, in ``directory``; return its file name, or None if there is
+    nothing to plot. The results of several requests are joined by a line, in their order.
 
     Raises:
         MachineError: matplotlib is not installed.
     """
     for plot in _PLOTS:
-        if points := _points(plot, results):
+        panels = [(results, points) for results in splits if (points := _points(plot, results))]
+        if panels:
             break
     else:
         return None
-    figure = new_figure(8, 4.5, "the plot of a study")
-    axes = figure.subplots()
-    for number, (name, point) in enumerate(points.items()):
-        known = name in (FULL, RETAIN)
-        marker, color = ("*" if name == FULL else "P", _GREY) if known else ("o", f"C{number}")
-        axes.scatter(*point, s=60, marker=marker, color=color, label=name)
+    figure = new_figure(3.5 + 4.5 * len(panels), 4.5, "the plot of a study")
+    names = dict.fromkeys(name.partition(".")[0] for _, points in panels for name in points)
+    colors = {name: _GREY if name in (FULL, RETAIN) else f"C{number}" for number, name in enumerate(names)}
+    for axes, (results, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw_panel(axes, plot, results, points, colors)
+    handles = dict(pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
+    figure.savefig(directory / plot.file, dpi=120)
+    return plot.file
+
+
+def _draw_panel(
+    axes: Any, plot: _Plot, results: Results, points: Mapping[str, tuple[float, float]], colors: Mapping[str, str]
+) -> None:
+    for series, color in colors.items():
+        own = {name: point for name, point in points.items() if name.partition(".")[0] == series}
+        if not own:
+            continue
+        marker = {FULL: "*", RETAIN: "P"}.get(series, "o")
+        xs, ys = zip(*own.values(), strict=True)
+        axes.plot(xs, ys, marker=marker, markersize=8, linewidth=1, linestyle="-", color=color, label=series)
+        for name, point in own.items():
+            axes.annotate(name.partition(".")[2], point, xytext=(5, 5), textcoords="offset points", fontsize="small")
     if plot.of_quality:
         axes.axhline(_SIGNIFICANT, color="#a33", linestyle="--", linewidth=1, label="p = 0.05")
     axes.set_xlim(-0.02, max(1.0, *(kept for kept, _ in points.values())) + 0.05)
@@ -172,9 +199,6 @@ def draw(results: Results, directory: Path) -> str | None:
     axes.set_ylabel(plot.forgotten[2])
     axes.set_title(results.benchmark + (f"\nrows: {results.about}" if results.subset else ""), fontsize="medium")
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(directory / plot.file, dpi=120)
-    return plot.file
 
 
 def _points(plot: _Plot, results: Results) -> dict[str, tuple[float, float]]:

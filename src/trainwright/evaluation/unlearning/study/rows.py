@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from trainwright.recipe.benchmarks import TOFU_SPLITS, Benchmark, find_benchmark
 if TYPE_CHECKING:
     from trainwright.evaluation.unlearning.study.file import Study
 
+_REQUEST = "request-{}.jsonl"
 _PERTURBED = ("forget", "retain", "real_authors", "world_facts")
 
 
@@ -48,8 +50,22 @@ def write_rows(study: Study, benchmark: Benchmark, directory: Path) -> Benchmark
     else:
         forget, retain = (_rows(benchmark.training[name], None) for name in ("forget", "retain"))
         _write(scratch / "full.jsonl", [*retain, *forget])
+    if isinstance(count := study.requests, int):
+        forget = _rows(str(scratch / f"{part}.jsonl") if kind == "tofu" else benchmark.training["forget"], None)
+        if count > len(forget):
+            raise RequestError(f"{count:,} requests need as many rows to forget, but there are {len(forget):,}")
+        ends = [len(forget) * number // count for number in range(count + 1)]
+        for number, (begin, end) in enumerate(pairwise(ends), 1):
+            _write(scratch / _REQUEST.format(number), forget[begin if study.sequential else 0 : end])
     scratch.rename(directory)
     return rows_of(benchmark, directory)
+
+
+def requests_of(study: Study, directory: Path) -> list[str]:
+    """Return the sources of the rows to forget, one for each request; those of numbered parts from ``directory``."""
+    if isinstance(count := study.requests, int):
+        return [str(directory / _REQUEST.format(number)) for number in range(1, count + 1)]
+    return count or []
 
 
 def rows_of(benchmark: Benchmark, directory: Path) -> Benchmark:
