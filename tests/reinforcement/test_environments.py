@@ -197,11 +197,6 @@ def test_a_users_environment_of_early_ends_and_horizon() -> None:
         ("gymnasium", LAKES | {"entry_point": "pytest:exit", "tasks": [{}]}, "is not a subclass of gymnasium.Env"),
         ("torch:nn.Linear", {}, "lacks tasks, describe"),
         ("gymnasium", LAKES | {"optimal_returns": [1.0]}, "1 optimal_returns for 2 tasks"),
-        (
-            "gymnasium",
-            LAKES | {"entry_point": "gymnasium.envs.classic_control.cartpole:CartPoleEnv", "tasks": [{}]},
-            "whole numbers from 0 are needed",
-        ),
     ],
 )
 def test_what_cannot_be_made_is_refused(name: str, options: dict[str, Any], said: str) -> None:
@@ -286,3 +281,92 @@ def test_an_environment_is_named_by_its_place(tmp_path: Path, monkeypatch: pytes
     assert (made.name, len(made.tasks())) == ("a_room_of_mine:Room", 9)
     with pytest.raises(RequestError, match="environment a_room_of_mine:Nothing lacks tasks, describe, optimal_return"):
         make("a_room_of_mine:Nothing")
+
+
+PENDULUM: dict[str, Any] = {
+    "entry_point": "gymnasium.envs.classic_control.pendulum:PendulumEnv",
+    "tasks": [{"g": 2.0}, {"g": 10.0}],
+    "horizon": 20,
+}
+CART: dict[str, Any] = {
+    "entry_point": "gymnasium.envs.classic_control.cartpole:CartPoleEnv",
+    "tasks": [{}],
+    "horizon": 30,
+}
+CART_BOUNDS = [[-2.4, 2.4], [-3, 3], [-0.21, 0.21], [-3, 3]]
+
+
+def test_real_numbers_are_divided_into_bins() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    environment = make("gymnasium", **PENDULUM, action_bins=5, observation_bins=16)
+    assert (environment.action_count, environment.observation_counts) == (5, (16, 16, 16))
+    assert environment.options["action_bins"] == 5, "files of histories name it"
+    copies = environment.vector(environment.tasks(), seed=5)
+    plain = [gymnasium.make("Pendulum-v1", g=task["g"], max_episode_steps=20) for task in PENDULUM["tasks"]]
+    first = [one.reset(seed=5 * 2**32 + number & 0x7FFFFFFF)[0] for number, one in enumerate(plain)]
+    low, width = np.array([-1, -1, -8]), np.array([2, 2, 16]) / 16
+
+    def bins(observations: list[Any]) -> list[Any]:
+        return [np.minimum(np.floor((seen - low) / width), 15).tolist() for seen in observations]
+
+    assert copies.reset().tolist() == bins(first)
+    generator = np.random.default_rng(0)
+    for _ in range(45):
+        actions = generator.integers(5, size=2)
+        _, rewards, dones = copies.step(torch.as_tensor(actions))
+        stepped = [one.step(np.array([action - 2.0], np.float32)) for one, action in zip(plain, actions, strict=True)]
+        assert copies.final_observations.tolist() == bins([seen for seen, *_ in stepped])
+        assert rewards.tolist() == pytest.approx([float(reward) for _, reward, *_ in stepped])
+        assert dones.tolist() == [truncated for *_, truncated, _ in stepped]
+        for one, done in zip(plain, dones.tolist(), strict=True):
+            if done:
+                one.reset()
+
+
+def test_observations_without_bounds_are_given_some() -> None:
+    pytest.importorskip("gymnasium")
+    environment = make("gymnasium", **CART, observation_bounds=CART_BOUNDS, observation_bins=10)
+    assert (environment.action_count, environment.observation_counts) == (2, (10,) * 4)
+    copies = environment.vector(environment.tasks())
+    copies.reset()
+    fastest = 0
+    for _ in range(30):
+        copies.step(torch.ones(1, dtype=torch.int64))
+        fastest = max(fastest, int(copies.final_observations[0, 1]))
+    assert fastest >= 8, "the cart is pushed to one side all the time"
+
+
+def test_the_pendulum_with_a_target_rewards_standing_there() -> None:
+    pytest.importorskip("gymnasium")
+    from trainwright.reinforcement.environments.pendulum import TargetPendulum
+
+    class Balanced(TargetPendulum):
+        """Starts at rest at an angle."""
+
+        def start(self, angle: float) -> float:
+            self.reset(seed=0)
+            self.state = np.array([angle, 0.0])
+            return self.step(np.zeros(1))[1]
+
+    one = Balanced(target=1.0)
+    assert one.start(1.0) == 0.0
+    assert one.start(1.5) == pytest.approx(-0.25 / np.pi**2)
+    assert one.start(1.0 - np.pi) == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (CART, "without bounds; set observation_bounds to [[lowest, highest], ...] of its 4 numbers"),
+        (CART | {"observation_bounds": [[0, 1]]}, "of the 4 numbers of an observation of"),
+        (CART | {"observation_bounds": [[1, 0]] * 4}, "observation_bounds is [[lowest, highest], ...]"),
+        (CART | {"observation_bounds": CART_BOUNDS, "action_bins": 3}, "action_bins has no effect: the actions are"),
+        (LAKES | {"observation_bins": 3}, "observation_bins has no effect: the observations are Discrete(9)"),
+        (PENDULUM | {"action_bins": 1}, "action_bins is a whole number from 2 to 1,024, not 1"),
+        (PENDULUM | {"observation_bins": 2.5}, "observation_bins is a whole number from 2 to 1,024, not 2.5"),
+    ],
+)
+def test_bins_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    pytest.importorskip("gymnasium")
+    with pytest.raises(RequestError, match=re.escape(message)):
+        make("gymnasium", **options)

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from tests.support.learners import write_histories
-from trainwright.models.history.model import HistoryModel, HistoryShape
+from trainwright.models.history.context import Context
+from trainwright.models.history.model import HistoryModel, HistoryShape, Steps
 from trainwright.models.history.objective import HistoryObjective, LossWeights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
 from trainwright.spent import Use
+from trainwright.tasks.algorithm_distillation.evaluation import best_copies
 from trainwright.tasks.algorithm_distillation.goals import find_goals
-from trainwright.tasks.algorithm_distillation.in_context import Trial, evaluate_model, play
+from trainwright.tasks.algorithm_distillation.in_context import Agents, Trial, evaluate_model, play
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
@@ -102,6 +104,36 @@ def test_an_agent_that_is_all_but_cold_is_greedy() -> None:
     )
     assert np.array_equal(cold, greedy)
     assert not np.array_equal(warm, greedy)
+
+
+def test_an_agent_samples_at_first_and_is_greedy_after_its_own_episodes() -> None:
+    module = HistoryModel(SHAPE, seed=3).eval()
+    seeds, generator = torch.arange(6), torch.Generator().manual_seed(0)
+    contexts = [Context(SHAPE, 6, moves_by=8) for _ in range(3)]
+    sampling, greedy = Agents(contexts[0], seeds, 1.0), Agents(contexts[1], seeds, 0.0)
+    mixed = Agents(contexts[2], seeds, 1.0, greedy_after=2)
+    episodes = torch.zeros(6, dtype=torch.int64)
+    differ = 0
+    for _ in range(40):
+        step = Steps(
+            torch.randint(4, (6, 1, 2), generator=generator),
+            torch.randint(5, (6, 1), generator=generator),
+            torch.rand(6, 1, generator=generator),
+            torch.rand(6, 1, generator=generator) < 0.1,
+        )
+        episodes += step.before_dones[:, 0]
+        with torch.no_grad():
+            drawn, likeliest, chosen = (agents.actions(module, step) for agents in (sampling, greedy, mixed))
+        assert chosen.tolist() == torch.where(episodes < 2, drawn, likeliest).tolist()
+        differ += int((drawn != likeliest).sum())
+    assert differ and int((episodes >= 2).sum())
+
+
+def test_the_best_copy_is_chosen_by_other_episodes_than_it_is_measured_on() -> None:
+    returns = np.array([[[9, 1, 1, 2, 2], [0, 3, 5, 1, 0], [0, 0, 0, 8, 8]]], np.float32)
+    chosen = best_copies(returns, 2)
+    assert chosen is not None and chosen.tolist() == [0.5]
+    assert best_copies(returns, 3) is None and best_copies(returns[:, :1], 2) is None
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

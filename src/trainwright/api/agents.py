@@ -31,7 +31,7 @@ def measure_agent(
     """Evaluate the agent and return the report, or None if the model is not an agent.
 
     Args:
-        trial: episodes, copies and temperature, None if not given.
+        trial: episodes, copies, temperature and greedy_after, None if not given.
         of_texts: options for texts by name, with their values; they do not apply to agents.
 
     Raises:

@@ -78,6 +78,7 @@ def evaluate(
     episodes: int | None = None,
     copies: int | None = None,
     temperature: float | None = None,
+    greedy_after: int | None = None,
     out: str | PathLike[str] | None = None,
     progress: bool = False,
     trust_code: bool = False,
@@ -113,6 +114,7 @@ def evaluate(
         episodes: of an agent: episodes in one context. Default: as in its recipe.
         copies: of an agent: how many try each task. Default: as in its recipe.
         temperature: of an agent: the sampling temperature of its actions. Default: as in its recipe.
+        greedy_after: of an agent: episodes before it takes the most likely actions. Default: as in its recipe.
         out: a new directory for the results. Default: ``evaluations/<model>-<date>-<time>``.
         progress: show how many rows are done.
         trust_code: import the code that the recipe of a run names as ``module:Name``; otherwise none of it runs.

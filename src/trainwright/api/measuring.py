@@ -53,11 +53,12 @@ class MeasureRequest:
     episodes: int | None = None
     copies: int | None = None
     temperature: float | None = None
+    greedy_after: int | None = None
     out: str | None = None
 
     def trial(self) -> dict[str, Any]:
         """Return the options for agents."""
-        return {"episodes": self.episodes, "copies": self.copies, "temperature": self.temperature}
+        return {name: getattr(self, name) for name in ("episodes", "copies", "temperature", "greedy_after")}
 
     def of_texts(self) -> dict[str, Any]:
         """Return the options that do not apply to agents, by name; false if not given."""

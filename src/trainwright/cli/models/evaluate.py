@@ -109,6 +109,14 @@ def evaluate(
         float | None,
         typer.Option(min=0, help="For an agent: sampling temperature of actions. Default: as in its recipe."),
     ] = None,
+    greedy_after: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="For an agent: episodes with sampled actions, after which the most likely are taken. Default: as in "
+            "its recipe.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIRECTORY", help="Output directory for metrics.json and samples.jsonl; must not exist."),

@@ -20,12 +20,13 @@ class Environment(ABC):
         horizon: maximum steps of an episode.
         action_count: actions are whole numbers from 0 to this, exclusive.
         observation_counts: an observation has one whole number per entry, each from 0 to its entry, exclusive.
-        observation_kind: coordinates: nearby numbers mean nearby places. category: they are names.
+        observation_kind: coordinates: nearby numbers mean nearby places. bins: the same, of real numbers. category:
+            they are names.
         state_count: number of states, for algorithms that keep a table of them.
     """
 
     name: str
-    observation_kind: ClassVar[Literal["coordinates", "category"]]
+    observation_kind: ClassVar[Literal["coordinates", "bins", "category"]]
     options: dict[str, Any]
     horizon: int
     action_count: int

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainwright.errors import MachineError, RequestError
@@ -14,13 +16,17 @@ from trainwright.installation import install_command
 from trainwright.reinforcement.environments.base import Environment, VectorEnvironment, check_counts
 
 _KEY = "environment gymnasium"
+_OBSERVATION_BINS, _ACTION_BINS = 32, 9
+_MAX_ACTIONS = 1024  # combinations of the bins of several continuous actions
 
 
 class UserEnvironment(Environment):
-    """Any ``gymnasium.Env`` with a Discrete action space and whole numbers as observations.
+    """Any ``gymnasium.Env`` with Discrete or Box actions, and Discrete, MultiDiscrete or Box observations.
 
     A task is the index of an entry of ``tasks``, the keyword arguments of the class. The copies are stepped one after
-    the other, in this process.
+    the other, in this process. Real numbers are divided into bins, so learners and models see whole numbers only: each
+    number of an observation becomes the index of one of ``observation_bins`` intervals of equal width, and an action
+    is the index of a combination of ``action_bins`` values, from the lowest to the highest, of every number.
     """
 
     name = "gymnasium"
@@ -31,12 +37,19 @@ class UserEnvironment(Environment):
         tasks: list[dict[str, Any]],
         horizon: int,
         optimal_returns: list[float] | None = None,
+        observation_bins: int | None = None,
+        observation_bounds: list[list[float]] | None = None,
+        action_bins: int | None = None,
     ) -> None:
         """Args:
             entry_point: ``package.module:Class``.
             tasks: keyword arguments for each task.
             horizon: maximum steps of an episode.
             optimal_returns: the best return of each task, if known.
+            observation_bins: intervals of each real number of an observation.
+            observation_bounds: lowest and highest value of each, where those of the space are infinite or too wide.
+                Values beyond them are counted to the outermost intervals.
+            action_bins: values of each real number of an action.
 
         Raises:
             RequestError: the class cannot be imported or called, is not a ``gymnasium.Env``, or its spaces are not
@@ -49,33 +62,86 @@ class UserEnvironment(Environment):
         _check_options(tasks, optimal_returns)
         self.keywords, self.horizon, self.optimal_returns = tasks, horizon, optimal_returns
         self.kind = _imported(entry_point)
-        self.observation_counts, category = self._look_at_spaces(entry_point)
-        self.observation_kind = "category" if category else "coordinates"  # type: ignore[misc]
+        sample = self.build(0)
+        self.actions = self._action_values(entry_point, sample.action_space, action_bins)
+        self.bounds: np.ndarray | None = None
+        self.observation_counts, kind = self._observations(
+            entry_point, sample.observation_space, observation_bins, observation_bounds
+        )
+        sample.close()
+        self._limits = np.array(self.observation_counts)
+        self.observation_kind = kind  # type: ignore[misc, assignment]
         self.state_count = 1
         for count in self.observation_counts:
             self.state_count *= count
 
-    def _look_at_spaces(self, entry_point: str) -> tuple[tuple[int, ...], bool]:
+    def _action_values(self, entry_point: str, space: Any, bins: int | None) -> list[Any]:
+        """Return what ``step`` of the class takes for every action."""
         from gymnasium import spaces
 
-        one = self.build(0)
-        actions: Any = one.action_space
-        observations: Any = one.observation_space
-        one.close()
-        if not isinstance(actions, spaces.Discrete) or actions.start != 0:
-            raise RequestError(f"{_KEY}: the actions of {entry_point} are {actions}; Discrete ones from 0 are needed")
-        self.action_count = int(actions.n)
-        if isinstance(observations, spaces.Discrete) and observations.start == 0:
-            return (int(observations.n),), True
-        if isinstance(observations, spaces.MultiDiscrete) and observations.nvec.ndim == 1:
-            return tuple(int(count) for count in observations.nvec), False
-        whole = isinstance(observations, spaces.Box) and observations.dtype.kind in "iu"
-        if whole and len(observations.shape) == 1 and (observations.low == 0).all():
-            return tuple(int(high) + 1 for high in observations.high), False
+        if isinstance(space, spaces.Discrete) and space.start == 0:
+            _check_unused("the actions", space, action_bins=bins)
+            self.action_count = int(space.n)
+            return list(range(self.action_count))
+        if not (isinstance(space, spaces.Box) and space.dtype.kind == "f" and space.is_bounded()):
+            raise RequestError(
+                f"{_KEY}: the actions of {entry_point} are {space}; Discrete ones from 0, or a Box of real numbers "
+                "with bounds, are needed"
+            )
+        bins = self.options["action_bins"] = _ACTION_BINS if bins is None else bins
+        _check_bins(action_bins=bins)
+        numbers = int(np.prod(space.shape))
+        self.action_count = bins**numbers
+        if self.action_count > _MAX_ACTIONS:
+            raise RequestError(
+                f"{_KEY}: action_bins {bins} for each of {numbers} numbers are {self.action_count:,} actions, more "
+                f"than {_MAX_ACTIONS:,}; use fewer"
+            )
+        lines = (np.linspace(*ends, bins) for ends in zip(space.low.flat, space.high.flat, strict=True))
+        return [np.array(values, space.dtype).reshape(space.shape) for values in product(*lines)]
+
+    def _observations(
+        self, entry_point: str, space: Any, bins: int | None, bounds: list[list[float]] | None
+    ) -> tuple[tuple[int, ...], str]:
+        """Return how many values each number of an observation has, and the kind."""
+        from gymnasium import spaces
+
+        if isinstance(space, spaces.Box) and space.dtype.kind == "f":
+            bins = self.options["observation_bins"] = _OBSERVATION_BINS if bins is None else bins
+            _check_bins(observation_bins=bins)
+            self.bounds = _bounds(entry_point, space, bounds)
+            if bounds is not None:
+                self.options["observation_bounds"] = bounds
+            return (bins,) * self.bounds.shape[1], "bins"
+        _check_unused("the observations", space, observation_bins=bins, observation_bounds=bounds)
+        if isinstance(space, spaces.Discrete) and space.start == 0:
+            return (int(space.n),), "category"
+        if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+            return tuple(int(count) for count in space.nvec), "coordinates"
+        if isinstance(space, spaces.Box) and len(space.shape) == 1 and (space.low == 0).all():
+            return tuple(int(high) + 1 for high in space.high), "coordinates"
         raise RequestError(
-            f"{_KEY}: the observations of {entry_point} are {observations}; whole numbers from 0 are needed: Discrete, "
-            "MultiDiscrete, or a Box of integers in one row"
+            f"{_KEY}: the observations of {entry_point} are {space}; needed are a Box of real numbers, or whole "
+            "numbers from 0: Discrete, MultiDiscrete, or a Box of integers in one row"
         )
+
+    def encode(self, observation: Any) -> np.ndarray:
+        """Return the whole numbers of an observation of the class, int64 [k].
+
+        Raises:
+            ValueError: it is not in the observation space.
+        """
+        values = np.asarray(observation).reshape(-1)
+        limits = self._limits
+        if values.shape != limits.shape:
+            raise ValueError(f"the observation {observation} has {len(values)} numbers, not {len(limits)}")
+        if self.bounds is not None:
+            low, high = self.bounds
+            # Values that are not finite stay so, and are refused below.
+            values = np.minimum(np.maximum((values - low) / (high - low) * limits, 0), limits - 1)
+        if not ((values >= 0) & (values < limits)).all():
+            raise ValueError(f"the observation {observation} is outside the environment's observation_space")
+        return values.astype(np.int64)
 
     def build(self, task: int) -> Any:
         """Return one environment of that task."""
@@ -110,54 +176,84 @@ class _UserCopies(VectorEnvironment):
     ) -> None:
         super().__init__(environment, tasks, device, seed)
         self.each = [environment.build(int(task)) for task in tasks[:, 0]]
-        self.counts = environment.observation_counts
-        self._limits = torch.tensor(self.counts)
+        self.family = environment
         self._called = [
             f"{environment.options['entry_point']} with {environment.keywords[int(t)]}" for t in tasks[:, 0]
         ]
-        self.seen = torch.zeros(self.copies, self.observation_size, dtype=torch.int64)
+        self.seen = np.zeros((self.copies, self.observation_size), np.int64)
         # An environment is seeded on its first reset only.
         self.fresh = [True] * self.copies
 
     def observations(self) -> torch.Tensor:
-        return self.seen.clone().to(self.device)
+        return torch.from_numpy(self.seen.copy()).to(self.device)
 
     def states(self) -> torch.Tensor:
-        found = torch.zeros(self.copies, dtype=torch.int64)
-        for place, count in enumerate(self.counts):
+        found = np.zeros(self.copies, np.int64)
+        for place, count in enumerate(self.family.observation_counts):
             found = found * count + self.seen[:, place]
-        return found.to(self.device)
+        return torch.from_numpy(found).to(self.device)
 
     def _begin(self, mask: torch.Tensor) -> None:
         for index in mask.nonzero()[:, 0].tolist():
             seed = int(self.seeds[index]) & 0x7FFFFFFF if self.fresh[index] else None
             self.fresh[index] = False
-            with self._blamed(index, "reset"):
+            with self._blamed(index, "reset", ""):
                 observation, _ = self.each[index].reset(seed=seed)
-                self._see(index, observation)
+                self.seen[index] = self.family.encode(observation)
 
     def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         rewards, over = torch.zeros(self.copies), torch.zeros(self.copies, dtype=torch.bool)
         for index, action in enumerate(actions.tolist()):
-            with self._blamed(index, f"step({action})"):
-                observation, reward, terminated, truncated, _ = self.each[index].step(action)
-                self._see(index, observation)
+            value = self.family.actions[action]
+            with self._blamed(index, "step", value):
+                observation, reward, terminated, truncated, _ = self.each[index].step(value)
+                self.seen[index] = self.family.encode(observation)
                 rewards[index], over[index] = float(reward), bool(terminated or truncated)
         return rewards.to(self.device), over.to(self.device)
 
-    def _see(self, index: int, observation: Any) -> None:
-        seen = torch.as_tensor(observation).reshape(-1)
-        if len(seen) != len(self.counts) or bool(((seen < 0) | (seen >= self._limits)).any()):
-            raise ValueError(f"the observation {observation} is outside the environment's observation_space")
-        self.seen[index] = seen
-
     @contextmanager
-    def _blamed(self, index: int, call: str) -> Iterator[None]:
+    def _blamed(self, index: int, call: str, argument: Any) -> Iterator[None]:
         """Raise any error of the user's code as a RequestError that names it."""
         try:
             yield
         except Exception as error:
-            raise RequestError(f"{_KEY}: {call} of {self._called[index]}: {type(error).__name__}: {error}") from error
+            raise RequestError(
+                f"{_KEY}: {call}({argument}) of {self._called[index]}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _bounds(entry_point: str, space: Any, bounds: Any) -> np.ndarray:
+    """Return the lowest and highest values [2, k] of the numbers of an observation."""
+    if bounds is None:
+        ends = np.stack([space.low.reshape(-1), space.high.reshape(-1)]).astype(np.float64)
+        if not np.isfinite(ends).all() or np.abs(ends).max() > np.finfo(np.float32).max / 2:
+            raise RequestError(
+                f"{_KEY}: the observations of {entry_point} are {space}, without bounds; set observation_bounds to "
+                f"[[lowest, highest], ...] of its {ends.shape[1]} numbers"
+            )
+        return ends
+    try:
+        ends = np.array(bounds, np.float64).T
+    except (TypeError, ValueError):
+        ends = np.zeros(0)
+    if ends.shape != (2, int(np.prod(space.shape))) or not np.isfinite(ends).all() or not (ends[0] < ends[1]).all():
+        raise RequestError(
+            f"{_KEY}: observation_bounds is [[lowest, highest], ...] of the {int(np.prod(space.shape))} numbers of an "
+            f"observation of {entry_point}, not {bounds}"
+        )
+    return ends
+
+
+def _check_bins(**bins: Any) -> None:
+    for option, count in bins.items():
+        if not isinstance(count, int) or isinstance(count, bool) or not 2 <= count <= _MAX_ACTIONS:
+            raise RequestError(f"{_KEY}: {option} is a whole number from 2 to {_MAX_ACTIONS:,}, not {count}")
+
+
+def _check_unused(what: str, space: Any, **options: Any) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise RequestError(f"{_KEY}: {option} has no effect: {what} are {space}, no Box of real numbers; remove it")
 
 
 def _check_options(tasks: Any, optimal_returns: Any) -> None:

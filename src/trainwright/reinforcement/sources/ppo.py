@@ -40,8 +40,8 @@ class Ppo:
         self._action_seeds = mixed(stream_seeds + (1 << 32))
         self._generators = [torch.Generator().manual_seed(int(seed)) for seed in mixed(seeds)]
         counts = environment.observation_counts
-        self._names = environment.observation_kind == "category"
-        inputs = sum(counts) if self._names else len(counts)
+        self._kind = environment.observation_kind
+        inputs = sum(counts) if self._kind == "category" else len(counts)
         self.networks = Networks(inputs, settings.hidden_size, environment.action_count, self._generators)
         self._acting = self.networks.buffers(streams)
         self._learning = self.networks.buffers(settings.batch_size)
@@ -92,9 +92,11 @@ class Ppo:
 
     def _encode(self, observations: torch.Tensor) -> torch.Tensor:
         """Return the input of the networks, float32 ``[goals, streams, inputs]``."""
-        if not self._names:
-            return observations.view(self.goals, self.streams, -1).float()
         counts = self.environment.observation_counts
+        if self._kind != "category":
+            numbers = observations.view(self.goals, self.streams, -1).float()
+            # From -1 to 1, as far as real numbers go.
+            return numbers if self._kind == "coordinates" else numbers * (2 / (torch.tensor(counts) - 1)) - 1
         parts = [one_hot(observations[:, place], count) for place, count in enumerate(counts)]
         return torch.cat(parts, dim=1).view(self.goals, self.streams, -1).float()
 

@@ -65,6 +65,7 @@ class AgentRequest:
     episodes: int | None = None
     copies: int | None = None
     temperature: float | None = None
+    greedy_after: int | None = None
     seed: int = 0
 
 
@@ -91,7 +92,7 @@ def find_agent(request: AgentRequest) -> tuple[FoundModel, AlgorithmDistillation
     wanted = "final" if is_final else request.checkpoint
     found = find_model(str(inside) if is_final else request.model, None, wanted, of_texts=False)
     section = _section_of(path) if found.recipe is None else found.recipe.own(AlgorithmDistillationSection)
-    given = {key: getattr(request, key) for key in ("episodes", "copies", "temperature")}
+    given = {key: getattr(request, key) for key in ("episodes", "copies", "temperature", "greedy_after")}
     trial = section.trial.model_copy(update={key: value for key, value in given.items() if value is not None})
     trial = trial.model_copy(update={"last_episodes": min(trial.last_episodes, trial.episodes)})
     return found, section.model_copy(update={"trial": trial})
@@ -141,7 +142,8 @@ def work_on(request: AgentRequest, work: Path, world: World, stage: Stage) -> No
     environment = environment_of(section)
     tasks = tasks_tried(section, environment)
     module = load_agent(found, section).to(world.device)
-    trial = Trial(section.trial.episodes, section.trial.copies, section.trial.temperature, request.seed)
+    chosen = section.trial
+    trial = Trial(chosen.episodes, chosen.copies, chosen.temperature, request.seed, greedy_after=chosen.greedy_after)
     steps = trial.episodes * environment.horizon
     sampled = evaluate_model(module, environment, tasks, trial, world, every_step=stage("actions drawn", steps))
     likeliest = replace(trial, temperature=0.0)
@@ -197,6 +199,8 @@ class AgentReport:
                 key: dict(zip(("mean", "low", "high"), map(_number, interval(part)), strict=True))
                 for key, part in parts.items()
             }
+        if (best := best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
+            found["best_copy"] = {"last": _number(best.mean())}
         tasks = self.arrays["tasks"].tolist()
         ends = mean_over_last(self.arrays["sampled"], self.last_episodes).mean(1)
         optimum = self.arrays["optimum"]
@@ -220,6 +224,9 @@ class AgentReport:
             first = interval(self.arrays[name][..., :1])
             last = interval(last_episodes(self.arrays[name], self.last_episodes))
             yield f"{name:<10} {_words(first)} at first, {_words(last)} over the last {self.last_episodes}"
+        if (chosen := best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
+            copies = self.arrays["sampled"].shape[1]
+            yield f"{'best copy':<10} {chosen.mean():6.2f} over the last {self.last_episodes}, of {copies} per task"
         best = self.arrays["optimum"].mean()
         if np.isfinite(best):
             yield f"{'optimum':<10} {best:.2f}"
@@ -239,6 +246,21 @@ def last_episodes(returns: Returns, count: int) -> Returns:
     """Return the last ``count`` episodes of each copy, from returns [..., episodes] padded with NaN."""
     there = np.isfinite(returns)
     return np.take_along_axis(returns, np.argsort(there, axis=-1, kind="stable"), -1)[..., -count:]
+
+
+def best_copies(returns: Returns, count: int) -> Returns | None:
+    """Return the mean of the last ``count`` episodes [tasks] of the copy that was best in those before, of each task.
+
+    A copy is chosen by other episodes than are averaged, as when an agent is deployed. None if there are too few.
+
+    Args:
+        returns: [tasks, copies, episodes].
+    """
+    if returns.shape[1] < 2 or returns.shape[2] < 2 * count:
+        return None
+    chosen = returns[..., -2 * count : -count].mean(-1).argmax(1)
+    best: Returns = mean_over_last(returns, count)[np.arange(len(returns)), chosen]
+    return best
 
 
 def _draw(arrays: Mapping[str, Any], path: Path) -> None:

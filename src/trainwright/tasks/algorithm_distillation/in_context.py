@@ -33,6 +33,7 @@ class Trial:
         episodes: consecutive episodes, with the earlier ones in the context.
         copies: independent agents per task.
         temperature: divides the logits of actions before sampling; 0 selects the most likely action.
+        greedy_after: episodes with sampled actions, after which the most likely action is selected. None: never.
         cached: False recomputes the whole context in every step.
     """
 
@@ -41,6 +42,7 @@ class Trial:
     temperature: float
     seed: int = 0
     cached: bool = True
+    greedy_after: int | None = None
 
 
 def evaluate_model(
@@ -70,7 +72,14 @@ def evaluate_model(
         shape = module.model.shape
         context = Context(shape, len(mine), moves_by=context_stride(shape, environment.horizon), cached=trial.cached)
         seeds = _seeds(trial.seed, torch.tensor(mine))
-        policy = _model_policy(module, context, trial.temperature, seeds.to(world.device))
+        agents = Agents(context, seeds.to(world.device), trial.temperature, trial.greedy_after)
+
+        def policy(step: Steps) -> torch.Tensor:
+            def use(model: HistoryModel) -> torch.Tensor:
+                return agents.actions(model, step)
+
+            return module(use=use)
+
         own_tasks = tasks[torch.tensor(mine) // trial.copies]
         # Compiled blocks would be recompiled for every length of the context.
         with torch.compiler.set_stance("force_eager"):
@@ -117,7 +126,7 @@ def play(
     returns = torch.zeros(len(tasks), episodes + 1, device=device)  # the last column collects later rewards
     episode = torch.zeros(len(tasks), dtype=torch.int64, device=device)
     states = copies.reset()
-    step = _first_step(states, environment.action_count)
+    step = first_step(states, environment.action_count)
     for _ in range(episodes * environment.horizon):
         actions = policy(step)
         states, rewards, dones = copies.step(actions)
@@ -142,21 +151,36 @@ def context_stride(shape: HistoryShape, horizon: int) -> int:
     return episodes * horizon
 
 
-def _model_policy(module: HistoryObjective, context: Context, temperature: float, seeds: torch.Tensor) -> Policy:
-    draws = _Draws(seeds)
+class Agents:
+    """How agents choose their actions, each in its own row of ``context``.
 
-    def policy(step: Steps) -> torch.Tensor:
-        def use(model: HistoryModel) -> torch.Tensor:
-            return context.logits(model, step)
+    Args:
+        seeds: int64 [n], of the random numbers of each agent.
+        temperature, greedy_after: as in ``Trial``; each agent counts its own episodes.
+    """
 
-        logits = module(use=use).float()
-        drawn = draws.next()
-        if temperature == 0:
-            return logits.argmax(-1)
-        up_to = (logits / temperature).softmax(-1).cumsum(-1)
-        return (drawn[:, None] * up_to[:, -1:] >= up_to).sum(-1).clamp_(max=logits.shape[-1] - 1)
+    def __init__(
+        self, context: Context, seeds: torch.Tensor, temperature: float = 1.0, greedy_after: int | None = None
+    ) -> None:
+        self._context = context
+        self._draws = _Draws(seeds)
+        self._temperature = temperature
+        self._greedy_after = greedy_after
+        self._episodes = torch.zeros(len(seeds), dtype=torch.int64, device=seeds.device)
 
-    return policy
+    def actions(self, model: HistoryModel, step: Steps) -> torch.Tensor:
+        """Return the next actions, int64 [n], after one more step [n, 1]."""
+        logits = self._context.logits(model, step).float()
+        drawn = self._draws.next()
+        self._episodes += step.before_dones[:, 0]
+        likeliest = logits.argmax(-1)
+        if self._temperature == 0:
+            return likeliest
+        up_to = (logits / self._temperature).softmax(-1).cumsum(-1)
+        sampled = (drawn[:, None] * up_to[:, -1:] >= up_to).sum(-1).clamp_(max=logits.shape[-1] - 1)
+        if self._greedy_after is None:
+            return sampled
+        return torch.where(self._episodes >= self._greedy_after, likeliest, sampled)
 
 
 class _Draws:
@@ -175,7 +199,8 @@ def _seeds(seed: int, rows: torch.Tensor) -> torch.Tensor:
     return rows + (seed << 32)
 
 
-def _first_step(states: torch.Tensor, actions: int) -> Steps:
+def first_step(states: torch.Tensor, actions: int) -> Steps:
+    """Return the step before which nothing happened, from first observations [n, k] and the number of actions."""
     count = len(states)
     return Steps(
         states[:, None],

@@ -53,6 +53,11 @@ class TrialSection(Section):
     temperature: NotNegative = Field(
         1.0, description="Sampling temperature of actions. 0: always take the most likely action."
     )
+    greedy_after: Count | None = Field(
+        None,
+        description="Number of episodes with sampled actions, after which the most likely action is taken. null: "
+        "always sample.",
+    )
 
 
 class AlgorithmDistillationSection(Section):

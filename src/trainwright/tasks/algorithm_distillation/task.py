@@ -162,7 +162,9 @@ class AlgorithmDistillation:
 
     def _try(self, module: HistoryObjective, world: World, temperature: float, *, together: bool) -> Any:
         trial = self._section.trial
-        asked = Trial(trial.episodes, trial.copies, temperature, self._recipe.train.seed)
+        asked = Trial(
+            trial.episodes, trial.copies, temperature, self._recipe.train.seed, greedy_after=trial.greedy_after
+        )
         module.eval()
         try:
             return evaluate_model(module, self._environment, self._goals.tried, asked, world, together=together)
