@@ -15,6 +15,9 @@ CONDITIONS ?=
 # told otherwise; where TensorBoard listens, 0 for a free port.
 CONFIG ?= recipes/sft/quickstart.yaml
 ARGS ?=
+# The file that setup-accelerate writes and train-distributed follows.
+ACCELERATE ?= accelerate.yaml
+FOLLOW = $(patsubst %,--accelerate-config %,$(wildcard $(ACCELERATE)))
 MODEL ?= $(patsubst %/recipe.yaml,%,$(firstword $(shell ls -t runs/*/recipe.yaml 2>/dev/null)))
 TB_PORT ?= 0
 # Raw rows, what is made of them, the system prompt to give them.
@@ -86,8 +89,8 @@ docs: $(STAMP)  ## build the documentation in build/site
 	@test -x $(BIN)/mkdocs || $(PIP) --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-setup-accelerate: $(STAMP)  ## write an Accelerate file for this machine
-	$(TRAINWRIGHT) setup --yes $(ARGS)
+setup-accelerate: $(STAMP)  ## ask how to train, and write it to ACCELERATE, which train-distributed follows
+	$(TRAINWRIGHT) setup --config-file $(ACCELERATE) $$(test -t 0 || echo --yes) $(ARGS)
 
 check: $(STAMP)  ## check the GPUs, CONFIG and every row of its data
 	$(TRAINWRIGHT) gpus
@@ -116,11 +119,11 @@ render: $(STAMP)  ## show CONFIG's training examples and their targets
 train: $(STAMP)  ## train CONFIG in one process
 	$(TRAINWRIGHT) train $(CONFIG) parallel.num_processes=1 parallel.strategy=single $(ARGS)
 
-train-distributed: $(STAMP)  ## train CONFIG with the planned strategy and processes
-	$(TRAINWRIGHT) train $(CONFIG) $(ARGS)
+train-distributed: $(STAMP)  ## train CONFIG as ACCELERATE says if it exists, else as planned
+	$(TRAINWRIGHT) train $(CONFIG) $(FOLLOW) $(ARGS)
 
 train-distributed-tb: $(STAMP)  ## the same, with TensorBoard
-	$(TRAINWRIGHT) tensorboard --port $(TB_PORT) runs $(TRAINWRIGHT) train $(CONFIG) $(ARGS)
+	$(TRAINWRIGHT) tensorboard --port $(TB_PORT) runs $(TRAINWRIGHT) train $(CONFIG) $(FOLLOW) $(ARGS)
 
 train-deepspeed: $(STAMP)  ## train CONFIG with DeepSpeed ZeRO-2
 	$(TRAINWRIGHT) train $(CONFIG) parallel.strategy=zero2 $(ARGS)

@@ -111,6 +111,22 @@ def test_module_with_the_file_of_accelerates_place(tmp_path: Path) -> None:
     assert "default_config.yaml" in result.stderr
 
 
+VARIABLES = "import json, os; print(json.dumps(dict(os.environ)))\n"
+
+
+@pytest.mark.parametrize("file", ["", "distributed_type: MULTI_CPU\nmixed_precision: fp16\nnum_processes: 2\n"])
+def test_options_of_accelerate_launch_are_followed_as_they_are_typed(tmp_path: Path, file: str) -> None:
+    (tmp_path / "variables.py").write_text(VARIABLES)
+    (tmp_path / "a.yaml").write_text(file)
+    options = ["--num_processes=2", "--mixed_precision", "bf16", "--dynamo_backend=inductor", "--gpu_ids", "all"]
+    options += ["--num_machines", "1", *(["--config_file", "a.yaml"] if file else [])]
+    result = launch(tmp_path, *options, "variables.py")
+    assert result.returncode == 0, result.stderr
+    variables = json.loads(result.stdout.splitlines()[-1])
+    assert (variables["WORLD_SIZE"], variables["ACCELERATE_MIXED_PRECISION"]) == ("2", "bf16")
+    assert variables["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR" and variables["ACCELERATE_USE_CPU"] == "true"
+
+
 @pytest.mark.parametrize(("mode", "rank"), [("raise", 1), ("raise-first", 0)])
 def test_first_traceback_once_with_its_rank(tmp_path: Path, mode: str, rank: int) -> None:
     result = two(tmp_path, mode)
@@ -185,6 +201,8 @@ def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
     [
         (("own/trian.py",), 2, "did you mean own/train.py"),
         (("-m", "no_such_module"), 2, "no module no_such_module"),
+        (("--mixed_precision", "bf61", "own/train.py"), 2, "--mixed-precision: mixed_precision: expected NO or BF16"),
+        (("--gpu_ids", "0,1", "--config_file", "gpus.yaml", "own/train.py"), 3, "MULTI_GPU requires"),
         (("--config-file", "no.yaml", "own/train.py"), 2, "no.yaml: no such file"),
         (("--config-file", "gpus.yaml", "own/train.py"), 3, "possible here"),
         (("--config-file", "fsdp.yaml", "own/train.py"), 3, "runs FSDP as plain DDP"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.commands import PATIENCE, environment, trainwright
+from tests.support.commands import MACHINE, PATIENCE, environment, trainwright
 
 ZERO = "distributed_type: DEEPSPEED\nuse_cpu: true\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}\n"
 WANTS_GPUS = "distributed_type: MULTI_GPU\nnum_processes: 64\nmixed_precision: bf16\n"
+
+
+ANSWERS = (
+    "here\n2\n1\n10.0.0.1\nport\n\n3\nfspd\nfsdp\nno\nLlamaDecoderLayer\nyes\nyes\nbf61\nBF16\n"  # of an FSDP file
+)
 
 
 def setup(cwd: Path, *arguments: str, answers: str = "", **more: str) -> subprocess.CompletedProcess[str]:
@@ -46,14 +52,52 @@ def test_yes_keeps_the_file_that_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("two_cores")
 def test_questions_are_explained_and_asked_again_until_answered(tmp_path: Path) -> None:
-    result = setup(tmp_path, "--config-file", "new.yaml", answers="2\n1\n10.0.0.1\nport\n\n3\nfspd\nfsdp\nbf61\nBF16\n")
+    result = setup(tmp_path, "--config-file", "new.yaml", answers=ANSWERS)
     assert result.returncode == 0, result.stderr
     assert all(f"not '{wrong}'" in result.stdout for wrong in ("port", "fspd", "bf61"))
     values = yaml.safe_load((tmp_path / "new.yaml").read_text())
     assert (values["num_machines"], values["machine_rank"], values["num_processes"]) == (2, 1, 6)
     assert (values["main_process_ip"], values["main_process_port"]) == ("10.0.0.1", 29500)
     assert (values["mixed_precision"], values["distributed_type"]) == ("bf16", "FSDP")
+    assert values["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
+    fsdp = values["fsdp_config"]
+    assert fsdp["fsdp_reshard_after_forward"] is False and fsdp["fsdp_activation_checkpointing"] is True
+    assert fsdp["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
     assert "trainwright launch" not in result.stdout, "a script would run as DDP"
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_options_of_deepspeed_are_asked(tmp_path: Path) -> None:
+    result = setup(tmp_path, "--config-file", "new.yaml", answers="\n\n2\nzero2\nno.json\nnone\n4\n-1\n0.5\n\n\n")
+    assert result.returncode == 0, result.stderr
+    assert "no.json: no such file" in result.stdout and "not '-1'" in result.stdout
+    part = yaml.safe_load((tmp_path / "new.yaml").read_text())["deepspeed_config"]
+    assert (part["zero_stage"], part["gradient_accumulation_steps"], part["gradient_clipping"]) == (2, 4, 0.5)
+
+
+def test_gpus_and_their_numbers_are_asked(tmp_path: Path) -> None:
+    machine = json.loads(MACHINE.read_text())
+    gpu = {"name": "NVIDIA A100", "memory_bytes": 2**36, "capability": [8, 0]}
+    machine["machine"] |= {"gpus": [gpu] * 4}
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    result = setup(
+        tmp_path,
+        "--config-file",
+        "new.yaml",
+        answers="\n\n0,4\n0, 2\n\n\n\n\n\n",
+        TRAINWRIGHT_MACHINE=str(tmp_path / "machine.json"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "not '0,4'" in result.stdout
+    values = yaml.safe_load((tmp_path / "new.yaml").read_text())
+    assert (values["gpu_ids"], values["num_processes"], values["distributed_type"]) == ("0,2", 2, "MULTI_GPU")
+
+
+@pytest.mark.parametrize("place", ["slurm", "kubernetes", "skypilot", "ray", "cloud", "sagemaker"])
+def test_a_cluster_or_a_cloud_is_answered_with_its_command(tmp_path: Path, place: str) -> None:
+    result = setup(tmp_path, "--config-file", "new.yaml", answers=f"{place}\n")
+    assert result.returncode == 0 and "trainwright submit RECIPE --to " in result.stdout
+    assert not (tmp_path / "new.yaml").exists()
 
 
 def with_old_deepspeed(directory: Path) -> str:
@@ -67,7 +111,7 @@ def with_old_deepspeed(directory: Path) -> str:
 @pytest.mark.usefixtures("two_cores")
 def test_strategies_whose_library_is_not_there_are_not_taken(tmp_path: Path) -> None:
     path = with_old_deepspeed(tmp_path)
-    result = setup(tmp_path, "--config-file", "new.yaml", answers="\n2\nzero2\nddp\n\n", PYTHONPATH=path)
+    result = setup(tmp_path, "--config-file", "new.yaml", answers="\n\n2\nzero2\nddp\n\n\n", PYTHONPATH=path)
     assert result.returncode == 0, result.stderr
     assert "DeepSpeed 0.17.2 is not supported; pip install" in result.stdout
     assert yaml.safe_load((tmp_path / "new.yaml").read_text())["distributed_type"] == "MULTI_CPU"
@@ -89,7 +133,7 @@ def test_existing_file_is_replaced_only_when_that_is_answered(tmp_path: Path) ->
     result = setup(tmp_path, "--config-file", "mine.yaml", answers="\n")
     assert result.returncode == 0 and "nothing written" in result.stdout
     assert (tmp_path / "mine.yaml").read_text() == WANTS_GPUS
-    result = setup(tmp_path, "--config-file", "mine.yaml", answers="yes\n\n2\n\n\n")
+    result = setup(tmp_path, "--config-file", "mine.yaml", answers="yes\n\n\n2\n\n\n\n")
     assert result.returncode == 0, result.stderr
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["use_cpu"] is True
 

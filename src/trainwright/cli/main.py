@@ -37,6 +37,8 @@ app = typer.Typer(
     name="trainwright",
     cls=words_of_others.Commands,
     help="Plan, run and verify training from a recipe.",
+    # Options of every command may be typed with underscores, as other tools spell theirs.
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from trainwright.errors import MachineError, RequestError
+from trainwright.paths import user_path
 from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PORT = 29500
+_SUBMIT = "a job plans and distributes by itself: trainwright submit RECIPE --to {}"
+# By answer to the question of the place: what to do there.
+_ELSEWHERE = {
+    **{name: _SUBMIT.format(name) for name in ("slurm", "kubernetes", "skypilot", "ray")},
+    "cloud": "SkyPilot rents machines of AWS, Google Cloud, Azure and others: trainwright submit RECIPE --to skypilot",
+    "sagemaker": "SageMaker is not supported; on other machines of AWS: trainwright submit RECIPE --to skypilot",
+}
 
 
 def setup(
@@ -79,7 +87,10 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
             if not replacing:
                 say(f"nothing written; `trainwright setup --show --config-file {quoted(path)}` shows the existing file")
                 return
-        answers = _questions(answers, machine)
+        asked = _questions(answers, machine)
+        if asked is None:
+            return
+        answers = asked
     values = file_values(answers)
     backup = write(path, values, replace=replacing)
     if backup is not None:
@@ -87,36 +98,80 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
     _say_how_to_use(path, answers, machine, is_default)
 
 
-def _questions(answers: Answers, machine: Machine) -> Answers:
-    from trainwright.launch.accelerate.writing import offered
-    from trainwright.recipe.strategy_spec import spec_of
-
-    gpus = len(machine.gpus)
-    if gpus:
-        device = _ask("device: gpu or cpu", "gpu", _one_of(("gpu", "cpu")), f"{gpus} found here")
-        answers = replace(answers, device=device, processes=gpus if device == "gpu" else min(2, machine.cpu_cores))
-        if device == "cpu":
-            answers = replace(answers, precision="no")
-    machines = _ask("machines", "1", _count(1), "that train together; each needs a file with its own number")
-    if machines > 1:
-        rank = _ask("number of this machine", "0", _count(0, machines - 1), "counted from 0")
-        host = _ask("address of machine 0", machine.hostname, str, "a name or IP that all machines can reach")
-        port = _ask("port on machine 0", str(_PORT), _count(1, 65535), "a free port, open between the machines")
-        answers = replace(answers, machines=machines, machine_rank=rank, main_ip=host, main_port=port)
+def _questions(answers: Answers, machine: Machine) -> Answers | None:
+    """Return the answers to all questions; None if the training is to run in a place that needs no file."""
+    place = _ask("where it runs", "here", _one_of(("here", *_ELSEWHERE)), f"here, {', '.join(_ELSEWHERE)}")
+    if place != "here":
+        say(f"nothing written: {_ELSEWHERE[place]}")
+        return None
+    answers = _devices(answers, machine)
+    answers = _machines(answers, machine)
+    most = _gpus(answers, machine) if answers.device == "gpu" else None
     why = "one for each GPU" if answers.device == "gpu" else "more than two on a CPU gain nothing"
-    most = gpus if answers.device == "gpu" else None
     each = _ask("processes on this machine", str(answers.processes), _count(1, most), why)
-    answers = replace(answers, processes=each * machines)
+    answers = replace(answers, processes=each * answers.machines)
     if answers.device == "gpu" or answers.processes > 1:
-        explained = "; ".join(f"{name}: {spec.summary}" for name, spec in offered().items())
-        answers = replace(answers, strategy=_ask("strategy", answers.strategy, _strategy, explained))
-    if answers.device == "gpu" and spec_of(answers.strategy).offloads:
-        offload = _ask("offload to the host's memory", "no", _yes_or_no, "saves GPU memory, but is much slower")
-        answers = replace(answers, offload=offload)
+        answers = _distribution(answers)
+    compiled = _ask("compile with torch's inductor", "no", _yes_or_no, "dynamo: slower to start, faster steps on GPUs")
+    answers = replace(answers, compiled=compiled)
+    if answers.deepspeed_file is not None:
+        return answers
     why = "this machine supports bf16 in hardware" if machine.has_bf16 else "no hardware support for bf16"
     choices = ("no", "bf16", "fp16") if answers.device == "gpu" else ("no", "bf16")
     precision = _ask("mixed precision", answers.precision, _one_of(choices), f"{', '.join(choices)}; {why}")
     return replace(answers, precision=precision)
+
+
+def _devices(answers: Answers, machine: Machine) -> Answers:
+    if not machine.gpus:
+        return answers
+    number = len(machine.gpus)
+    if _ask("device: gpu or cpu", "gpu", _one_of(("gpu", "cpu")), f"{number} found here") == "cpu":
+        return replace(answers, device="cpu", processes=min(2, machine.cpu_cores), precision="no")
+    ids = _ask("GPUs of this machine", "all", _gpu_ids(number), "all, or their numbers, such as 0,1")
+    answers = replace(answers, gpu_ids=ids)
+    return replace(answers, processes=_gpus(answers, machine))
+
+
+def _gpus(answers: Answers, machine: Machine) -> int:
+    return len(answers.gpu_ids.split(",")) if answers.gpu_ids else len(machine.gpus)
+
+
+def _machines(answers: Answers, machine: Machine) -> Answers:
+    machines = _ask("machines", "1", _count(1), "that train together; each needs a file with its own number")
+    if machines == 1:
+        return answers
+    rank = _ask("number of this machine", "0", _count(0, machines - 1), "counted from 0")
+    host = _ask("address of machine 0", machine.hostname, str, "a name or IP that all machines can reach")
+    port = _ask("port on machine 0", str(_PORT), _count(1, 65535), "a free port, open between the machines")
+    return replace(answers, machines=machines, machine_rank=rank, main_ip=host, main_port=port)
+
+
+def _distribution(answers: Answers) -> Answers:
+    """Ask for the strategy, and for its options that its spec has."""
+    from trainwright.launch.accelerate.writing import offered
+    from trainwright.recipe.strategy_spec import spec_of
+
+    explained = "; ".join(f"{name}: {spec.summary}" for name, spec in offered().items())
+    answers = replace(answers, strategy=_ask("strategy", answers.strategy, _strategy, explained))
+    spec = spec_of(answers.strategy)
+    if "deepspeed_config" in spec.keys:
+        file = _ask("a DeepSpeed file of your own", "none", _json_file, "JSON; its stage and sizes are then followed")
+        if file is not None:
+            return replace(answers, deepspeed_file=file)
+    if answers.device == "gpu" and spec.offloads:
+        offload = _ask("offload to the host's memory", "no", _yes_or_no, "saves GPU memory, but is much slower")
+        answers = replace(answers, offload=offload)
+    if "deepspeed_config" in spec.keys:
+        steps = _ask("gradient accumulation steps", "recipe", _or_recipe(_count(1)), "recipe: what the recipe says")
+        norm = _ask("gradient clipping norm", "recipe", _or_recipe(_norm), "recipe: what the recipe says")
+        return replace(answers, accumulation=steps, max_grad_norm=norm)
+    if "reshard_after_forward" in spec.keys:
+        reshard = _ask("reshard after the forward pass", "yes", _yes_or_no, "no: faster, and needs more memory")
+        wrap = _ask("classes to shard as units", "blocks", _classes, "blocks: the model's own, found automatically")
+        recompute = _ask("activation checkpointing", "no", _yes_or_no, "saves memory; each block is computed twice")
+        answers = replace(answers, reshard=reshard, wrap=wrap, recompute=recompute)
+    return answers
 
 
 def _ask(question: str, filled_in: str, read: Callable[[str], T], explained: str) -> T:
@@ -165,6 +220,48 @@ def _count(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
+def _gpu_ids(number: int) -> Callable[[str], str | None]:
+    def read(text: str) -> str | None:
+        ids = text.replace(" ", "").split(",")
+        if ids == ["all"]:
+            return None
+        if len(set(ids)) != len(ids) or not set(ids) <= set(map(str, range(number))):
+            raise ValueError(f"all, or different numbers from 0 to {number - 1} such as 0,1, not {text!r}")
+        return ",".join(ids)
+
+    return read
+
+
+def _json_file(text: str) -> str | None:
+    if text == "none":
+        return None
+    from trainwright.launch.accelerate.reading import read_json
+
+    try:
+        read_json(user_path(text))
+    except RequestError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+def _or_recipe(read: Callable[[str], T]) -> Callable[[str], T | None]:
+    return lambda text: None if text == "recipe" else read(text)
+
+
+def _norm(text: str) -> float:
+    try:
+        norm = float(text)
+    except ValueError:
+        norm = 0.0
+    if not 0 < norm < float("inf"):
+        raise ValueError(f"a number above 0, such as 1.0, not {text!r}")
+    return norm
+
+
+def _classes(text: str) -> str | None:
+    return None if text == "blocks" else text.replace(" ", "")
+
+
 def _yes_or_no(text: str) -> bool:
     if text.lower() not in ("yes", "y", "no", "n"):
         raise ValueError(f"yes or no, not {text!r}")
@@ -180,9 +277,10 @@ def _say_how_to_use(path: Path, answers: Answers, machine: Machine, is_default: 
     option = "" if is_default else f" --config-file {quoted(path)}"
     accelerate_option = "" if is_default else f" --config_file {quoted(path)}"
     number = f"{answers.processes} process{'es' * (answers.processes > 1)}"
-    say(f"wrote {path}: {number}, {answers.strategy}, mixed precision {answers.precision}\n")
     source = read(path)
     translation = interpret(source)
+    precision = translation.value("train.mixed_precision") or "of the recipe"
+    say(f"wrote {path}: {number}, {translation.strategy}, mixed precision {precision}\n")
     for command in commands(translation, machine):
         of_scripts = command.endswith("SCRIPT")
         say(f"  {command}{'    your own Accelerate or torch script' * of_scripts}")

@@ -36,6 +36,10 @@ COMMANDS = {
 _RECIPE = ("config", "config-file", "config-name", "config-path", "cfg", "recipe", "yaml")
 _FILES = (".yaml", ".yml")
 _WORDS = "trainwright.words"
+_OF_A_SCRIPT = (
+    "options of the script come after it; how it is distributed is set in an Accelerate file, --config-file FILE, "
+    "which `trainwright setup` writes"
+)
 
 
 class Commands(TyperGroup):
@@ -78,30 +82,36 @@ def _answer(error: Any, words: list[str]) -> str | None:
     option, command = error.option_name, error.ctx.command
     options = {name for parameter in command.params for name in parameter.opts}
     problem = f"{option}: {error.ctx.command_path} has no such option"
-    if (dashed := option.replace("_", "-")) in options:
-        return f"{problem}; did you mean {dashed}?"
-    if not any("SECTION.KEY=VALUE" in (getattr(parameter, "metavar", None) or "") for parameter in command.params):
+    metavars = [getattr(parameter, "metavar", None) or "" for parameter in command.params]
+    takes_recipe = any("SECTION.KEY=VALUE" in metavar for metavar in metavars)
+    if not takes_recipe and "SCRIPT" not in metavars:
         return None
     name = option.lstrip("-")
-    if name.replace("_", "-") in _RECIPE:
-        return f"{problem}; the recipe is the first argument: {error.ctx.command_path} RECIPE"
+    if takes_recipe and name in _RECIPE:
+        file = "; an Accelerate file: --accelerate-config FILE" if "--accelerate-config" in options else ""
+        return f"{problem}; the recipe is the first argument: {error.ctx.command_path} RECIPE{file}"
     from trainwright.recipe.problems import meaning_of
     from trainwright.recipe.synonyms import our_value
 
     meant = meaning_of(name.replace("-", "_"))
     if meant is None or isinstance(meant, str):
         return f"{problem}; {meant}" if meant else None
+    if not takes_recipe:
+        return f"{problem}; {_OF_A_SCRIPT}"
     note, value = f" ({meant.note})" if meant.note else "", _value_of(option, words)
     if meant.value is not None:
-        value = "VALUE" if value in ("false", "False") else meant.value
+        value = "VALUE" if value.lower() in ("false", "no") else meant.value
     return f"{problem}; write {quoted(f'{meant.key}={our_value(meant.key, value) or value}')}{note}"
 
 
 def _value_of(option: str, words: list[str]) -> str:
     """Return the value that an option was given on the command line, or VALUE."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith(f"{option}="):
-            return word.removeprefix(f"{option}=")
-        if word == option and following and not following.startswith("--") and not following.endswith(_FILES):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") != option:
+            continue
+        if equals:
+            return value
+        if following and not following.startswith("--") and not following.endswith(_FILES):
             return following
     return "VALUE"

@@ -116,9 +116,10 @@ ANSWERS: dict[OwnKey | str, str] = {
     OwnKey(
         "parallel.num_processes", note="on all nodes"
     ): "nproc_per_node num_gpus n_gpus gpus world_size devices num_workers_per_node dp_size",
-    OwnKey("parallel.device", "cpu"): "use_cpu no_cuda",
+    OwnKey("parallel.device", "cpu"): "use_cpu no_cuda cpu",
     OwnKey("parallel.device"): "accelerator",
-    OwnKey("parallel.strategy", "zero2", "or zero1, zero3"): "zero_stage deepspeed_stage",
+    OwnKey("parallel.strategy", "zero2", "or zero1, zero3"): "zero_stage deepspeed_stage use_deepspeed",
+    OwnKey("parallel.strategy", "fsdp"): "use_fsdp",
     OwnKey("launch.gpus_per_node"): "n_gpus_per_node",
     OwnKey("parallel.wrap", "[CLASS]"): "fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap",
     OwnKey("parallel.reshard_after_forward"): "fsdp_reshard_after_forward",
@@ -177,6 +178,11 @@ ANSWERS: dict[OwnKey | str, str] = {
     "leave it out: every target counts the same on any number of processes": "average_tokens_across_devices",
     "leave it out: parameters without a gradient count as zero under every strategy": "ddp_find_unused_parameters "
     "find_unused_parameters ddp_static_graph",
+    "leave it out on one machine, where a free port is chosen; on several, pass --rendezvous HOST:PORT, the address of "
+    "node 0": "main_process_ip main_process_port master_addr master_port rdzv_endpoint rdzv_backend rdzv_conf",
+    "pass it on the command line of each node: trainwright train --nodes N --node-rank I": "machine_rank node_rank",
+    "hide the other GPUs: CUDA_VISIBLE_DEVICES=0,1 before the command": "gpu_ids cuda_visible_devices visible_devices",
+    "leave it out: one process is started for each GPU": "multi_gpu",
     "leave it out: it follows from parallel.strategy": "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend backend "
     "local_rank dispatch_batches split_batches fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_forward_prefetch "
     "fsdp_use_orig_params fsdp_sync_module_states fsdp_cpu_ram_efficient_loading fsdp_state_dict_type",

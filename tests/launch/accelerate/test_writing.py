@@ -27,6 +27,9 @@ EVERY = [
     replace(FOUR, strategy="fsdp", offload=True),
     replace(FOUR, strategy="zero2", offload=True),
     replace(FOUR, strategy="zero3"),
+    replace(FOUR, strategy="zero2", accumulation=4, max_grad_norm=0.5),
+    replace(FOUR, strategy="fsdp", compiled=True, reshard=False, wrap="Block,Embedding", recompute=True),
+    replace(FOUR, gpu_ids="1,2,3,0"),
     replace(FOUR, strategy="zero3", offload=True, precision="fp16"),
     replace(FOUR, machines=2, machine_rank=1, main_ip="host", main_port=29500, processes=8),
 ]

@@ -34,6 +34,15 @@ def launch(
         Path | None,
         typer.Option(metavar="FILE", help="An Accelerate file. Default: Accelerate's default file, if it exists."),
     ] = None,
+    mixed_precision: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="no, bf16, fp16 or fp8, for Accelerate, in place of the file's.")
+    ] = None,
+    dynamo_backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Such as inductor, for Accelerate, in place of the file's.")
+    ] = None,
+    gpu_ids: Annotated[
+        str | None, typer.Option(metavar="IDS", help="GPUs of this machine to use, such as 0,1, or all.")
+    ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, as in python -m.")] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="Use the CPU even if there are GPUs.")] = False,
     logs: Annotated[
@@ -48,17 +57,21 @@ def launch(
     from trainwright.launch.scripts.starting import NodeOptions, launch_script
 
     place = NodeOptions(nodes, node_rank, rendezvous, rendezvous_timeout)
+    options = {"mixed_precision": mixed_precision, "dynamo_backend": dynamo_backend, "gpu_ids": gpu_ids}
+    settings = {key: value for key, value in options.items() if value is not None}
     if hosts is not None or hostfile is not None:
         from trainwright.api.clusters.hosts import launch_on_hosts
 
-        options = [*(["--cpu"] if cpu else []), *([f"--config-file={config_file}"] if config_file else [])]
+        words = [*(["--cpu"] if cpu else []), *([f"--config-file={config_file}"] if config_file else [])]
+        words += [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
         own = (script, module, tuple(arguments or ()))
-        raise typer.Exit(launch_on_hosts(own, options, num_processes, logs, place, hosts, hostfile))
+        raise typer.Exit(launch_on_hosts(own, words, num_processes, logs, place, hosts, hostfile))
     code = launch_script(
         script,
         tuple(arguments or ()),
         module=module,
         config_file=config_file,
+        settings=settings,
         num_processes=num_processes,
         cpu=cpu,
         logs=logs,

@@ -9,9 +9,17 @@ import typer
 
 Nodes = Annotated[
     int | None,
-    typer.Option(min=1, max=100_000, help="Number of machines that work together; run the command on each."),
+    typer.Option(
+        "--nodes",
+        "--num-machines",
+        min=1,
+        max=100_000,
+        help="Number of machines that work together; run the command on each.",
+    ),
 ]
-NodeRank = Annotated[int | None, typer.Option(min=0, help="Rank of this node, from 0.")]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", "--machine-rank", min=0, help="Rank of this node, from 0.")
+]
 Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0 for the rendezvous.")]
 RendezvousTimeout = Annotated[
     float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,16 @@ class AccelerateConfig:
         """Return where ``path`` was written, for a message: file:line, or a variable's name."""
         return self.places.get(path, self.name)
 
+    def with_settings(self, settings: Mapping[str, str]) -> AccelerateConfig:
+        """Return a copy in which options of a command, such as ``mixed_precision``, replace the keys."""
+        values = {**self.values, **settings}
+        part = values.get("dynamo_config")
+        if "dynamo_backend" in settings and isinstance(part, dict):
+            without = {key: value for key, value in part.items() if key.removeprefix("dynamo_") != "backend"}
+            values["dynamo_config"] = without
+        options: dict[Place, str] = {(key,): f"--{key.replace('_', '-')}" for key in settings}
+        return replace(self, values=values, places={**self.places, **options})
+
 
 def default_path() -> Path:
     """Return where `accelerate config` writes and `accelerate launch` reads: below HF_HOME or the user's cache.
@@ -64,6 +74,11 @@ def default_path() -> Path:
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     # Unlike a path that a user has written, it may have no home directory to be in.
     return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
+
+
+def without_file(on_cpu: bool) -> AccelerateConfig:
+    """Return what a command without a file asks for: data parallelism on the devices of this machine."""
+    return AccelerateConfig("the command line", {"distributed_type": "MULTI_CPU" if on_cpu else "MULTI_GPU"})
 
 
 def read(path: Path) -> AccelerateConfig:

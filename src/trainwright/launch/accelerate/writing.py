@@ -21,7 +21,12 @@ _HEADER = "# Written by `trainwright setup`; `trainwright setup --show` shows it
 
 @dataclass(frozen=True)
 class Answers:
-    """The wizard's answers. ``processes`` counts those of all machines."""
+    """The wizard's answers.
+
+    ``processes`` counts those of all machines; ``gpu_ids`` are those of this one, such as ``0,1``, None for all.
+    ``wrap`` names classes, separated by commas; None: the model's blocks. With a ``deepspeed_file`` the stage, offload
+    and precision are what it says. None of the recipe's own numbers: the recipe's.
+    """
 
     device: str  # gpu or cpu
     machines: int
@@ -32,6 +37,14 @@ class Answers:
     strategy: str  # one of `offered`
     offload: bool
     precision: str
+    gpu_ids: str | None = None
+    compiled: bool = False
+    reshard: bool = True
+    wrap: str | None = None
+    recompute: bool = False
+    deepspeed_file: str | None = None
+    accumulation: int | None = None
+    max_grad_norm: float | None = None
 
 
 def suggested(machine: Machine) -> Answers:
@@ -72,21 +85,29 @@ def file_values(answers: Answers) -> dict[str, Any]:
         "same_network": True,
         "use_cpu": answers.device == "cpu",
     }
+    if answers.device == "gpu":
+        values["gpu_ids"] = answers.gpu_ids or "all"
+    if answers.compiled:
+        values["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
     if answers.machines > 1:
         values["main_process_ip"] = answers.main_ip
         values["main_process_port"] = answers.main_port
     if values["distributed_type"] == "FSDP":
         values["fsdp_config"] = {
             "fsdp_version": 2,
-            "fsdp_reshard_after_forward": True,
+            "fsdp_reshard_after_forward": answers.reshard,
             "fsdp_offload_params": answers.offload,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_cpu_ram_efficient_loading": True,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_activation_checkpointing": False,
+            "fsdp_activation_checkpointing": answers.recompute,
         }
+        if answers.wrap is not None:
+            values["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = answers.wrap
     if values["distributed_type"] == "DEEPSPEED":
         values["deepspeed_config"] = _deepspeed(answers)
+        if answers.deepspeed_file is not None:
+            del values["mixed_precision"]  # Accelerate takes it from one of the files, and refuses both
     return dict(sorted(values.items()))
 
 
@@ -129,9 +150,13 @@ def _distributed_type(answers: Answers) -> str:
 
 
 def _deepspeed(answers: Answers) -> dict[str, Any]:
+    if answers.deepspeed_file is not None:
+        return {"deepspeed_config_file": answers.deepspeed_file, "deepspeed_multinode_launcher": "standard"}
     stage = stage_of(spec_of(answers.strategy))
     device = "cpu" if answers.offload else "none"
+    numbers = {"gradient_accumulation_steps": answers.accumulation, "gradient_clipping": answers.max_grad_norm}
     return {
+        **{key: value for key, value in numbers.items() if value is not None},
         "deepspeed_multinode_launcher": "standard",
         "offload_optimizer_device": device,
         "offload_param_device": device if stage == 3 else "none",

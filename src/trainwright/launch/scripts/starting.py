@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ def launch_script(
     cpu: bool,
     logs: Path | None,
     nodes: NodeOptions | None = None,
+    settings: Mapping[str, str] | None = None,
 ) -> int:
     """Run the script to its end; return its exit code. Changes this process.
 
@@ -42,6 +44,7 @@ def launch_script(
         cpu: use the CPU even if there are GPUs.
         logs: directory for one log per process. Default: a new one under ``runs/``.
         nodes: how this machine takes part as one of several; None: by the file, otherwise alone.
+        settings: top-level keys of Accelerate's file that replace the file's.
 
     Raises:
         RequestError: the script does not exist, or the file is invalid.
@@ -53,7 +56,8 @@ def launch_script(
     asked = nodes or NodeOptions()
     refuse_worker("launch", asked.nodes or 1)
     check_script(script, module)
-    code = _run(script, module, arguments, _plan(config_file, num_processes, cpu, asked), logs)
+    plan = _plan(config_file, num_processes, cpu, asked, settings or {})
+    code = _run(script, module, arguments, plan, logs)
     if code == EXIT_STOPPED:
         say(f"stopped: {script} was interrupted", file=sys.stderr)
     return code
@@ -119,17 +123,19 @@ def make_logs(script: str, module: bool, logs: Path | None) -> Path:
     return directory
 
 
-def _plan(config_file: Path | None, num_processes: int | None, cpu: bool, asked: NodeOptions) -> ScriptPlan:
-    from trainwright.launch.accelerate.reading import default_path, read
-
-    if config_file is None and default_path().is_file():
-        config_file = default_path()
-    if config_file is not None:
-        return _plan_of_file(read(config_file), num_processes, cpu, asked)
+def _plan(
+    config_file: Path | None, num_processes: int | None, cpu: bool, asked: NodeOptions, settings: Mapping[str, str]
+) -> ScriptPlan:
     from trainwright.launch.accelerate.machine import default_processes
+    from trainwright.launch.accelerate.reading import default_path, read, without_file
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
 
+    if config_file is None and default_path().is_file():
+        config_file = default_path()
+    if config_file is not None or settings:
+        source = without_file(cpu or not detect().gpus) if config_file is None else read(config_file)
+        return _plan_of_file(source.with_settings(settings), num_processes, cpu, asked)
     met = asked.met()
     variables = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     os.environ.update(variables)
