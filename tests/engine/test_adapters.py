@@ -62,8 +62,6 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
 FEWER = ("lora", "nf4")
 MORE = tuple(name for name in ADAPTERS if name not in FEWER)
 ANY = (*FEWER, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE))
-# DeepSpeed takes numbers alone.
-UNQUANTIZED = tuple(name for name in ADAPTERS if not {"nf4", "int8"} & set(name.split()))
 
 
 def case(name: str, strategy: str, *more: str) -> Case:
@@ -137,8 +135,8 @@ def test_only_what_is_trained_is_kept_in_checkpoints(
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_deepspeed_trains_adapters_as_one_process_does(alone: dict[str, Trained], runs: Runs, strategy: str) -> None:
-    trained = train(runs, {name: case(name, strategy) for name in UNQUANTIZED}, 2)
-    for name in UNQUANTIZED:
+    trained = train(runs, {name: case(name, strategy) for name in ADAPTERS}, 2)
+    for name in ADAPTERS:
         assert_same(trained[name], alone[name], name)
 
 
@@ -273,10 +271,6 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(runs: Runs, base: Path, tm
         ),
         (("model.adapter.start_from=nowhere",), "nowhere has no adapter_config.json (no such directory)"),
         (("model.adapter.stack=true",), "no adapter to stack on"),
-        (
-            ("parallel.strategy=zero2", "model.adapter.quantisation=nf4"),
-            "nf4 weights do not support; set parallel.strategy to",
-        ),
         (("model.adapter.type=none", "model.adapter.rank=3"), "has no effect without an adapter"),
         (("model.adapter.type=none", "model.adapter.quantisation=int8"), "nothing would be trained without an adapter"),
         (("model.adapter.double_quantisation=false",), "has no effect with quantisation none, only with nf4"),

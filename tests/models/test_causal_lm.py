@@ -13,6 +13,7 @@ from trainwright.data.stream.batch import collate
 from trainwright.data.stream.stream import Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
+from trainwright.models.cache import CACHE
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
 from trainwright.models.supported import check_packable
 
@@ -90,6 +91,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
+# From transformers 5.24 on, Falcon's own attention takes the beginnings of sequences from the positions.
+KNOWS_PACKS = CACHE == "cache"
 # Those that cannot be packed, and are trained on padded rows.
 PADDED: dict[str, dict[str, Any]] = {
     "falcon": {"num_key_value_heads": None},
@@ -232,8 +235,9 @@ def test_what_mixes_packed_documents_is_trained_padded_and_refused_in_packs(name
     check_model(CausalLM(model, packed=False), probe())
     one, three = (loss_and_gradients(model, pack=None, rows=rows)[0] for rows in (1, 3))
     assert three == pytest.approx(one, rel=1e-5)
-    with pytest.raises(RequestError, match=r"data\.pack_length: .* does not keep packed sequences apart"):
-        check_model(CausalLM(model, packed=True), probe())
+    if not (KNOWS_PACKS and name.startswith("falcon")):
+        with pytest.raises(RequestError, match=r"data\.pack_length: .* does not keep packed sequences apart"):
+            check_model(CausalLM(model, packed=True), probe())
     with pytest.raises(
         RequestError, match=r"data\.pack_length: .* does not keep packed sequences apart: .*; set it to"
     ):

@@ -175,12 +175,13 @@ class Decoder(GPTBase):
         if position_ids is None:
             seen = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(seen, seen + hidden.shape[1], device=hidden.device)[None]
+        cached: dict[str, Any] = {CACHE: cache}
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **{CACHE: cache},
+            **cached,
         )
         rotation = None
         if self.positions is not None:
@@ -191,7 +192,7 @@ class Decoder(GPTBase):
             hidden = F.dropout(hidden, self.config.dropout, self.training)
         for block in self.blocks:
             hidden = block(hidden, rotation, mask, cache, **sequences)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{CACHE: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **cached)
 
 
 class GPT(GPTBase, GenerationMixin):
@@ -232,7 +233,8 @@ class GPT(GPTBase, GenerationMixin):
         cache = past_key_values if cache is None else cache  # the second name is that before transformers 5.24
         output = self.decoder(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
         logits = self.head(output.last_hidden_state[:, -logits_to_keep:])
-        return CausalLMOutputWithPast(logits=logits, **{CACHE: getattr(output, CACHE)})
+        cached: dict[str, Any] = {CACHE: getattr(output, CACHE)}
+        return CausalLMOutputWithPast(logits=logits, **cached)
 
 
 def attention_in_words(

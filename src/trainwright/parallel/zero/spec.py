@@ -33,13 +33,6 @@ ZERO1 = StrategySpec(
     layouts=({}, {"offload_optimizer": True}),
     limits=(
         Limit(
-            "model.adapter.quantisation",
-            ("none",),
-            "DeepSpeed casts and partitions all parameters, which {value} weights do not support; set "
-            "parallel.strategy to ddp or fsdp, or model.adapter.quantisation to none",
-            "DeepSpeed does not support quantized weights",
-        ),
-        Limit(
             "optimizer.name",
             ("adamw",),
             "Muon needs whole matrices, but DeepSpeed shards flat; set parallel.strategy to ddp or fsdp",

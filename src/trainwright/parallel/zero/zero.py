@@ -85,7 +85,10 @@ class Zero:
                 begin, end = chunks(full.numel(), self.world.size)[self.world.rank]
                 own = full.flatten()[begin:end].clone()
             self._originals[name] = own
-        parameter.data = full.to(dtype) if parameter.is_floating_point() else full
+        packed = (
+            not parameter.is_floating_point()
+        )  # a quantized matrix; all that DeepSpeed shards has one dtype
+        parameter.data = full.reshape(-1).view(dtype) if packed else full.to(dtype)
 
     def _restore_masters(self) -> None:
         """Restore fp32 master weights: DeepSpeed creates them from the low-precision weights."""
