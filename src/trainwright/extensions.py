@@ -136,9 +136,14 @@ class Registry(Generic[T]):
         Raises RequestError like ``get``.
         """
         if ":" in name and not _trusts():
-            _look_for(name, f"{self.kind} {name}")
+            self.look_for(name)
         elif name not in self._builtin:
             self.get(name)
+
+    def look_for(self, name: str) -> None:
+        """Raise RequestError if ``name`` is a place where there is certainly nothing. Imports nothing."""
+        if ":" in name:
+            _look_for(name, f"{self.kind} {name}")
 
     def check_origin(self, name: str) -> None:
         """Raise RequestError if ``name`` is a place in the standard library. Imports nothing."""

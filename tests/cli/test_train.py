@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,24 @@ def test_a_wrong_request_ends_with_2_and_one_message_and_leaves_nothing(runs: Ru
     left = {name: content for name, content in files(here).items() if name != "runs"}
     assert left == before
     assert not list((here / "runs").glob("*"))
+
+
+@pytest.mark.parametrize("kind", ["directory", "first row", "metric", "tracker", "strategy's library"])
+def test_a_refusal_comes_before_the_machine_is_measured(runs: Runs, here: Path, kind: str) -> None:
+    missing = [name for name in ("wandb", "mlflow", "trackio", "prometheus_client", "deepspeed") if not find_spec(name)]
+    override, message = {
+        "directory": ("logging.run_directory=taken", "--resume taken"),
+        "first row": ("data.train=broken.jsonl", "broken.jsonl:3"),
+        "metric": ("evaluate.metrics=[slow:Good, nowhere:Metric]", "No module named 'nowhere'"),
+        "tracker": (f"logging.observers=[{missing[0]}]" if missing else "", "is not installed"),
+        "strategy's library": ("parallel.strategy=zero2" if "deepspeed" in missing else "", "needs deepspeed"),
+    }[kind]
+    if not override:
+        pytest.skip("everything is installed here")
+    (here / "slow.py").write_text("Good = 1\nraise SystemExit('imported')")
+    # A file of the machine that is not there: whatever reads the machine fails.
+    ended = attempt(runs, here, "recipe.yaml", override, TRAINWRIGHT_MACHINE="nowhere.json")
+    assert ended.code in (2, 3) and message in ended.stderr, ended.stderr
 
 
 def test_a_mistake_in_the_file_is_named_with_its_line(runs: Runs, here: Path) -> None:
