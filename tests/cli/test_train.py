@@ -257,3 +257,27 @@ def test_summary_of_a_resumed_run_begins_where_the_run_began(runs: Runs) -> None
     assert len(losses) == 3  # before the first step, at step 3 and at step 5
     assert f"loss           {losses[0]:.4f} -> {losses[-1]:.4f}" in second.stdout
     assert "of it since it was resumed at step 3" in second.stdout and "since it was" not in first.stdout
+
+
+@pytest.mark.parametrize("named", ["beside:score", "beside.py:score", "package.beside:score"])
+def test_a_metric_beside_the_recipe_is_found_from_elsewhere_and_goes_with_the_run(
+    runs: Runs, here: Path, tmp_path_factory: pytest.TempPathFactory, named: str
+) -> None:
+    module = here / ("package/beside.py" if named.startswith("package") else "beside.py")
+    module.parent.mkdir(exist_ok=True)
+    (module.parent / "__init__.py").touch()
+    module.write_text(
+        "from trainwright.extensions import extension\n@extension('metric')\ndef score(a, b): return 0.25\n"
+    )
+    elsewhere, far = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("far")
+    text = (here / "recipe.yaml").read_text().replace("rows.jsonl", str(here / "rows.jsonl"))
+    (here / "recipe.yaml").write_text(f"{text}evaluate: {{metrics: ['{named}'], max_new_tokens: 4}}\n")
+    fixed = ("parallel.num_processes=1", "logging.tensorboard=false")
+    ended = runs.command("train", f"{here}/recipe.yaml", "logging.run_directory=run", *fixed, cwd=elsewhere).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    module.unlink()
+    (elsewhere / "run").rename(far / "moved")
+    for command in (("train", "--resume=moved", "train.max_steps=3"), ("recipe", "check", "moved/recipe.yaml")):
+        ended = runs.command(*command, cwd=far).wait()
+        assert ended.code == 0, ended.stdout + ended.stderr
+    assert events(far / "moved", "evaluate")[-1]["metrics"][named] == 0.25

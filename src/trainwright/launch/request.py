@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
-from trainwright.extensions import Registry
+from trainwright.extensions import Registry, modules_of_user
 from trainwright.installation import FIRST, install_command
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
@@ -110,6 +110,9 @@ class RunRequest:
         asked, recipe = self.recipe.parallel.num_processes, resolved.recipe
         text = run_directory.recipe_text(with_processes(recipe, asked) if isinstance(asked, ProcessRange) else recipe)
         run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
+        if self.run is None:
+            named = [name for names in _named(recipe).values() for name in names]
+            run_directory.keep_modules(run, modules_of_user(named))
         return text
 
 
@@ -385,18 +388,22 @@ def check_extensions(recipe: Recipe, *, runs: bool) -> None:
 
     If the recipe is not going to run, those at a place are only looked for, unless the command imports them.
     """
-    named = {
-        "train.step_policies": recipe.train.step_policies,
-        "logging.observers": recipe.logging.observers,
-        "evaluate.metrics": recipe.evaluate.metrics,
-    }
     for check in (Registry.look_for, Registry.get) if runs else (Registry.check,):
-        for key, names in named.items():
+        for key, names in _named(recipe).items():
             for name in names:
                 try:
                     check(KEYS[key], name)
                 except RequestError as error:
                     raise RequestError(f"{key}: {error}") from error
+
+
+def _named(recipe: Recipe) -> dict[str, list[str]]:
+    """Return the extensions that only training and evaluation need, by key."""
+    return {
+        "train.step_policies": recipe.train.step_policies,
+        "logging.observers": recipe.logging.observers,
+        "evaluate.metrics": recipe.evaluate.metrics,
+    }
 
 
 def is_bare_resume(following: str | None) -> bool:
