@@ -63,6 +63,18 @@ def test_a_command_that_reads_executes_nothing(folder: Path, command: tuple[str,
     assert (folder / "executed").exists(), "it is the option that decides"
 
 
+def test_a_module_beside_a_recipe_is_found_from_elsewhere_and_not_executed(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    check = ("recipe", "check", str(folder / "recipe.yaml"))
+    (folder / "recipe.yaml").write_text(f"include: {TINY}\nevaluate: {{metrics: ['evil:score']}}\n")
+    assert trainwright(*check, cwd=elsewhere).returncode == 0
+    assert not (folder / "executed").exists()
+    trainwright(*check, "--trust-code", cwd=elsewhere)
+    assert (folder / "executed").exists()
+
+
 KEYS = {
     "task": "task=evil:SPEC",
     "strategy": "parallel.strategy=evil:SPEC",

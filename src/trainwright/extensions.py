@@ -13,11 +13,12 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, distributions
 from importlib.util import find_spec
 from operator import attrgetter
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 # A variable, because worker processes inherit it. "0": nothing that a recipe names as module:Name is imported.
 _TRUST = "TRAINWRIGHT_TRUST_CODE"
+# Also inherited: the folders of recipes, in which modules are found after those of the working directory.
+_FOLDERS = "TRAINWRIGHT_MODULES"
 _MARK = "__trainwright_extension__"
 
 
@@ -44,6 +47,27 @@ def extension(kind: str) -> Callable[[T], T]:
         return marked
 
     return mark
+
+
+def search_beside(recipe: Path) -> None:
+    """Have what recipes name as ``module:Name`` found in the folder of ``recipe`` too, here and in workers."""
+    folder = os.path.abspath(recipe.parent)
+    if folder not in (folders := [os.getcwd(), *_folders()]):
+        os.environ[_FOLDERS] = os.pathsep.join([*folders[1:], folder])
+
+
+def modules_of_user(names: Iterable[str]) -> list[Path]:
+    """Return the files, or folders of packages, of those ``module:Name`` that are in the working directory or beside a
+    recipe, and not installed.
+    """
+    paths = set[Path]()
+    for module in {_split(name)[0].partition(".")[0] for name in names if ":" in name}:
+        file = _file_of(module)
+        if file is not None and file.suffix == ".py":
+            path = file.parent if file.name == "__init__.py" else file
+            if str(path.parent.absolute()) in (os.getcwd(), *_folders()):
+                paths.add(path)
+    return sorted(paths)
 
 
 @contextmanager
@@ -136,9 +160,14 @@ class Registry(Generic[T]):
         Raises RequestError like ``get``.
         """
         if ":" in name and not _trusts():
-            _look_for(name, f"{self.kind} {name}")
+            self.look_for(name)
         elif name not in self._builtin:
             self.get(name)
+
+    def look_for(self, name: str) -> None:
+        """Raise RequestError if ``name`` is a place where there is certainly nothing. Imports nothing."""
+        if ":" in name:
+            _look_for(name, f"{self.kind} {name}")
 
     def check_origin(self, name: str) -> None:
         """Raise RequestError if ``name`` is a place in the standard library. Imports nothing."""
@@ -212,6 +241,8 @@ def load_named(place: str, described: str) -> Any:
             f"{described} is code that would run on this machine, and this command imports none that a recipe names; "
             "read it, then pass --trust-code"
         )
+    _look_in_working_directory()
+    sys.path += [folder for folder in _folders() if folder not in sys.path]
     return load(place, described)
 
 
@@ -223,8 +254,7 @@ def load(place: str, described: str) -> Any:
     Raises:
         RequestError: the place is malformed, or cannot be imported.
     """
-    module, colon, attribute = place.partition(":")
-    if not (module and colon and attribute):
+    if not all(_split(place)):
         raise RequestError(f"{described}: expected package.module:Name")
     _look_in_working_directory()
     try:
@@ -235,14 +265,14 @@ def load(place: str, described: str) -> Any:
 
 
 def _refuse_library(place: str, described: str) -> None:
-    if place.partition(":")[0].partition(".")[0] in sys.stdlib_module_names:
+    if _split(place)[0].partition(".")[0] in sys.stdlib_module_names:
         raise RequestError(f"{described} is of Python's standard library, which has no extensions; name one of yours")
 
 
 def _look_for(place: str, described: str) -> None:
     """Raise RequestError if there is certainly nothing at ``place``. Imports and executes nothing."""
     _refuse_library(place, described)
-    module, _, attribute = place.partition(":")
+    module, attribute = _split(place)
     file, name = _file_of(module), attribute.partition(".")[0]
     if file is None:
         raise RequestError(f"{described} cannot be imported: No module named '{module}'")
@@ -264,7 +294,8 @@ def _file_of(module: str) -> Path | None:
     first, *parts = module.split(".")
     _look_in_working_directory()
     try:
-        spec = find_spec(first)
+        # Not in sys.path: nothing else may be imported from the folder of a recipe that is only read.
+        spec = find_spec(first) or PathFinder.find_spec(first, _folders())
     except (ImportError, ValueError):
         return None
     if spec is None:
@@ -282,9 +313,19 @@ def _file_of(module: str) -> Path | None:
 
 
 def _is_place(name: str) -> bool:
-    module, _, attribute = name.partition(":")
+    module, attribute = _split(name)
     parts = (*module.split("."), *attribute.split("."))
     return all(part.isidentifier() for part in parts) and _file_of(module) is not None
+
+
+def _split(place: str) -> tuple[str, str]:
+    """Return the module and the name of ``module:Name`` or ``file.py:Name``."""
+    module, _, name = place.partition(":")
+    return module.removesuffix(".py"), name
+
+
+def _folders() -> list[str]:
+    return list(filter(None, os.environ.get(_FOLDERS, "").split(os.pathsep)))
 
 
 def _look_in_working_directory() -> None:
@@ -294,7 +335,7 @@ def _look_in_working_directory() -> None:
 
 
 def _at(place: str) -> Any:
-    module, _, attribute = place.partition(":")
+    module, attribute = _split(place)
     return attrgetter(attribute)(import_module(module))
 
 

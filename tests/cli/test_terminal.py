@@ -173,12 +173,23 @@ def test_tables_become_lists_where_they_do_not_fit(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a-run-with-a-name-of-some-length"
     run.mkdir(parents=True)
     (run / "recipe.yaml").write_text("task: sft\n")
-    for arguments in (["runs", "runs"], ["jobs", str(run)]):
-        wide = record(*arguments, cwd=tmp_path, columns=200, PATH="")
-        assert wide.code == 0 and any(re.match(r"RUN +\S+ +ST", line) for line in wide.lines), wide.shown
-        narrow = record(*arguments, cwd=tmp_path, columns=40, PATH="")
-        assert narrow.code == 0 and any(line.endswith(run.name) for line in narrow.lines)
-        narrow.check_unbroken()
+    wide = record("jobs", str(run), cwd=tmp_path, columns=200, PATH="")
+    assert wide.code == 0 and any(re.match(r"RUN +\S+ +ST", line) for line in wide.lines), wide.shown
+    narrow = record("jobs", str(run), cwd=tmp_path, columns=40, PATH="")
+    assert narrow.code == 0 and any(line.endswith(run.name) for line in narrow.lines)
+    narrow.check_unbroken()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_a_run_is_one_line_at_any_width(tmp_path: Path, columns: int) -> None:
+    run = tmp_path / "runs" / "a-run-with-a-name-of-quite-some-length-and-more"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("task: sft\n")
+    shown = record("runs", "runs", cwd=tmp_path, columns=columns, PATH="")
+    head, line = [line for line in shown.lines if line.strip()]
+    assert head.split()[:2] == ["RUN", "STATUS"] and ("MODEL" in head) == (columns == 200)
+    assert (run.name in line or columns == 40) and line.split()[0].endswith(run.name[-15:]), shown.shown
+    shown.check_unbroken()
 
 
 @pytest.mark.parametrize("columns", [40, 120])

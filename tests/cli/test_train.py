@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,24 @@ def test_a_wrong_request_ends_with_2_and_one_message_and_leaves_nothing(runs: Ru
     left = {name: content for name, content in files(here).items() if name != "runs"}
     assert left == before
     assert not list((here / "runs").glob("*"))
+
+
+@pytest.mark.parametrize("kind", ["directory", "first row", "metric", "tracker", "strategy's library"])
+def test_a_refusal_comes_before_the_machine_is_measured(runs: Runs, here: Path, kind: str) -> None:
+    missing = [name for name in ("wandb", "mlflow", "trackio", "prometheus_client", "deepspeed") if not find_spec(name)]
+    override, message = {
+        "directory": ("logging.run_directory=taken", "--resume taken"),
+        "first row": ("data.train=broken.jsonl", "broken.jsonl:3"),
+        "metric": ("evaluate.metrics=[slow:Good, nowhere:Metric]", "No module named 'nowhere'"),
+        "tracker": (f"logging.observers=[{missing[0]}]" if missing else "", "is not installed"),
+        "strategy's library": ("parallel.strategy=zero2" if "deepspeed" in missing else "", "needs deepspeed"),
+    }[kind]
+    if not override:
+        pytest.skip("everything is installed here")
+    (here / "slow.py").write_text("Good = 1\nraise SystemExit('imported')")
+    # A file of the machine that is not there: whatever reads the machine fails.
+    ended = attempt(runs, here, "recipe.yaml", override, TRAINWRIGHT_MACHINE="nowhere.json")
+    assert ended.code in (2, 3) and message in ended.stderr, ended.stderr
 
 
 def test_a_mistake_in_the_file_is_named_with_its_line(runs: Runs, here: Path) -> None:
@@ -238,3 +257,27 @@ def test_summary_of_a_resumed_run_begins_where_the_run_began(runs: Runs) -> None
     assert len(losses) == 3  # before the first step, at step 3 and at step 5
     assert f"loss           {losses[0]:.4f} -> {losses[-1]:.4f}" in second.stdout
     assert "of it since it was resumed at step 3" in second.stdout and "since it was" not in first.stdout
+
+
+@pytest.mark.parametrize("named", ["beside:score", "beside.py:score", "package.beside:score"])
+def test_a_metric_beside_the_recipe_is_found_from_elsewhere_and_goes_with_the_run(
+    runs: Runs, here: Path, tmp_path_factory: pytest.TempPathFactory, named: str
+) -> None:
+    module = here / ("package/beside.py" if named.startswith("package") else "beside.py")
+    module.parent.mkdir(exist_ok=True)
+    (module.parent / "__init__.py").touch()
+    module.write_text(
+        "from trainwright.extensions import extension\n@extension('metric')\ndef score(a, b): return 0.25\n"
+    )
+    elsewhere, far = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("far")
+    text = (here / "recipe.yaml").read_text().replace("rows.jsonl", str(here / "rows.jsonl"))
+    (here / "recipe.yaml").write_text(f"{text}evaluate: {{metrics: ['{named}'], max_new_tokens: 4}}\n")
+    fixed = ("parallel.num_processes=1", "logging.tensorboard=false")
+    ended = runs.command("train", f"{here}/recipe.yaml", "logging.run_directory=run", *fixed, cwd=elsewhere).wait()
+    assert ended.code == 0, ended.stdout + ended.stderr
+    module.unlink()
+    (elsewhere / "run").rename(far / "moved")
+    for command in (("train", "--resume=moved", "train.max_steps=3"), ("recipe", "check", "moved/recipe.yaml")):
+        ended = runs.command(*command, cwd=far).wait()
+        assert ended.code == 0, ended.stdout + ended.stderr
+    assert events(far / "moved", "evaluate")[-1]["metrics"][named] == 0.25

@@ -74,7 +74,9 @@ def test_a_measurement_that_fails_leaves_the_plan_to_datasheets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    found = measured(HERE, SHAPES)
+    told = list[str]()
+    found = measured(HERE, SHAPES, told.append)
+    assert measured(HERE, SHAPES, told.append) == found and told == ["measuring this machine"], "once in a command"
     assert found.found is None and found.trouble is not None
     assert "could not be measured" in found.trouble and "datasheets" in found.trouble
 

@@ -102,7 +102,7 @@ def test_a_tracker_that_fails_is_given_up_with_one_message(run: Path, capsys: py
 def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"wandb is not installed; pip install .*\[wandb\]'"):
-        base.check_installed("wandb", "wandb")
+        base.check_installed("wandb")
 
 
 def _trained(runs: Runs, *overrides: str, **variables: str) -> Path:

@@ -282,9 +282,40 @@ def test_a_file_that_is_no_mapping(refusal: Refusal, text: str) -> None:
     ("text", "says"),
     [
         ("train:\n\tseed: 1\n", "run.yaml:5: a tab where YAML wants spaces"),
-        ("train:\n  prompts: [a, b\n", "run.yaml:6: not valid YAML"),
-        ("train:\n  seed: 1\n max_steps: 2\n", "run.yaml:6: not valid YAML"),
-        ("train: {seed: *nowhere}\n", "run.yaml:4: not valid YAML"),
+        ("train:\n  prompts: [a, b\n", "run.yaml:5: the bracket that begins here is not closed"),
+        ("train: {seed: *nowhere}\n", "run.yaml:4: train: {seed: *nowhere}: text that begins with a special"),
+        ("evaluate:\n  prompts:\n  - @b\n", "run.yaml:6: - @b: text that begins with a special character needs quotes"),
+        ('train: {a: "no\nlogging: {}\n', "run.yaml:4: the quote that begins here is not closed"),
+        (
+            'train: {a: "\\q"}\n',
+            "run.yaml:4: not valid YAML: while scanning a double-quoted scalar found unknown escape",
+        ),
+        ("train:\n  seed: 1\n\tmax_steps: 2\n", "run.yaml:6: a tab where YAML wants spaces"),
+        (
+            "train:\n    seed: 1\n  max_steps: 2\n",
+            "run.yaml:6: max_steps: has less indentation (2 spaces) than seed on line 5 (4 spaces)",
+        ),
+        (
+            "train:\n  seed: 1\n  # more\n    max_steps: 2\n",
+            "run.yaml:7: max_steps: has more indentation (4 spaces) than seed on line 5 (2 spaces)",
+        ),
+        ("train:\n  seed:1\n  max_steps: 2\n", "run.yaml:5: seed:1: a space is missing after the colon; write seed: 1"),
+        ("train:\n  max_steps: 2\n  seed:1\n", "run.yaml:6: seed:1: a space is missing after the colon; write seed: 1"),
+        (
+            "train:\n  seed:1\n",
+            'run.yaml:4: train: expected a mapping, not "seed:1"; a space is missing after the colon',
+        ),
+        (
+            "evaluate:\n  prompts:\n    -a\n",
+            'run.yaml:5: evaluate.prompts: expected a list, not "-a"; a space is missing',
+        ),
+        ("evaluate:\n  prompts: - a\n", "run.yaml:5: a list does not begin behind its key; write prompts: [a]"),
+        (
+            "evaluate:\n  prompts:\n    - a\n   - b\n",
+            "run.yaml:7: - b: has less indentation (3 spaces) than - a on line 6 (4 spaces)",
+        ),
+        ("evaluate:\n  prompts:\n- a\n", "run.yaml:6: - a: a list item, with 0 spaces before it, is under no key"),
+        ("train: seed: 1\n", "run.yaml:4: train: has two keys on one line"),
         ("train: &a {seed: *a}\n", "run.yaml:4: recursive YAML alias"),
         ("train: !!python/object:os.system {}\n", "run.yaml:4: YAML tag"),
         ("train: !mine {}\n", "run.yaml:4: YAML tag '!mine' is not supported"),
@@ -338,7 +369,7 @@ def test_an_included_file_that_is_missing_or_broken(refusal: Refusal, write: Wri
     assert refusal("include:\n  - brokn.yaml\n") == [
         "run.yaml:5: include: brokn.yaml: no such file; did you mean broken.yaml?"
     ]
-    assert refusal("include: broken.yaml\n")[0].startswith("broken.yaml:2: not valid YAML")
+    assert refusal("include: broken.yaml\n")[0].startswith("broken.yaml:1: the text ends in a bracket")
     assert refusal("include: empty.yaml\n")[0].startswith("empty.yaml: is empty")
     assert refusal("include: 5\n") == ["run.yaml:4: include: expected a file name or a list of them"]
     assert refusal("include: [[a]]\n") == ["run.yaml:4: include: expected a file name or a list of them"]
@@ -364,7 +395,7 @@ def test_an_override_without_a_usable_value(refusal: Refusal) -> None:
     assert refusal("", "train.max_steps=") == [
         "override 'train.max_steps=': has no value; use train.max_steps=null for null"
     ]
-    assert refusal("", "evaluate.prompts=[a")[0].startswith("override 'evaluate.prompts=[a': not valid YAML")
+    assert refusal("", "evaluate.prompts=[a")[0].startswith("override 'evaluate.prompts=[a': the bracket that begins")
     assert refusal("", "train={seed: 1, seed: 2}") == [
         "override 'train={seed: 1, seed: 2}': train.seed: given twice, first in the same value; keep one of the two"
     ]

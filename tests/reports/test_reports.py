@@ -86,6 +86,10 @@ def test_runs_are_listed_with_what_they_did(tmp_path: Path) -> None:
     assert [each.run.name for each in tw.runs(tmp_path, status="failed")] == ["c"]
     assert [each.run.name for each in tw.runs(tmp_path, name="sweep")] == ["b"]
     assert tw.runs(tmp_path, task="dpo") == []
+    for key, order in {"begun": "dacb", "run": "acdb", "best": "abdc", "step": "abcd"}.items():
+        assert "".join(each.run.name for each in tw.runs(tmp_path, sort=key)) == order, key
+    with pytest.raises(RequestError, match="sort: speed: choose from begun, run, "):
+        tw.runs(tmp_path, sort="speed")
     with pytest.raises(RequestError, match="no such directory"):
         tw.runs(tmp_path / "nowhere")
 

@@ -249,12 +249,12 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     doing("reading the recipe")
     request = request_of(options.recipe, overrides, options.resume, translation)
     try:
-        machine = with_device(detect(), request.recipe.parallel.device)
         check_nodes(request.recipe, count)
         request = replace(request, deadline=deadline_of(options.until, options.time_limit))
+        check_request(request, creates=not node_rank)
+        machine = with_device(detect(), request.recipe.parallel.device)
         doing("planning")
         resolved = resolve_request(request, machine, count)
-        check_request(request, resolved.recipe, creates=not node_rank)
     except TrainwrightError:
         request.discard_fetched()
         raise

@@ -77,10 +77,10 @@ def compare(options: VerifyRequest) -> Comparison:
     )
     with Activity(sys.stderr, "planning"):
         request = request_of(options.recipe, list(options.overrides), None, translation)
+        # Check the second side before the first one runs, so that the user does not wait in vain.
+        check_request(request, creates=False)
         machine = with_device(detect(), request.recipe.parallel.device)
         resolved = resolve_request(request, machine).recipe
-        # Check the second side before the first one runs, so that the user does not wait in vain.
-        check_request(request, resolved, creates=False)
         doing("importing torch and transformers")
         from trainwright.doctor.verify import verify as compared
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.words_of_others import Commands
 from trainwright.text import plural, say
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
     from trainwright.machine.measured.calibration import Calibration
 
-app = typer.Typer(invoke_without_command=True, help="Show, measure and list machines for plans.")
+app = typer.Typer(cls=Commands, invoke_without_command=True, help="Show, measure and list machines for plans.")
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 

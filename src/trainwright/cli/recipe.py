@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from trainwright.cli.trust import TrustCode
+from trainwright.cli.words_of_others import Commands
 from trainwright.text import say, table
 
-app = typer.Typer(no_args_is_help=True, help="Show, check and describe recipes.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, check and describe recipes.")
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")]
 Overrides = Annotated[

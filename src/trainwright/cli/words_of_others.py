@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from typer.core import TyperGroup
@@ -35,7 +36,7 @@ COMMANDS = {
 }
 _RECIPE = ("config", "config-file", "config-name", "config-path", "cfg", "recipe", "yaml")
 _FILES = (".yaml", ".yml")
-_WORDS = "trainwright.words"
+_PROGRAM, _WORDS = "trainwright", "trainwright.words"
 _OF_A_SCRIPT = (
     "options of the script come after it; how it is distributed is set in an Accelerate file, --config-file FILE, "
     "which `trainwright setup` writes"
@@ -50,20 +51,25 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, and keep them for messages."""
-        ctx.meta[_WORDS] = list(args)
-        return super().parse_args(ctx, args)
+        words = ctx.meta.setdefault(_WORDS, list(args))
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            raise _answered(error, words) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command of a command line."""
-        name = args[0]
+        name, path = args[0], _path(ctx)
         if self.get_command(ctx, name) is None:
-            ours = next(
-                (ours for ours, theirs in COMMANDS.items() if name.lower().replace("_", "-") in theirs.split()), ""
-            )
-            if name.endswith(_FILES):
-                ours = f"train {quoted(name)}"
-            if ours:
-                raise RequestError(f"{name}: no such command; did you mean trainwright {ours}?")
+            word = name.lower().replace("_", "-")
+            meant = [f"{_PROGRAM} {ours}" for ours, theirs in COMMANDS.items() if word in theirs.split()]
+            near = [f"{path} {command}" for command in get_close_matches(word, self.commands, 1)]
+            if ctx.parent is None and name.endswith(_FILES):
+                meant = [f"{_PROGRAM} train {quoted(name)}"]
+            # In a group its own commands count, then those elsewhere.
+            answers = [*(ours for ours in meant if ours.startswith(path)), *near, *meant]
+            answer = f"did you mean {answers[0]}?" if answers else f"choose from {', '.join(self.commands)}"
+            raise RequestError(f"{name}: {path} has no such command; {answer}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -71,25 +77,39 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            # Recognized by its attributes: the class for unknown options is not public.
-            if hasattr(error, "possibilities") and (answer := _answer(error, ctx.meta[_WORDS])):
-                raise RequestError(answer) from None
-            raise
+            raise _answered(error, ctx.meta[_WORDS]) from None
+
+
+def _path(ctx: Any) -> str:
+    """Return the words of a command, however it was started."""
+    return _PROGRAM if ctx.parent is None else f"{_path(ctx.parent)} {ctx.info_name}"
+
+
+def _answered(error: Any, words: list[str]) -> Exception:
+    """Return the error to raise in place of ``error``: an answer to an unknown option, else ``error`` itself."""
+    # Recognized by its attributes: the class for unknown options is not public.
+    answer = _answer(error, words) if hasattr(error, "possibilities") else None
+    return error if answer is None else RequestError(answer)
 
 
 def _answer(error: Any, words: list[str]) -> str | None:
     """Return the message for an unknown option; None if nothing better is known than the options spelled alike."""
     option, command = error.option_name, error.ctx.command
     options = {name for parameter in command.params for name in parameter.opts}
-    problem = f"{option}: {error.ctx.command_path} has no such option"
+    path = _path(error.ctx)
+    problem = f"{option}: {path} has no such option"
     metavars = [getattr(parameter, "metavar", None) or "" for parameter in command.params]
     takes_recipe = any("SECTION.KEY=VALUE" in metavar for metavar in metavars)
+    before, command_line = "", f"{path} RECIPE"
+    if error.ctx.parent is None:
+        takes_recipe, command_line = True, f"{_PROGRAM} train RECIPE"
+        before = f"{command_line} "
     if not takes_recipe and "SCRIPT" not in metavars:
         return None
     name = option.lstrip("-")
     if takes_recipe and name in _RECIPE:
         file = "; an Accelerate file: --accelerate-config FILE" if "--accelerate-config" in options else ""
-        return f"{problem}; the recipe is the first argument: {error.ctx.command_path} RECIPE{file}"
+        return f"{problem}; the recipe is the first argument: {command_line}{file}"
     from trainwright.recipe.problems import meaning_of
     from trainwright.recipe.synonyms import our_value
 
@@ -101,7 +121,7 @@ def _answer(error: Any, words: list[str]) -> str | None:
     note, value = f" ({meant.note})" if meant.note else "", _value_of(option, words)
     if meant.value is not None:
         value = "VALUE" if value.lower() in ("false", "no") else meant.value
-    return f"{problem}; write {quoted(f'{meant.key}={our_value(meant.key, value) or value}')}{note}"
+    return f"{problem}; write {before}{quoted(f'{meant.key}={our_value(meant.key, value) or value}')}{note}"
 
 
 def _value_of(option: str, words: list[str]) -> str:

@@ -264,8 +264,8 @@ class _Participant:
             members = [replace(member, gpus=()) for member in members]
         everyone = places(members)
         machines = len({(member.host, member.node) for member in members})
+        check_request(request)
         resolved = resolve_request(request, detect(), machines, check_gpus=False)
-        check_request(request, resolved.recipe)
         if not self.options.force:
             resolved.plan.refuse_shortage()
         run = held.enter_context(request.opened(resolved))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
+from trainwright.extensions import Registry, modules_of_user
 from trainwright.installation import FIRST, install_command
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
@@ -109,6 +110,9 @@ class RunRequest:
         asked, recipe = self.recipe.parallel.num_processes, resolved.recipe
         text = run_directory.recipe_text(with_processes(recipe, asked) if isinstance(asked, ProcessRange) else recipe)
         run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.as_json(), resolved.chosen)
+        if self.run is None:
+            named = [name for names in _named(recipe).values() for name in names]
+            run_directory.keep_modules(run, modules_of_user(named))
         return text
 
 
@@ -309,29 +313,39 @@ def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check
     return replace(resolved, reasons=(*request.reasons, *resolved.reasons), chosen=chosen)
 
 
-def check_request(request: RunRequest, recipe: Recipe, creates: bool = True) -> None:
-    """Check everything that can be checked without torch, before anything is written. Raises RequestError.
+def check_request(request: RunRequest, creates: bool = True) -> None:
+    """Check everything that can be checked without torch, before the machine is measured and anything is written.
 
-    `creates` is False if another node creates the run directory, and may have done so already.
+    Extensions are imported last, as that can take seconds. `creates` is False if another node creates the run
+    directory, and may have done so already. Raises RequestError, or MachineError for a missing library of the strategy.
     """
     from importlib.util import find_spec
 
     from trainwright.data.preflight import check_data
     from trainwright.models.adapters.files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
+    from trainwright.recipe.parallel_checks import implied_strategy
     from trainwright.recipe.strategy_spec import check_library
 
+    recipe = request.recipe
     if recipe.logging.report is True and find_spec("vl_convert") is None:
         raise RequestError(
             f"logging.report: vl-convert-python is not installed; {install_command('report')}, or set auto"
         )
     if recipe.logging.tensorboard and find_spec("tensorboard") is None:
         raise RequestError("logging.tensorboard: tensorboard is not installed; pip install tensorboard, or set false")
+    if creates:
+        from trainwright.observe.trackers.base import check_installed
+
+        for tracker in (*recipe.logging.observers, *["prometheus"] * (recipe.logging.prometheus is not None)):
+            check_installed(tracker)
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         check_directory = run_directory.check_unbegun if request.in_place else run_directory.check_new
         check_directory(user_path(recipe.logging.run_directory))
-    check_library(recipe.parallel.strategy)
-    deepspeed_config.check_file(recipe)
+    strategy, _ = implied_strategy(recipe.parallel) or (recipe.parallel.strategy, "")
+    if strategy != AUTO:  # the plan chooses only strategies whose library is installed
+        check_library(strategy)
+    deepspeed_config.check_keys(recipe)
     check_libraries(recipe.model.adapter)
     check_data(recipe)
     if creates:
@@ -369,20 +383,27 @@ def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
 
 
 def check_extensions(recipe: Recipe, *, runs: bool) -> None:
-    """Import extensions, so that a wrong name or class is rejected before anything is written. If the recipe is not
-    going to run, those at a place are only looked for, unless the command imports them.
+    """Import extensions, so that a wrong name or class is rejected before anything is written; look for all of them
+    before that, as an import can take seconds.
+
+    If the recipe is not going to run, those at a place are only looked for, unless the command imports them.
     """
-    named = {
+    for check in (Registry.look_for, Registry.get) if runs else (Registry.check,):
+        for key, names in _named(recipe).items():
+            for name in names:
+                try:
+                    check(KEYS[key], name)
+                except RequestError as error:
+                    raise RequestError(f"{key}: {error}") from error
+
+
+def _named(recipe: Recipe) -> dict[str, list[str]]:
+    """Return the extensions that only training and evaluation need, by key."""
+    return {
         "train.step_policies": recipe.train.step_policies,
         "logging.observers": recipe.logging.observers,
         "evaluate.metrics": recipe.evaluate.metrics,
     }
-    for key, names in named.items():
-        for name in names:
-            try:
-                KEYS[key].get(name) if runs else KEYS[key].check(name)
-            except RequestError as error:
-                raise RequestError(f"{key}: {error}") from error
 
 
 def is_bare_resume(following: str | None) -> bool:

@@ -181,6 +181,20 @@ def recipe_text(recipe: Recipe) -> str:
     return dump_recipe(recipe.model_copy(update={"logging": logging}))
 
 
+def keep_modules(directory: Path, paths: Iterable[Path]) -> None:
+    """Copy modules and packages beside the run's recipe, where they are found if the run goes on elsewhere."""
+    for path in paths:
+        try:
+            if path.is_dir():
+                shutil.copytree(
+                    path, directory / path.name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+                )
+            elif not (directory / path.name).exists():
+                shutil.copyfile(path, directory / path.name)
+        except OSError as error:
+            raise unwritable(directory / path.name, error) from error
+
+
 def record(
     directory: Path,
     recipe: str,

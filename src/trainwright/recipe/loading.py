@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from trainwright.errors import RequestError
+from trainwright.extensions import search_beside
 from trainwright.paths import user_path
 from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.problems import explain, explain_hidden, placeholders, unknown_keys
@@ -149,6 +150,8 @@ def read_merged(source: Path | Tree | None, overrides: Sequence[str]) -> Tree:
     else:
         tree = Tree() if source is None else _read_file(source, (), [])
         tree.file = source
+    if tree.file is not None:
+        search_beside(tree.file)
     for override in overrides:
         _merge(tree, *_read_override(override))
     return tree

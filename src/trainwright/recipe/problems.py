@@ -172,6 +172,10 @@ def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
     hint = f"; did you mean {near}?" if near else ""
     if expected.startswith("text") and isinstance(value, int | float):
         hint = "; put it in quotes"
+    if isinstance(value, str) and (match := re.match(r"(\w+):([^\s/]\S*)", value)) and expected == "a mapping":
+        hint = f"; a space is missing after the colon: {match[1]}: {match[2]}"
+    if isinstance(value, str) and re.match(r"-\S", value) and expected.startswith("a list"):
+        hint = "; a space is missing after the dash of each item"
     return f"expected {expected}, not {_shown(value)}{hint}"
 
 

@@ -116,12 +116,83 @@ def _compose(text: str, source: str, first_line: bool, most: int = _MOST_VALUES)
         line = text.count("\n", 0, error.position) + 1
         raise RequestError(f"{source}:{line}: character {error.character!r} is not allowed in YAML") from None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{source}:{mark.line + 1}" if mark is not None and first_line else source
-        if "'\\t'" in str(error.problem):
-            raise RequestError(f"{where}: a tab where YAML wants spaces; replace it with spaces") from None
-        reason = " ".join(filter(None, (error.context, error.problem)))
-        raise RequestError(f"{where}: not valid YAML: {reason}") from None
+        line, reason = _in_words(text.splitlines() or [""], error)
+        raise RequestError(f"{source}:{line + 1}: {reason}" if first_line else f"{source}: {reason}") from None
+
+
+_MISSING_SPACE = re.compile(r"\s*(?:- )?([A-Za-z_][\w.]*):([^\s/:'\"\[\]{}]\S*)(?=\s|$)")
+_TWO_KEYS = re.compile(r"\s*(?:- )?([^\s'\"#]+): +([^'\"#\[{|>]*?: .*)")
+
+
+def _in_words(lines: list[str], error: yaml.MarkedYAMLError) -> tuple[int, str]:
+    """Return the line, counted from 0, and what is wrong with it."""
+    mark, problem = error.problem_mark or error.context_mark, str(error.problem)
+    index = min(mark.line, len(lines) - 1) if mark is not None else 0
+    if "'\\t'" in problem:
+        return index, "a tab where YAML wants spaces; replace it with spaces"
+    start = error.context_mark.line if error.context_mark is not None else index
+    if "quoted scalar" in str(error.context) and "unexpected" in problem:
+        return start, "the quote that begins here is not closed; close it"
+    if problem.startswith("expected ',' or"):
+        return start, "the bracket that begins here is not closed, or a comma in it is missing"
+    if "flow" in str(error.context) and problem.endswith("'<stream end>'"):
+        return index, "the text ends in a bracket that is not closed"
+    if "cannot start any token" in problem or "undefined alias" in problem:
+        return index, f"{_shown(lines[index])}: text that begins with a special character needs quotes"
+    if problem.startswith("sequence entries"):
+        key, _, item = lines[index].strip().partition(": ")
+        return (
+            index,
+            f"a list does not begin behind its key; write {key}: [{item.removeprefix('- ')}], or one item a line",
+        )
+    before = [n for n in range(index) if lines[n].strip() and not lines[n].lstrip().startswith("#")]
+    if "':'" in problem or problem.startswith("mapping values"):
+        for n in (index, *before[-1:]):
+            if match := _MISSING_SPACE.match(lines[n]):
+                return n, f"{match[0].strip()}: a space is missing after the colon; write {match[1]}: {match[2]}"
+        if match := _TWO_KEYS.match(lines[index]):
+            return index, f"{match[1]}: has two keys on one line; give each a line, or put text with a colon in quotes"
+    if "block" in f"{error.context} {problem}" or problem.startswith("mapping values"):
+        return index, _indentation(lines, index, before)
+    return index, f"not valid YAML: {' '.join(filter(None, (error.context, problem)))}"
+
+
+def _indentation(lines: list[str], index: int, before: list[int]) -> str:
+    """Return what is wrong with the indentation of a line, by those ``before`` it that are in the same block."""
+    what, own = _key(lines[index]), _indent(lines[index])
+    is_item = what.startswith("-")
+    beside = [n for n in before if lines[n].lstrip().startswith("-") == is_item and lines[n].strip() != "---"]
+    if is_item and not (beside and beside[-1] == before[-1]):
+        return (
+            f"{what}: a list item, with {_spaces(own)} before it, is under no key; indent it below the key of its list"
+        )
+    if not beside:
+        return f"{what}: the indentation, {_spaces(own)}, fits no line above; indent it like the keys beside it"
+    near = beside[-1]
+    than = "more" if own > _indent(lines[near]) else "less"
+    return (
+        f"{what}: has {than} indentation ({_spaces(own)}) than {_key(lines[near])} on line {near + 1} "
+        f"({_spaces(_indent(lines[near]))}); indent both alike"
+    )
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
+
+
+def _spaces(count: int) -> str:
+    return f"{count} space{'s' * (count != 1)}"
+
+
+def _shown(line: str) -> str:
+    """Return a line, without its end if it is long."""
+    text = line.strip()
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def _key(line: str) -> str:
+    text = _shown(line)
+    return text if text.startswith("-") else text.partition(":")[0]
 
 
 class _Builder:

@@ -14,6 +14,19 @@ from trainwright.launch.run_directory import RUNS
 from trainwright.paths import run_path
 
 _LONGEST_NOTE = 300
+_COLUMNS = ("RUN", "STATUS", "STEP", "BEST", "BEGUN", "TOKENS", "TASK", "MODEL", "GOODPUT")
+# By key of `runs`, what to sort by, and whether the largest comes first. Runs without a value come last.
+_ORDERS = {
+    "begun": True,
+    "run": False,
+    "status": False,
+    "step": True,
+    "best": False,
+    "tokens_per_second": True,
+    "goodput": True,
+    "task": False,
+    "model": False,
+}
 _DEPTH = 3  # of a run below the directory: those of a sweep or of an array are deeper
 
 
@@ -56,12 +69,17 @@ class RunSummary:
         return [
             *(str(self.run), self.status, f"{self.step}/{self.steps}" if self.steps else ""),
             "" if self.best is None else text.metric(self.best),
-            *(speed, "" if self.goodput is None else f"{self.goodput:.0%}", begun, self.task, self.model),
+            *(begun, speed, self.task, self.model, "" if self.goodput is None else f"{self.goodput:.0%}"),
         ]
 
 
 def runs(
-    directory: str | Path = RUNS, *, status: str | None = None, task: str | None = None, name: str | None = None
+    directory: str | Path = RUNS,
+    *,
+    status: str | None = None,
+    task: str | None = None,
+    name: str | None = None,
+    sort: str = "begun",
 ) -> list[RunSummary]:
     """Return the runs under a directory, the newest first; what ``trainwright runs`` shows.
 
@@ -69,15 +87,18 @@ def runs(
         directory: where to look; ``runs`` is where runs are written by default, and need not exist.
         status, task: only runs with this status or task.
         name: only runs whose path contains this text.
+        sort: the attribute to sort by: the newest, longest, fastest or best first, or by name.
 
     Raises:
-        RequestError: there is no such directory.
+        RequestError: there is no such directory, or no such attribute to sort by.
 
     Examples:
         >>> import trainwright as tw
         >>> [(each.run.name, each.task, each.status, each.step) for each in tw.runs("runs", name="tiny")]
         [('tiny', 'sft', 'finished', 4)]
     """
+    if sort not in _ORDERS:
+        raise RequestError(f"sort: {sort}: choose from {', '.join(_ORDERS)}")
     root = run_path(directory)
     if not root.is_dir():
         if root == RUNS:
@@ -89,7 +110,10 @@ def runs(
         for each in found
         if status in (None, each.status) and task in (None, each.task) and (name is None or name in str(each.run))
     ]
-    return sorted(wanted, key=lambda each: (-(each.begun or 0.0), str(each.run)))
+    wanted.sort(key=lambda each: (-(each.begun or 0.0), str(each.run)))
+    known = [each for each in wanted if getattr(each, sort) is not None]
+    known.sort(key=lambda each: getattr(each, sort), reverse=_ORDERS[sort])  # stable
+    return [*known, *(each for each in wanted if getattr(each, sort) is None)]
 
 
 def directories(root: Path) -> list[Path]:
@@ -118,11 +142,21 @@ def _is_first(directory: Path, seen: set[tuple[int, int]]) -> bool:
 
 
 def table(found: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
-    """Yield the lines of ``trainwright runs``, see `text.table`."""
-    head = ["RUN", "STATUS", "STEP", "BEST", "TOKENS", "GOODPUT", "BEGUN", "TASK", "MODEL"]
-    yield from text.table([head, *(each.columns() for each in found)], width)
+    """Yield the lines of ``trainwright runs``: one for each run, without the last columns that do not fit."""
+    rows = [list(_COLUMNS), *(each.columns() for each in found)]
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    count = len(sizes)
+    while width is not None and count > 2 and sum(sizes[:count]) + 2 * (count - 1) > width:
+        count -= 1
+    room = None if width is None else max(8, width - sum(sizes[1:count]) - 2 * (count - 1))
+    yield from text.table([[_shortened(row[0], room), *row[1:count]] for row in rows])
     for each in found:
         yield from (f"note: {each.run}: {note}".replace("\n", " ") for note in each.notes)
+
+
+def _shortened(run: str, room: int | None) -> str:
+    """Return a path without its beginning where there is no room: the end tells runs apart."""
+    return run if room is None or len(run) <= room else f"…{run[1 - room :]}"
 
 
 def _subdirectories(directory: Path) -> list[Path]:

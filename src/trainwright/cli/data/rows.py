@@ -14,6 +14,7 @@ from trainwright.cli.data import alternates
 from trainwright.cli.data import tokens as data_tokens
 from trainwright.cli.recipe import Overrides
 from trainwright.cli.trust import TrustCode
+from trainwright.cli.words_of_others import Commands
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 from trainwright.text import plural, printable, say, they
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.schema import Recipe
 
-app = typer.Typer(no_args_is_help=True, help="Prepare, show and check training data.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Prepare, show and check training data.")
 app.command("tokenize")(data_tokens.tokenize)
 app.command("alternates")(alternates.alternates)
 app.command("train-tokenizer")(data_tokens.train_tokenizer)

@@ -19,17 +19,21 @@ def runs(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Only runs of this task.")] = None,
     name: Annotated[str | None, typer.Option(help="Only runs whose path contains this.")] = None,
+    sort: Annotated[
+        str,
+        typer.Option(help="By begun, run, status, step, best, tokens_per_second, goodput, task or model."),
+    ] = "begun",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the runs under a directory, the newest first.
 
     failed: the last event is a fault. ended: the run was killed, or failed without an event. Goodput is the time in
-    steps that count, of all time since the run began.
+    steps that count, of all time since the run began. On a narrow terminal the last columns are left out.
     """
     import trainwright as tw
     from trainwright.api.seeing.runs import table
 
-    found = tw.runs(directory, status=status, task=task, name=name)
+    found = tw.runs(directory, status=status, task=task, name=name, sort=sort)
     if as_json:
         say(json.dumps([each.values() for each in found], indent=1), wrap=False)
         return

@@ -45,6 +45,9 @@ _MOST_PARAMETERS, _BLOCK_TOKENS = 4_000_000, 256
 # A measurement that other programs disturbed is repeated after this time, not by every command while they go on.
 _REPEAT_MINUTES = 5
 
+# The results of this process by file: a command measures once, also where the file cannot be written.
+_measured_here: dict[Path, QuickMeasurement] = {}
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -95,7 +98,15 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
     known = load_calibration(file)
     if known is not None and covers(known, wanted) and not (known.is_disturbed and _is_old(file)):
         return QuickMeasurement(known)
+    before = _measured_here.get(file)
+    if before is not None and (before.found is None or covers(before.found, wanted)):
+        return replace(before, message=None)
     say("measuring this machine")
+    _measured_here[file] = _measured_now(machine, wanted, file, known)
+    return _measured_here[file]
+
+
+def _measured_now(machine: Machine, wanted: Shapes, file: Path, known: Calibration | None) -> QuickMeasurement:
     begun = time.monotonic()
     try:
         found = _measure(machine, wanted, known)

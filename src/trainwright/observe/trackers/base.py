@@ -21,6 +21,12 @@ _STEP = (
     *("memory_bytes", "resident_bytes"),
 )
 
+_LIBRARIES = {
+    **{name: name for name in ("wandb", "mlflow", "trackio")},
+    "opentelemetry": "opentelemetry.exporter.otlp.proto.http",
+    "prometheus": "prometheus_client",
+}
+
 Values = dict[str, float]
 
 
@@ -130,14 +136,16 @@ def values_of(event: EventRecord) -> Values:
     return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
 
-def check_installed(tracker: str, module: str) -> None:
-    """Raise RequestError if the library of a tracker is missing."""
+def check_installed(observer: str) -> None:
+    """Raise RequestError if the observer is a tracker whose library is missing."""
+    if observer not in _LIBRARIES:
+        return
     try:
-        found = find_spec(module)
+        found = find_spec(_LIBRARIES[observer])
     except ModuleNotFoundError:  # not even the package of the module
         found = None
     if found is None:
-        raise RequestError(f"logging: {tracker} is not installed; {install_command(tracker)}, or leave it out")
+        raise RequestError(f"logging: {observer} is not installed; {install_command(observer)}, or leave it out")
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -52,5 +52,5 @@ class Mlflow:
 
 def mlflow(run: Path) -> TrackerObserver:
     """Return an observer that records a run in MLflow."""
-    check_installed("mlflow", "mlflow")
+    check_installed("mlflow")
     return TrackerObserver("mlflow", run, Mlflow)

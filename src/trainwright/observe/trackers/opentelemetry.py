@@ -100,5 +100,5 @@ def _say_once(name: str) -> None:
 
 def opentelemetry(run: Path) -> TrackerObserver:
     """Return an observer that sends a run's figures and spans to a collector."""
-    check_installed("opentelemetry", "opentelemetry.exporter.otlp.proto.http")
+    check_installed("opentelemetry")
     return TrackerObserver("opentelemetry", run, OpenTelemetry)

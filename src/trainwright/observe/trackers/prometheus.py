@@ -20,7 +20,7 @@ class PrometheusObserver:
     """
 
     def __init__(self, run: Path, place: int | str) -> None:
-        check_installed("prometheus", "prometheus_client")
+        check_installed("prometheus")
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._registry = CollectorRegistry()

@@ -36,5 +36,5 @@ class Trackio:
 
 def trackio(run: Path) -> TrackerObserver:
     """Return an observer that records a run in trackio."""
-    check_installed("trackio", "trackio")
+    check_installed("trackio")
     return TrackerObserver("trackio", run, Trackio)

@@ -42,5 +42,5 @@ class Wandb:
 
 def wandb(run: Path) -> TrackerObserver:
     """Return an observer that records a run in Weights & Biases."""
-    check_installed("wandb", "wandb")
+    check_installed("wandb")
     return TrackerObserver("wandb", run, Wandb)
