@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
+from trainwright.extensions import check_named
 from trainwright.installation import FIRST, install_command
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
@@ -372,6 +373,8 @@ def check_extensions(recipe: Recipe, *, runs: bool) -> None:
     """Import extensions, so that a wrong name or class is rejected before anything is written. If the recipe is not
     going to run, those at a place are only looked for, unless the command imports them.
     """
+    if recipe.model.is_own:
+        check_named(recipe.model.implementation, f"model.implementation {recipe.model.implementation}")
     named = {
         "train.step_policies": recipe.train.step_policies,
         "logging.observers": recipe.logging.observers,

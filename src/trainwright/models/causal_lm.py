@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from trainwright.models.losses.linear_cross_entropy import (
     token_statistics,
 )
 from trainwright.models.losses.tied_embedding import shared_gradient
+from trainwright.models.own.model import OwnModel
 from trainwright.models.padding import needs_padding, padded_batch
 
 if TYPE_CHECKING:
@@ -96,8 +97,11 @@ class CausalLM(nn.Module):
     def head(self, batch: Batch) -> Head:
         """Return the hidden states [N, H] that predict the batch's targets, with the head that computes the logits."""
         head = self.model.get_output_embeddings()
-        with shared_gradient(self.model.get_input_embeddings(), head) as head_weight:
-            padded = padded_batch(batch) if needs_padding(head.weight) else batch
+        like = next(self.model.parameters())
+        # Without a head, a module of one's own computes the logits itself.
+        shared = nullcontext(lambda: None) if head is None else shared_gradient(self.model.get_input_embeddings(), head)
+        with shared as head_weight:
+            padded = padded_batch(batch) if needs_padding(like) else batch
             hidden = self._hidden(padded)[:, : batch.input_ids.shape[1]]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
@@ -117,6 +121,8 @@ class CausalLM(nn.Module):
                 "max_length_q": batch.longest,
                 "max_length_k": batch.longest,
             }
+        if isinstance(self.model, OwnModel):
+            return self.model.outputs(batch.input_ids, position_ids=batch.position_ids, **extra)
         output = _decoder(self.model)(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
         )
