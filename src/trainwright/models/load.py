@@ -317,8 +317,8 @@ def _name_class(config: PretrainedConfig, model: ModelSection, directory: Path) 
     """Set the class of a saved module to the one that the recipe names."""
     if config.model_type != OWN:
         raise RequestError(
-            f"model.implementation: {directory} is a {config.model_type}, not a saved module of {model.implementation}; "
-            "set it to transformers"
+            f"model.implementation: {directory} is a {config.model_type}, not a saved module of "
+            f"{model.implementation}; set it to transformers"
         )
     config.implementation = model.implementation if model.is_own else None
 

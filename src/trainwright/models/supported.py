@@ -9,10 +9,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Container, Mapping
+from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
+from trainwright.extensions import is_file
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
+from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN
 
 _ENCODER_DECODERS = {
@@ -153,6 +156,19 @@ def _by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
     near = difflib.get_close_matches(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
     meant = f", perhaps {near[0]}" if near else ""
     return f"of an architecture that transformers {transformers.__version__} does not have ({kind}{meant})"
+
+
+def class_in(directory: Path) -> str | None:
+    """Return the class of a saved module of somebody's own, ``module:Class`` or ``file.py:Class``; None for others."""
+    file = directory / "config.json"
+    fields = read_json(file) if file.is_file() else None
+    if not isinstance(fields, dict) or fields.get("model_type") != OWN:
+        return None
+    named = fields.get("implementation")
+    if not isinstance(named, str):
+        return None
+    inside = is_file(named) and (directory / named.rpartition(":")[0]).is_file()
+    return str(directory / named) if inside else named
 
 
 def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:

@@ -10,7 +10,9 @@ argument of that name. The blocks that are compiled, recomputed and sharded are 
 from __future__ import annotations
 
 import inspect
+import shutil
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trainwright.errors import RequestError
-from trainwright.extensions import load_named
+from trainwright.extensions import is_file, load_named
 from trainwright.paths import user_path
 from trainwright.recipe.sections.model import OWN
 
@@ -39,6 +41,7 @@ class OwnConfig(PreTrainedConfig):
     vocab_size: int = 0
     max_position_embeddings: int | None = None
     num_hidden_layers: int = 1  # which argument is the number of layers is not known, so a model is never cut
+    use_cache: bool = False
     tie_word_embeddings: bool = True  # what is tied is seen in the module
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -127,6 +130,8 @@ class OwnModel(PreTrainedModel, GenerationMixin):
 
         transformers would construct it on the meta device, and lose buffers that are not saved.
         """
+        if is_file(config.implementation or ""):  # beside the weights, unless the recipe names it by its whole path
+            config.implementation = str(user_path(directory) / str(config.implementation))
         if dtype == "auto":
             dtype = config.dtype
         model = cls(config).to(dtype)
@@ -157,6 +162,15 @@ def class_of(implementation: str | None) -> Any:
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise RequestError(f"{described}: is not a class of torch modules (nn.Module)")
     return found
+
+
+def keep_source(config: OwnConfig, directory: Path) -> None:
+    """Copy the file of a class ``file.py:Class`` into the directory of its saved model, and name it there."""
+    place = config.implementation or ""
+    if is_file(place):
+        source, _, name = place.rpartition(":")
+        shutil.copyfile(user_path(source), directory / Path(source).name)
+        config.implementation = f"{Path(source).name}:{name}"
 
 
 def register() -> None:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from trainwright.extensions import is_file
+from trainwright.paths import user_path
 from trainwright.recipe.sections.fields import BelowOne, Count, Positive, Section, Text
 
 OWN = "own_module"  # model_type of a torch module of the user's own
@@ -89,7 +91,8 @@ def _or_one_word(schema: dict[str, Any]) -> None:
 def _implementation(value: object) -> object:
     if value not in ("transformers", "gpt") and not (isinstance(value, str) and re.fullmatch(_CLASS, value)):
         raise PydanticCustomError("implementation", "transformers, gpt, module:Class or file.py:Class")
-    return value
+    # As a whole path, so that a run can be used from any directory.
+    return f"{user_path(value).absolute()}" if isinstance(value, str) and is_file(value) else value
 
 
 _IMPLEMENTATIONS = {"anyOf": [{"enum": ["transformers", "gpt"]}, {"type": "string", "pattern": f"^{_CLASS}$"}]}
