@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.models.own_module import Logits
 from tests.support.commands import trainwright
-from tests.support.runs import ON_ROWS, Runs, column, difference
+from tests.support.runs import ON_ROWS, ROWS, Runs, column, difference
 from tests.support.training import Case, train
 from trainwright.data.stream.batch import collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
@@ -45,11 +45,14 @@ def test_every_strategy_trains_it_as_one_process(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["pretrain", "dpo", "unlearn"])
-def test_every_language_task_trains_it(runs: Runs, task: str) -> None:
+def test_every_language_task_trains_it(runs: Runs, task: str, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    row = {"prompt": "What is it?", "chosen": "A tuple.", "rejected": "No idea."}
+    pairs.write_text(f"{json.dumps(row)}\n" * 16)
     more = {
         "pretrain": ("data.format=documents", f"data.train={SOURCE.parents[2] / 'docs'}", "data.max_length=64"),
-        "dpo": ("dpo.reference=initial",),
-        "unlearn": (),
+        "dpo": (f"data.train={pairs}", "data.validation=2"),
+        "unlearn": (f"data.retain={ROWS}",),
     }
     trained = train(runs, {"": case("Logits", f"task={task}", *more[task])}, 1)[""]
     assert len(trained.column("loss")) == 4

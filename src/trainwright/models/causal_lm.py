@@ -18,7 +18,8 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models.attention import packs, plain
-from trainwright.models.attention.packs import PACKED, UnpackableError, register
+from trainwright.models.attention.kernels import CPU, Needs, choose
+from trainwright.models.attention.packs import UnpackableError, packed_name, register
 from trainwright.models.attention.sequences import Sequences
 from trainwright.models.losses.linear_cross_entropy import (
     Head,
@@ -48,16 +49,19 @@ class CausalLM(nn.Module):
     Args:
         model: on its device, with loaded weights.
         packed: whether batches are packs; sets the attention implementation of the model.
+        attention: of the recipe, ``model.attention``.
         z_loss: coefficient for losses to minimize, see ``linear_cross_entropy``.
     """
 
-    def __init__(self, model: PreTrainedModel, *, packed: bool, z_loss: float = 0.0) -> None:
+    def __init__(self, model: PreTrainedModel, *, packed: bool, z_loss: float = 0.0, attention: str = "auto") -> None:
         super().__init__()
         self.model = model
         self.packed = packed
         if packed:
             register()
-            model.set_attn_implementation(PACKED)
+            model.set_attn_implementation(packed_name(attention))
+        elif attention != "auto":
+            _attend_padded(model, attention)
         self._head = _head_settings(model)
         self._z_loss = z_loss
 
@@ -148,6 +152,15 @@ class CausalLM(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """Return the transformer blocks in order: the units of compilation, recomputation and sharding."""
         return find_blocks(self.model)
+
+
+def _attend_padded(model: PreTrainedModel, attention: str) -> None:
+    choose(Needs(0, 0, "fp32", packed=False), replace(CPU, attention=attention))
+    try:
+        model.set_attn_implementation(attention)
+    except ValueError as error:
+        why = " ".join(str(error).split())
+        raise RequestError(f"model.attention: {attention} is not possible for {type(model).__name__}: {why}") from None
 
 
 def objective_at(head: Head, targets: torch.Tensor, objective: Objective, batch: Batch) -> torch.Tensor:

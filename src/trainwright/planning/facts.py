@@ -95,6 +95,7 @@ def facts_of(recipe: Recipe) -> Facts:
             max_length=data.max_length,
             deterministic=train.deterministic,
             tf32=train.tf32,
+            attention=recipe.model.attention,
             # A model that is initialized at random has no trained weights to adapt.
             takes_adapters=recipe.model.config is None
             and architecture.family not in (MODEL_TYPE, OWN)
@@ -294,6 +295,7 @@ def full_rows(recipe: Recipe) -> Facts:
         optimizer=recipe.optimizer.name,
         deterministic=train.deterministic,
         tf32=train.tf32,
+        attention=recipe.model.attention,
     )
     steps = train.max_steps
     if train.max_tokens is not None:

@@ -81,6 +81,9 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
                 ("model.tokenizer", "model.config"),
                 "a randomly initialized model has no tokenizer; set model.tokenizer, for instance to bytes",
             )
+    if model.is_own and model.attention != "auto":
+        why = "the module of model.implementation computes its attention itself; remove it"
+        yield Contradiction(("model.attention", "model.implementation"), why)
     if model.gguf_file is not None and model.name is None:
         yield Contradiction(
             ("model.gguf_file",), "is a file in the directory or repository model.name; set model.name too"

@@ -30,7 +30,8 @@ def describe_attention(model: CausalLM, dtype: torch.dtype, longest: int, platfo
     name = model.config._attn_implementation  # chosen by transformers, whatever the heads are
     kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
     needs = Needs(0, 0, DTYPES[dtype], packed=False, deterministic=torch.are_deterministic_algorithms_enabled())
-    return [f"{name}, over padded rows" if kernel is None else Chosen(kernel, ()).line(needs, platform)]
+    line = f"{name}, over padded rows" if kernel is None else Chosen(kernel, ()).line(needs, platform)
+    return [line if platform.attention == "auto" else f"{line} (model.attention is {platform.attention})"]
 
 
 def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[Needs]:

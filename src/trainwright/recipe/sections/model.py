@@ -115,6 +115,13 @@ class ModelSection(Section):
         "file.py:Class: a torch module of your own, which is called with vocab_size and the values of config, or "
         "saved in name by an earlier run.",
     )
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex"] = Field(
+        "auto",
+        description="Kernel of the attention in training. auto: the fastest that computes this model on the device. "
+        "What was chosen, and why, is shown by plan and when the run starts. eager: plain operations; sdpa: "
+        "torch's scaled_dot_product_attention; flash_attention_2: the package flash-attn or torch's own; "
+        "flash_attention_3: the package of that name; flex: torch's flex_attention. The last three compute packs.",
+    )
     tokenizer: Text | None = Field(
         None,
         description="Hugging Face id or directory of a tokenizer, or bytes for the built-in byte-level one. "
