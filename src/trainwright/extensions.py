@@ -20,13 +20,14 @@ from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, distributions
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from trainwright.errors import RequestError
-from trainwright.paths import is_working_directory
+from trainwright.paths import is_working_directory, user_path
 
 T = TypeVar("T")
 
@@ -225,6 +226,16 @@ class Registry(Generic[T]):
             )
 
 
+def check_named(place: str, described: str) -> None:
+    """Import what a recipe names; where a command does not, look for it in its file. Raises RequestError like
+    ``load_named``.
+    """
+    if _trusts():
+        load_named(place, described)
+    else:
+        _look_for(place, described)
+
+
 def _trusts() -> bool:
     return os.environ.get(_TRUST) != "0"
 
@@ -247,14 +258,20 @@ def load_named(place: str, described: str) -> Any:
 
 
 def load(place: str, described: str) -> Any:
-    """Return the object at ``place``, ``package.module:Name``; ``described`` is its origin in messages.
+    """Return the object at ``place``, ``package.module:Name`` or ``file.py:Name``; ``described`` is its origin in
+    messages.
 
     Modules in the working directory are found, after all that are installed.
 
     Raises:
         RequestError: the place is malformed, or cannot be imported.
     """
+<<<<<<< HEAD
     if not all(_split(place)):
+=======
+    module, colon, attribute = place.rpartition(":")
+    if not (module and colon and attribute):
+>>>>>>> w-a
         raise RequestError(f"{described}: expected package.module:Name")
     _look_in_working_directory()
     try:
@@ -272,8 +289,13 @@ def _refuse_library(place: str, described: str) -> None:
 def _look_for(place: str, described: str) -> None:
     """Raise RequestError if there is certainly nothing at ``place``. Imports and executes nothing."""
     _refuse_library(place, described)
+<<<<<<< HEAD
     module, attribute = _split(place)
     file, name = _file_of(module), attribute.partition(".")[0]
+=======
+    module, _, attribute = place.rpartition(":")
+    file, name = user_path(module) if is_file(place) else _file_of(module), attribute.partition(".")[0]
+>>>>>>> w-a
     if file is None:
         raise RequestError(f"{described} cannot be imported: No module named '{module}'")
     if file.suffix != ".py":
@@ -335,8 +357,37 @@ def _look_in_working_directory() -> None:
 
 
 def _at(place: str) -> Any:
+<<<<<<< HEAD
     module, attribute = _split(place)
     return attrgetter(attribute)(import_module(module))
+=======
+    module, _, attribute = place.rpartition(":")
+    return attrgetter(attribute)(_module_in(user_path(module)) if is_file(place) else import_module(module))
+
+
+def is_file(place: str) -> bool:
+    """Return whether a place is ``file.py:Name``."""
+    return place.rpartition(":")[0].endswith(".py")
+
+
+def _module_in(file: Path) -> ModuleType:
+    """Import a file; modules beside it are found, after all others."""
+    path = str(file.absolute())
+    name = f"{file.stem}@{path}"  # no module that is installed
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, path)
+        if spec is None or spec.loader is None or not file.is_file():
+            raise ImportError(f"there is no file {file}")
+        if str(file.absolute().parent) not in sys.path:
+            sys.path.append(str(file.absolute().parent))
+        sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+>>>>>>> w-a
 
 
 def _entry_points(group: str) -> tuple[EntryPoint, ...]:

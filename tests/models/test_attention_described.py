@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.runs import ON_ROWS, Runs, difference, events
+from tests.support.training import Case, train
 from trainwright.data.stream.batch import collate
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
@@ -84,3 +86,23 @@ def test_on_a_cpu_and_over_padded_rows() -> None:
     assert line.startswith("torch's SDPA, over padded rows; its backward pass adds in no fixed order")
     padded.model.set_attn_implementation("eager")
     assert describe_attention(padded, torch.float32, 512, gpu) == ["plain operations, over padded rows"]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_run_computes_and_says_what_the_recipe_names(runs: Runs, packed: bool) -> None:
+    cases = {
+        word: Case(("train.max_steps=2", f"model.attention={word}", *(() if packed else ("data.pack_length=null",))))
+        for word in ("auto", "eager", "sdpa")
+    }
+    trained = train(runs, cases, 1)
+    losses = {word: each.column("loss") for word, each in trained.items()}
+    assert difference(losses["eager"], losses["auto"]) < 1e-5 and losses["sdpa"] == losses["auto"]
+    assert losses["eager"] != losses["auto"]  # another order of sums
+
+
+def test_a_run_with_an_impossible_kernel_does_not_start(runs: Runs) -> None:
+    ended = runs.train("model.attention=flex").wait()
+    assert ended.code == 2 and "model.attention: flex is not possible here" in ended.stderr
+    run = runs.trained("model.attention=eager", "train.max_steps=2", ON_ROWS)
+    (line,) = events(run, "start")[0]["attention"]
+    assert line.startswith("plain operations") and "model.attention is eager" in line

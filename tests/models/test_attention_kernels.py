@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from trainwright.errors import RequestError
 from trainwright.models.attention.kernels import CPU, KERNELS, Needs, Platform, choose, in_words
 
 NO_PACKAGES = (("flash_attn_3", "is not installed"), ("flash_attn", "is not installed"))
@@ -179,3 +180,48 @@ def test_a_kernel_and_its_limits_are_data() -> None:
     for packed in (True, False):
         last = [kernel for kernel in KERNELS if kernel.packed is packed][-1]
         assert last.vendors == {"CPU", "NVIDIA", "AMD"} and last.largest is None  # computes what no other does
+
+
+@pytest.mark.parametrize(
+    ("attention", "platform", "needs", "name"),
+    [
+        ("eager", CPU, Needs(64, 64, "fp32"), "scores"),
+        ("sdpa", CPU, Needs(64, 64, "fp32"), "cpu_flash"),
+        ("eager", CPU, Needs(64, 64, "fp32", packed=False), "eager"),
+        ("sdpa", Platform(), Needs(64, 64, "bf16"), "sdpa_each"),
+        ("flash_attention_2", Platform(), Needs(64, 64, "bf16"), "varlen"),
+        ("flash_attention_2", Platform(), Needs(64, 64, "bf16", softcap=True), "flash_attn"),
+        ("flash_attention_3", Platform(capability=(9, 0)), Needs(64, 64, "bf16"), "flash_attn_3"),
+        ("flex", Platform(), Needs(64, 64, "bf16"), "flex"),
+    ],
+)
+def test_the_kernel_that_a_recipe_names_is_taken(attention: str, platform: Platform, needs: Needs, name: str) -> None:
+    chosen = choose(needs, replace(platform, attention=attention))
+    assert chosen.kernel.name == name
+    automatic = choose(needs, platform)
+    if automatic.kernel is not chosen.kernel:
+        assert (automatic.kernel.title, f"model.attention is {attention}") in chosen.refused
+
+
+@pytest.mark.parametrize(
+    ("attention", "platform", "needs", "said"),
+    [
+        ("flex", CPU, Needs(64, 64, "fp32"), "flex_attention does not run on a CPU; set it to auto or eager or sdpa"),
+        ("flash_attention_2", Platform(), Needs(64, 64, "fp32"), "does not compute in fp32"),
+        ("flash_attention_3", Platform(), Needs(64, 64, "bf16"), "needs compute capability 9.0, this GPU has 8.0"),
+        ("flash_attention_2", Platform(), Needs(64, 64, "bf16", sinks=True), "has no sinks"),
+        ("flex", Platform(), Needs(64, 64, "bf16", packed=False), "is for packs, see data.pack_length"),
+        (
+            "flash_attention_3",
+            Platform(capability=(9, 0), missing=(("flash_attn_3", "is not installed"),)),
+            Needs(64, 64, "bf16"),
+            "FlashAttention-3 is not installed; set it to auto or eager or sdpa or flash_attention_2 or flex",
+        ),
+    ],
+)
+def test_a_kernel_that_cannot_be_is_refused_by_name(
+    attention: str, platform: Platform, needs: Needs, said: str
+) -> None:
+    with pytest.raises(RequestError, match=f"^model.attention: {attention} is not possible here") as refusal:
+        choose(needs, replace(platform, attention=attention))
+    assert said in str(refusal.value)

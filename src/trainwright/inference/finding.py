@@ -11,6 +11,7 @@ from typing import Any
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.errors import RequestError
+from trainwright.models.supported import class_in
 from trainwright.models.tokenization.stored import TOKENIZER_FILES
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
@@ -78,13 +79,22 @@ def find_model(
         found = _of_run(path, checkpoint)
     else:
         _refuse_choice(checkpoint, f"{model} is not a run")
-        found = _of_adapter(path) if (path / _ADAPTER).is_file() else FoundModel(model, ModelSection(name=model))
+        found = _of_adapter(path) if (path / _ADAPTER).is_file() else FoundModel(model, _section_of(model))
     if of_texts and found.recipe is not None and not found.recipe.has_texts:
         raise RequestError(
             f"{model}: is of a run of {found.recipe.task}, which acts in an environment and reads no texts; "
             f"see how it acts with: trainwright eval {quoted(model)}"
         )
     return found if adapter is None else _with_adapter(found, adapter)
+
+
+def _section_of(model: str) -> ModelSection:
+    """Return a model as it is, with the class that its configuration names if it is a module of somebody's own.
+
+    Commands that find a model import that only with ``--trust-code``.
+    """
+    named = class_in(user_path(model))
+    return ModelSection(name=model) if named is None else ModelSection(name=model, implementation=named)
 
 
 def _refuse_choice(checkpoint: str | None, why: str) -> None:
@@ -123,10 +133,8 @@ def _of_run(run: Path, wanted: str | None) -> FoundModel:
 def _final(run: Path) -> FoundModel:
     recipe = load_recipe(run / _RECIPE)
     directory = run / _FINAL
-    if (directory / _ADAPTER).is_file():
-        section = _adapted(recipe.model, directory)
-    else:
-        section = ModelSection(name=str(directory))
+    adapted = (directory / _ADAPTER).is_file()
+    section = _adapted(recipe.model, directory) if adapted else _section_of(str(directory))
     return FoundModel(str(directory), section, recipe.train.seed, recipe=recipe, run=run)
 
 

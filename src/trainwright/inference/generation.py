@@ -125,7 +125,7 @@ def _write(
     while rows:
         extra: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1, cache_name: cache}
         extra = {name: value for name, value in extra.items() if name in takes}
-        if attends or not step:  # recurrent states have no positions to mask
+        if attends or cache is None or not step:  # recurrent states have no positions to mask
             extra["attention_mask"] = mask
         output = model(input_ids=inputs, use_cache=True, **extra)
         tokens = choose(output.logits[:, -1].float(), step, [row.number for row in rows])
@@ -138,10 +138,11 @@ def _write(
         going = [i for i, row in enumerate(rows) if row.add(chosen[i], tokenizer, stop)]
         if going and len(going) < len(rows):
             kept = torch.tensor(going, device=tokens.device)
-            cache.reorder_cache(kept)
-            tokens, mask, positions = tokens[kept], mask[kept], positions[kept]
+            if cache is not None:
+                cache.reorder_cache(kept)
+            inputs, tokens, mask, positions = inputs[kept], tokens[kept], mask[kept], positions[kept]
         rows = [rows[i] for i in going]
-        inputs = tokens[:, None]
+        inputs = tokens[:, None] if cache is not None else torch.cat([inputs, tokens[:, None]], dim=1)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         positions = positions[:, -1:] + 1
         step += 1

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trainwright.errors import RequestError
+from trainwright.recipe.sections.model import OWN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,11 +22,14 @@ CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWith
 
 
 def new_cache(model: PreTrainedModel) -> tuple[str, Any]:
-    """Return the name of the argument under which the model takes its cache, and an empty one.
+    """Return the name of the argument under which the model takes its cache, and an empty one; None as the cache of a
+    model without one, which computes the whole text for every token.
 
     Raises:
         RequestError: the architecture's cache is not supported.
     """
+    if model.config.model_type == OWN:
+        return "", None
     arguments = inspect.signature(model.forward).parameters
     for name in _NAMES:
         if name in arguments and "dict" not in str(arguments[name].annotation):  # a table that XLM calls its cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models.attention import packs, plain
-from trainwright.models.attention.packs import PACKED, UnpackableError, register
+from trainwright.models.attention.kernels import CPU, Needs, choose
+from trainwright.models.attention.packs import UnpackableError, packed_name, register
 from trainwright.models.attention.sequences import Sequences
 from trainwright.models.losses.linear_cross_entropy import (
     Head,
@@ -27,6 +28,7 @@ from trainwright.models.losses.linear_cross_entropy import (
     token_statistics,
 )
 from trainwright.models.losses.tied_embedding import shared_gradient
+from trainwright.models.own.model import OwnModel
 from trainwright.models.padding import needs_padding, padded_batch
 
 if TYPE_CHECKING:
@@ -47,16 +49,19 @@ class CausalLM(nn.Module):
     Args:
         model: on its device, with loaded weights.
         packed: whether batches are packs; sets the attention implementation of the model.
+        attention: of the recipe, ``model.attention``.
         z_loss: coefficient for losses to minimize, see ``linear_cross_entropy``.
     """
 
-    def __init__(self, model: PreTrainedModel, *, packed: bool, z_loss: float = 0.0) -> None:
+    def __init__(self, model: PreTrainedModel, *, packed: bool, z_loss: float = 0.0, attention: str = "auto") -> None:
         super().__init__()
         self.model = model
         self.packed = packed
         if packed:
             register()
-            model.set_attn_implementation(PACKED)
+            model.set_attn_implementation(packed_name(attention))
+        elif attention != "auto":
+            _attend_padded(model, attention)
         self._head = _head_settings(model)
         self._z_loss = z_loss
 
@@ -96,8 +101,11 @@ class CausalLM(nn.Module):
     def head(self, batch: Batch) -> Head:
         """Return the hidden states [N, H] that predict the batch's targets, with the head that computes the logits."""
         head = self.model.get_output_embeddings()
-        with shared_gradient(self.model.get_input_embeddings(), head) as head_weight:
-            padded = padded_batch(batch) if needs_padding(head.weight) else batch
+        like = next(self.model.parameters())
+        # Without a head, a module of one's own computes the logits itself.
+        shared = nullcontext(lambda: None) if head is None else shared_gradient(self.model.get_input_embeddings(), head)
+        with shared as head_weight:
+            padded = padded_batch(batch) if needs_padding(like) else batch
             hidden = self._hidden(padded)[:, : batch.input_ids.shape[1]]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
@@ -117,6 +125,8 @@ class CausalLM(nn.Module):
                 "max_length_q": batch.longest,
                 "max_length_k": batch.longest,
             }
+        if isinstance(self.model, OwnModel):
+            return self.model.outputs(batch.input_ids, position_ids=batch.position_ids, **extra)
         output = _decoder(self.model)(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
         )
@@ -142,6 +152,15 @@ class CausalLM(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """Return the transformer blocks in order: the units of compilation, recomputation and sharding."""
         return find_blocks(self.model)
+
+
+def _attend_padded(model: PreTrainedModel, attention: str) -> None:
+    choose(Needs(0, 0, "fp32", packed=False), replace(CPU, attention=attention))
+    try:
+        model.set_attn_implementation(attention)
+    except ValueError as error:
+        why = " ".join(str(error).split())
+        raise RequestError(f"model.attention: {attention} is not possible for {type(model).__name__}: {why}") from None
 
 
 def objective_at(head: Head, targets: torch.Tensor, objective: Objective, batch: Batch) -> torch.Tensor:

@@ -15,6 +15,7 @@ from trainwright.errors import RequestError
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 from trainwright.recipe.files import read_json
+from trainwright.recipe.sections.model import OWN
 from trainwright.recipe.sections.model_sizes import check_sizes
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _IGNORED = {
     *("custom_pipelines", "num_labels", "id2label", "label2id", "problem_type", "output_attentions"),
     *("output_hidden_states", "return_dict", "torchscript", "pruned_heads", "chunk_size_feed_forward"),
     *("base_model_tp_plan", "base_model_pp_plan", "_name_or_path", "name_or_path"),
+    "implementation",  # of a module of one's own: code, which only a recipe names
 }
 
 
@@ -139,11 +141,20 @@ def _causal_kind(fields: Mapping[str, Any]) -> str:
     if not isinstance(kind, str):
         raise RequestError("model.config.model_type: missing; set it to an architecture, such as llama")
     check_supported(fields, "model.config")
-    if kind == GPT:
-        from trainwright.models.gpt.model import register
-
-        register()
+    register(kind)
     return kind
+
+
+def register(model_type: object) -> None:
+    """Register an architecture that transformers does not have; do nothing for others."""
+    if model_type == GPT:
+        from trainwright.models.gpt import model as gpt
+
+        gpt.register()
+    elif model_type == OWN:
+        from trainwright.models.own import model as own
+
+        own.register()
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
@@ -159,6 +170,7 @@ def config_from(directory: Path) -> PretrainedConfig:
     if file.is_file() and isinstance(fields := read_json(file, f"model.name: {file}"), dict):
         check_sizes(fields, f"model.name: {file}")
         check_supported(fields, where)
+        register(fields.get("model_type"))
     else:
         raise RequestError(f"{where}/config.json is not a model's configuration, which is a JSON object")
     try:

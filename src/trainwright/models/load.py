@@ -26,6 +26,7 @@ from trainwright.models.tokenization.stops import token_ids
 from trainwright.models.tokenization.stored import tokenizer_from
 from trainwright.models.tokenization.trained import is_trained, trained_tokenizer
 from trainwright.paths import user_path
+from trainwright.recipe.sections.model import OWN
 from trainwright.text import plural
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
         config = config_from(source.directory)
         if model.implementation == "gpt":
             config = _as_gpt(config)
+        if model.is_own or config.model_type == OWN:
+            _name_class(config, model, source.directory)
         if own_tokenizer:
             assert tokenizer is not None
             _fit(config, tokenizer)
@@ -178,7 +181,7 @@ def load_model(
         loaded = fresh_model(config, seed, dtype)
         _quantize(loaded, model.adapter)
     else:
-        theirs = config if model.implementation == "transformers" else config_from(source.directory)
+        theirs = config_from(source.directory) if model.implementation == "gpt" else config
         loaded = _weights(source.directory, theirs, dtype, model.adapter)
         if model.implementation == "gpt":
             from trainwright.models.gpt.config import GPTConfig
@@ -308,6 +311,16 @@ def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:
         return gpt_config(config)
     except RequestError as error:
         raise RequestError(f"model.implementation: {error}; set it to transformers") from None
+
+
+def _name_class(config: PretrainedConfig, model: ModelSection, directory: Path) -> None:
+    """Set the class of a saved module to the one that the recipe names."""
+    if config.model_type != OWN:
+        raise RequestError(
+            f"model.implementation: {directory} is a {config.model_type}, not a saved module of "
+            f"{model.implementation}; set it to transformers"
+        )
+    config.implementation = model.implementation if model.is_own else None
 
 
 def _quantize(model: PreTrainedModel, adapter: AdapterSection) -> None:

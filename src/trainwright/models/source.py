@@ -81,9 +81,9 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
     Raises:
         RequestError: the model was not found; the message has what was tried and the fix.
     """
-    if model.config is not None:
-        kind = model.config.get("model_type", "model")
-        return ModelSource(None, dict(model.config), f"fresh {kind}, initialized from the seed")
+    if (fresh := model.fresh) is not None:
+        kind = model.implementation if model.is_own else fresh.get("model_type", "model")
+        return ModelSource(None, dict(fresh), f"fresh {kind}, initialized from the seed")
     if model.name is None:
         raise RequestError("model: neither name nor config is set; set model.name or model.config")
     found = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)

@@ -7,11 +7,16 @@ The names are those of transformers 5. For the architectures listed here, neithe
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Container, Mapping
+from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
+from trainwright.extensions import is_file
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
+from trainwright.recipe.files import read_json
+from trainwright.recipe.sections.model import OWN
 
 _ENCODER_DECODERS = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5"),
@@ -102,7 +107,7 @@ def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
     kind = config.get("model_type")
     if isinstance(made := config.get("_class_name"), str) or "_diffusers_version" in config:
         return f"a diffusion model ({made or 'diffusers'})"
-    if kind is None or kind == GPT:
+    if kind is None or kind in (GPT, OWN):
         return None  # a missing model_type is reported when the rest is read
     if not isinstance(kind, str):
         return f"a configuration whose model_type is not a name ({str(kind)[:40]})"
@@ -153,12 +158,25 @@ def _by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
     return f"of an architecture that transformers {transformers.__version__} does not have ({kind}{meant})"
 
 
+def class_in(directory: Path) -> str | None:
+    """Return the class of a saved module of somebody's own, ``module:Class`` or ``file.py:Class``; None for others."""
+    file = directory / "config.json"
+    fields = read_json(file) if file.is_file() else None
+    if not isinstance(fields, dict) or fields.get("model_type") != OWN:
+        return None
+    named = fields.get("implementation")
+    if not isinstance(named, str):
+        return None
+    inside = is_file(named) and (directory / named.rpartition(":")[0]).is_file()
+    return str(directory / named) if inside else named
+
+
 def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:
     """Raise RequestError if the model of ``config`` cannot be trained on packs of ``pack_length`` tokens."""
     if pack_length is not None and (why := unpackable(config, pack_length)) is not None:
         raise RequestError(
-            f"data.pack_length: a model of the architecture {config.get('model_type')} does not keep packed sequences "
-            f"apart: {why}; set it to null"
+            f"data.pack_length: a model of the architecture {config.get('implementation') or config.get('model_type')} "
+            f"does not keep packed sequences apart: {why}; set it to null"
         )
 
 
@@ -167,6 +185,11 @@ def unpackable(config: Mapping[str, Any], pack_length: int) -> str | None:
     kind = str(config.get("model_type"))
     if kind in _OWN_ATTENTION:
         return _OWN_ATTENTION[kind]
+    if kind == OWN and config.get("implementation") is not None:
+        from trainwright.models.own.model import class_of
+
+        takes = inspect.signature(class_of(config["implementation"]).forward).parameters
+        return None if "cu_seq_lens_q" in takes else "its forward has no argument cu_seq_lens_q, where sequences begin"
     if kind in _RECURRENT_LAYERS:
         layers = config.get("layer_types")
         return None if isinstance(layers, list) and layers and set(layers) <= _ATTENTION_LAYERS else _STATE

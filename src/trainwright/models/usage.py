@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from trainwright.models.adapters.base_model import BaseModel
+from trainwright.models.supported import class_in
 from trainwright.recipe.files import read_json
 from trainwright.text import quoted
 
@@ -26,10 +27,14 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
     """
     base = _base(weights)
     if base is None:
+        named = class_in(weights)
+        own = [] if named is None else ["from trainwright.models.own.model import register"]
         return "\n".join(
             [
+                *own,
                 "from transformers import AutoModelForCausalLM, AutoTokenizer",
                 "",
+                *([] if named is None else [f"register()  # so that transformers imports {named}"]),
                 f"model = AutoModelForCausalLM.from_pretrained({_text(name)})",
                 f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
             ]

@@ -81,7 +81,7 @@ def load_empty(
     if directory is None:
         return finish_loading(empty, model, config), given
     files = _tensors(directory)
-    stored = empty if model.implementation == "transformers" else skeleton(config_from(directory))
+    stored = skeleton(config_from(directory)) if model.implementation == "gpt" else empty
     if (stored.all_tied_weights_keys or {}).keys() & files.keys():
         return None  # tied weights are stored twice, and may differ
     if model.implementation == "gpt":

@@ -9,6 +9,7 @@ from typing import TextIO
 from trainwright import text
 from trainwright.activity import Ticker
 from trainwright.data.tokens.lengths import repeated
+from trainwright.models.supported import class_in
 from trainwright.models.usage import evaluating
 from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.progress import progress_on
@@ -189,10 +190,12 @@ class ConsoleObserver:
             if (Path(model) / "agent.json").is_file():
                 rows.append(("use it", evaluating(Path(model), str(self._run))))
             else:
-                rows.append(("use it", f"trainwright generate {text.quoted(self._run)}"))
+                own = class_in(Path(model)) is not None
+                trust = " --trust-code" if own else ""
+                rows.append(("use it", f"trainwright generate {text.quoted(self._run)}{trust}"))
                 if (Path(model) / "config.json").is_file():
                     rows.append(("saved in", _saved_in(Path(model))))
-                if not (Path(model) / "adapter_config.json").is_file():
+                if not own and not (Path(model) / "adapter_config.json").is_file():
                     rows.append(("in Python", f'AutoModelForCausalLM.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
             rows.append(("curves", f"tensorboard --logdir {text.quoted(self._run / 'tensorboard')}"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from trainwright.planning.operations import BatchShape
 from trainwright.planning.task_needs import reference_work, trained
 from trainwright.planning.workload import Workload, adapter_of, quantization_of
 from trainwright.recipe.files import read_json
+from trainwright.recipe.sections.model import OWN
 from trainwright.recipe.sections.model_sizes import check_sizes
 
 if TYPE_CHECKING:
@@ -92,9 +95,10 @@ def facts_of(recipe: Recipe) -> Facts:
             max_length=data.max_length,
             deterministic=train.deterministic,
             tf32=train.tf32,
+            attention=recipe.model.attention,
             # A model that is initialized at random has no trained weights to adapt.
             takes_adapters=recipe.model.config is None
-            and architecture.family != MODEL_TYPE
+            and architecture.family not in (MODEL_TYPE, OWN)
             and needs.trainable is None,
         ),
         tuple(assumptions),
@@ -133,13 +137,31 @@ def architecture_of(model: ModelSection) -> Architecture:
     """
     if model.config is not None:
         check_model(model)
-        return architecture_of_config(_fresh(model), "model.config")
+        return architecture_of_config(_with_class(_fresh(model), model), "model.config")
     assert model.name is not None, "a recipe has a name or a config"
     if (known := _catalogd(model.name)) is not None:
         check_model(model)
         return known.architecture()
     file = _config_here(model.name) or _located(model) / "config.json"
+    if model.is_own:
+        return architecture_of_config(_with_class(dict(read_json(file)), model), f"model.name: {file.parent}")
     return architecture_of_file(file, f"model.name: {file.parent}")
+
+
+def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+    """Return the configuration of a module of the user's own with its class and a hash of the file that has it, so that
+    a trace of it is not taken for one of other code; other configurations unchanged.
+
+    Raises:
+        RequestError: the class cannot be imported, or is not to be.
+    """
+    if not model.is_own:
+        return fields
+    from trainwright.models.own.model import class_of
+
+    file = Path(inspect.getfile(class_of(model.implementation)))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    return {**fields, "implementation": model.implementation, "source_sha256": digest}
 
 
 def check_model(model: ModelSection, pack_length: int | None = None) -> None:
@@ -206,8 +228,11 @@ def experts_note(model: ModelSection) -> str | None:
 def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
     """Return a model's configuration, if available locally, and the prefix of error messages about it."""
     if model.config is not None:
-        return model.config, "model.config"
-    return None if model.name is None else _named(model.name)
+        return model.fresh or {}, "model.config"
+    found = None if model.name is None else _named(model.name)
+    if found is not None and model.is_own:
+        return {**found[0], "implementation": model.implementation}, found[1]
+    return found
 
 
 def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
@@ -270,6 +295,7 @@ def full_rows(recipe: Recipe) -> Facts:
         optimizer=recipe.optimizer.name,
         deterministic=train.deterministic,
         tf32=train.tf32,
+        attention=recipe.model.attention,
     )
     steps = train.max_steps
     if train.max_tokens is not None:
@@ -324,7 +350,7 @@ def _unknown(architecture: Architecture, packed: bool) -> tuple[Architecture, st
 
 def _fresh(model: ModelSection) -> dict[str, Any]:
     """Return a recipe's model configuration with ``vocab_size`` filled in from its tokenizer."""
-    config = dict(model.config or {})
+    config = dict(model.fresh or {})
     if "vocab_size" not in config:
         kind, _, rest = (model.tokenizer or "").partition(":")
         if model.tokenizer == "bytes":

@@ -88,8 +88,8 @@ class Workload:
     ``first_blocks``: number of blocks that run, if the loss is computed from a block's output. ``texts``: the recipe's
     data section sets the length of rows, and ``max_length`` that of an example (None: a full row). ``takes_adapters``:
     the model can be trained with an adapter. ``deterministic``: only deterministic kernels are used.
-    ``tf32``: fp32 products are computed in TF32. ``copies_state``: checkpoints are written from a copy of the state in
-    the host's memory.
+    ``attention``: of the recipe's model. ``tf32``: fp32 products are computed in TF32. ``copies_state``:
+    checkpoints are written from a copy of the state in the host's memory.
     """
 
     architecture: Architecture
@@ -119,6 +119,7 @@ class Workload:
     takes_adapters: bool = True
     deterministic: bool = False
     tf32: bool = False
+    attention: str = "auto"
 
     @property
     def tokens(self) -> float:

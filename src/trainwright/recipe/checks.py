@@ -67,7 +67,11 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
     if model.name is not None and model.config is not None:
         yield _both_set("model.name", "model.config")
     if model.config is not None:
-        if not isinstance(model.config.get("model_type"), str):
+        if model.is_own:
+            if "model_type" in model.config:
+                why = "the model is that of model.implementation; remove it"
+                yield Contradiction(("model.config.model_type", "model.implementation"), why)
+        elif not isinstance(model.config.get("model_type"), str):
             why = "needs a model_type, the name of a transformers architecture such as llama"
             yield Contradiction(("model.config",), why)
         for key, reason in absurd_sizes(model.config):
@@ -77,6 +81,9 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
                 ("model.tokenizer", "model.config"),
                 "a randomly initialized model has no tokenizer; set model.tokenizer, for instance to bytes",
             )
+    if model.is_own and model.attention != "auto":
+        why = "the module of model.implementation computes its attention itself; remove it"
+        yield Contradiction(("model.attention", "model.implementation"), why)
     if model.gguf_file is not None and model.name is None:
         yield Contradiction(
             ("model.gguf_file",), "is a file in the directory or repository model.name; set model.name too"
@@ -90,7 +97,7 @@ def _model(recipe: Recipe) -> Iterator[Contradiction]:
     if model.implementation == "gpt" and model.name is None:
         why = "only applies to model.name; with model.config, set model.config.model_type to gpt instead"
         yield Contradiction(("model.implementation", "model.name"), why)
-    ours = model.implementation == "gpt" or (model.config or {}).get("model_type") == "gpt"
+    ours = model.implementation != "transformers" or (model.config or {}).get("model_type") == "gpt"
     if model.adapter.type != "none" and ours:
         why = "adapters need a model of transformers; set model.implementation to transformers, and model.name"
         yield Contradiction(("model.adapter.type", "model.implementation"), why)

@@ -13,7 +13,11 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from trainwright.errors import RequestError
+<<<<<<< HEAD
 from trainwright.extensions import search_beside
+=======
+from trainwright.extensions import is_file
+>>>>>>> w-a
 from trainwright.paths import user_path
 from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.problems import explain, explain_hidden, placeholders, unknown_keys
@@ -170,6 +174,7 @@ def merged_with(tree: Tree, values: Mapping[str, object]) -> Tree:
 def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tree:
     own = parse_mapping(read_text(path), str(path))
     read.append(path)
+    _find_beside(own, path.parent)
     merged = Tree()
     for name, origin in _includes(own):
         target = Path(os.path.normpath(path.parent / user_path(name)))
@@ -192,6 +197,16 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
         del own.values[key], own.origins[(key,)]
     _merge(merged, own)
     return merged
+
+
+def _find_beside(tree: Tree, folder: Path) -> None:
+    """Give a file in ``model.implementation`` that is beside the recipe its whole path."""
+    model = tree.values.get("model")
+    place = model.get("implementation") if isinstance(model, dict) else None
+    if isinstance(model, dict) and isinstance(place, str) and is_file(place):
+        beside = folder / user_path(place)
+        if Path(str(beside).rpartition(":")[0]).is_file():
+            model["implementation"] = str(beside.absolute())
 
 
 def _includes(tree: Tree) -> Iterator[tuple[str, Origin]]:

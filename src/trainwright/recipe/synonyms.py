@@ -93,6 +93,8 @@ ANSWERS: dict[OwnKey | str, str] = {
     OwnKey("model.adapter", "lora"): "peft peft_config lora lora_config use_lora use_peft",
     OwnKey("model.adapter", "qlora"): "qlora use_qlora",
     OwnKey("model.adapter"): "finetuning_type tuner_type",
+    OwnKey("model.attention"): "attn_implementation attn_impl attn flash_attn flash_attention attention_backend",
+    OwnKey("model.attention", "flash_attention_2"): "use_flash_attention use_flash_attn use_flash_attention_2",
     OwnKey("model.adapter.type", "dora"): "use_dora peft_use_dora",
     OwnKey("model.adapter.rank"): "lora_r lora_rank r peft_lora_r",
     OwnKey("model.adapter.alpha"): "lora_alpha peft_lora_alpha",
@@ -187,9 +189,6 @@ ANSWERS: dict[OwnKey | str, str] = {
     "local_rank dispatch_batches split_batches fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_forward_prefetch "
     "fsdp_use_orig_params fsdp_sync_module_states fsdp_cpu_ram_efficient_loading fsdp_state_dict_type",
     "leave it out: the plan places the model; see parallel.strategy and parallel.device": "device_map max_memory",
-    "leave it out: the attention kernel is chosen for the device and the model, and printed when the run "
-    "starts": "attn_implementation attn_impl attn flash_attn flash_attention use_flash_attention use_flash_attn "
-    "use_flash_attention_2 attention_backend",
     "leave it out: there are no other kernels to choose; see train.compile": "use_liger_kernel liger_kernel_config "
     "enable_liger_kernel",
     "leave it out: code that comes with a model is never run": "trust_remote_code",

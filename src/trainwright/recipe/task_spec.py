@@ -94,7 +94,7 @@ def _a_pass_over_the_model(recipe: Recipe) -> Needs:
 
 
 def _model_and_data(recipe: Recipe) -> tuple[str, str]:
-    return recipe.model.name or f"a fresh {(recipe.model.config or {})['model_type']}", recipe.data.name
+    return recipe.model.name or f"a fresh {(recipe.model.fresh or {})['model_type']}", recipe.data.name
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,9 @@ def _check_without_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
         find_units(empty, empty.blocks(), recipe.parallel.wrap)
     if fills_parts(recipe):  # no process has all weights, so check a small model
         few = CausalLM(
-            fresh_model(cut_config(config, varied_layers(config)), 0), packed=recipe.data.pack_length is not None
+            fresh_model(cut_config(config, varied_layers(config)), 0),
+            packed=recipe.data.pack_length is not None,
+            attention=recipe.model.attention,
         )
         check_model(few, probe(config.get_text_config().vocab_size))
 
@@ -203,7 +205,7 @@ class LanguageModelTask:
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         """Return the module to train, around the model with its adapter."""
-        return CausalLM(model, packed=self._packed, z_loss=self._z_loss())
+        return CausalLM(model, packed=self._packed, z_loss=self._z_loss(), attention=self._recipe.model.attention)
 
     def blocks(self) -> list[nn.Module]:
         """Return the repeated units of the module, in order."""

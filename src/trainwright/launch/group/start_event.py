@@ -102,7 +102,7 @@ def _attention(recipe: Recipe, task: Task, world: World) -> list[str]:
     model = next((module for module in task.module.modules() if isinstance(module, CausalLM)), None)
     if model is None:
         return []
-    kernels = platform_of(world.device.type, world.device.index or 0)
+    kernels = platform_of(world.device.type, world.device.index or 0, recipe.model.attention)
     return describe_attention(model, DTYPES[recipe.train.mixed_precision], recipe.data.max_length, kernels)
 
 

@@ -10,6 +10,7 @@ import torch
 from trainwright.models.attention.kernels import KERNELS, Chosen, Needs, Platform, in_words
 from trainwright.models.attention.packs import DTYPES
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
+from trainwright.recipe.sections.model import OWN
 
 if TYPE_CHECKING:
     from trainwright.models.causal_lm import CausalLM
@@ -22,12 +23,15 @@ def describe_attention(model: CausalLM, dtype: torch.dtype, longest: int, platfo
 
     ``longest``: the most tokens of a sequence.
     """
-    if model.packed:
+    if model.packed and model.config.model_type != OWN:
         return in_words(needs_of(model, dtype, longest), platform)
+    if model.config.model_type == OWN:
+        return [f"computed by {model.config.implementation} itself"]
     name = model.config._attn_implementation  # chosen by transformers, whatever the heads are
     kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
     needs = Needs(0, 0, DTYPES[dtype], packed=False, deterministic=torch.are_deterministic_algorithms_enabled())
-    return [f"{name}, over padded rows" if kernel is None else Chosen(kernel, ()).line(needs, platform)]
+    line = f"{name}, over padded rows" if kernel is None else Chosen(kernel, ()).line(needs, platform)
+    return [line if platform.attention == "auto" else f"{line} (model.attention is {platform.attention})"]
 
 
 def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[Needs]:

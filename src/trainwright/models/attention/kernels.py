@@ -21,9 +21,11 @@ Flash attention adds gradients of queries in no fixed order, unless it is asked 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
+
+from trainwright.errors import RequestError
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Vendor = Literal["CPU", "NVIDIA", "AMD"]
@@ -37,12 +39,14 @@ _ALL: frozenset[Dtype] = frozenset({"fp32", "bf16", "fp16"})
 class Platform:
     """A device that attention runs on.
 
-    ``missing``: kernels that its software lacks, each with the reason.
+    ``missing``: kernels that its software lacks, each with the reason. ``attention``: of the recipe's
+    model.
     """
 
     vendor: Vendor = "NVIDIA"
     capability: Capability = (8, 0)
     missing: tuple[tuple[str, str], ...] = ()
+    attention: str = "auto"
 
 
 CPU = Platform("CPU", (0, 0))
@@ -238,6 +242,17 @@ KERNELS = (
     ),
 )
 
+# The kernels of each value of model.attention but auto.
+REQUESTED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "eager": frozenset({"scores", "eager"}),
+        "sdpa": frozenset({"sdpa_each", "cpu_flash", "sdpa"}),
+        "flash_attention_2": frozenset({"flash_attn", "varlen"}),
+        "flash_attention_3": frozenset({"flash_attn_3"}),
+        "flex": frozenset({"flex"}),
+    }
+)
+
 _UNORDERED = (
     "its backward pass adds in no fixed order, so repeated runs are equal up to rounding; "
     "train.deterministic: true makes them bit-identical"
@@ -271,17 +286,42 @@ def choose(needs: Needs, platform: Platform) -> Chosen:
     """Return the fastest kernel that computes ``needs`` on ``platform``, and why not a faster one.
 
     Raises:
+        RequestError: none of the kernels of ``model.attention`` can.
         ValueError: there is none: biases within the sequences of a pack.
     """
     refused: list[tuple[str, str]] = []
     for kernel in KERNELS:
-        if kernel.packed != needs.packed or platform.vendor not in kernel.vendors:
-            continue
-        why = next(_reasons_against(kernel, needs, platform), None)
-        if why is None:
+        if (why := _against(kernel, needs, platform)) is None:
             return Chosen(kernel, tuple(refused))
-        refused.append((kernel.title, why))
+        if kernel.packed == needs.packed and platform.vendor in kernel.vendors:
+            refused.append((kernel.title, why))
+    if platform.attention != "auto":
+        raise RequestError(_impossible(needs, platform))
     raise ValueError(f"no attention kernel can compute {needs} on {platform}")
+
+
+def _impossible(needs: Needs, platform: Platform) -> str:
+    """Return why no kernel of ``model.attention`` computes ``needs``, and the values that do."""
+    free = replace(platform, attention="auto")
+    against = {kernel.name: _against(kernel, needs, free) for kernel in KERNELS}
+    named = [kernel for kernel in KERNELS if kernel.name in REQUESTED[platform.attention]]
+    possible = [word for word, names in REQUESTED.items() if any(against[name] is None for name in names)]
+    return (
+        f"model.attention: {platform.attention} is not possible here: "
+        f"{'; '.join(f'{kernel.title} {against[kernel.name]}' for kernel in named)}; set it to "
+        f"{' or '.join(['auto', *possible])}"
+    )
+
+
+def _against(kernel: Kernel, needs: Needs, platform: Platform) -> str | None:
+    """Return the first reason why a kernel cannot compute ``needs`` on ``platform``, or is not to; None if it can."""
+    if kernel.packed != needs.packed:
+        return "is for packs, see data.pack_length" if kernel.packed else "is for padded rows"
+    if platform.vendor not in kernel.vendors:
+        return f"does not run on {'a CPU' if platform.vendor == 'CPU' else f'GPUs of {platform.vendor}'}"
+    if platform.attention != "auto" and kernel.name not in REQUESTED[platform.attention]:
+        return f"model.attention is {platform.attention}"
+    return next(_reasons_against(kernel, needs, platform), None)
 
 
 def in_words(layers: Iterable[Needs], platform: Platform) -> list[str]:

@@ -8,6 +8,8 @@ no mask over the pack is created. ``kernels.choose`` decides which kernel comput
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,17 @@ from trainwright.models.attention import flash, flex, plain
 from trainwright.models.attention.call import Call
 from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH, flash_cpu
 from trainwright.models.attention.installed import missing_kernels
-from trainwright.models.attention.kernels import CPU, KERNELS, Dtype, Kernel, Needs, Platform, Vendor, choose
+from trainwright.models.attention.kernels import (
+    CPU,
+    KERNELS,
+    REQUESTED,
+    Dtype,
+    Kernel,
+    Needs,
+    Platform,
+    Vendor,
+    choose,
+)
 from trainwright.models.attention.sequences import Sequences
 
 PACKED = "trainwright_packed"
@@ -28,14 +40,20 @@ class UnpackableError(ValueError):
 
 
 def register() -> None:
-    """Register ``PACKED`` with transformers. Can be called more than once.
+    """Register ``PACKED`` with transformers, for every value of ``model.attention``. Can be called more than once.
 
     It gets no mask function: without one transformers makes no mask (``_preprocess_mask_arguments`` in
     masking_utils.py); with one, it first looks for packs in the positions, for which the host waits for the GPU.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+    for attention in ("auto", *REQUESTED):
+        ALL_ATTENTION_FUNCTIONS.register(packed_name(attention), partial(packed_attention, attention=attention))
+
+
+def packed_name(attention: str) -> str:
+    """Return the implementation for a value of ``model.attention``."""
+    return PACKED if attention == "auto" else f"{PACKED}_{attention}"
 
 
 def packed_attention(
@@ -54,6 +72,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    attention: str = "auto",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention of ``query`` [1, H, T, D] with ``key``, ``value`` [1, Hkv, T, D] within each sequence.
@@ -85,15 +104,16 @@ def packed_attention(
         softcap,
         s_aux,
     )
-    name = _kernel(call)
+    name = _kernel(call, attention)
     padded = call.padded(*_KERNELS[name].widths(query.shape[-1], value.shape[-1]))
     return call.cut(_RUNS[name](padded, sequences)), None
 
 
-def _kernel(call: Call) -> str:
+def _kernel(call: Call, attention: str) -> str:
     query = call.query
     flags = call.softcap is not None, call.sinks is not None, bool(call.dropout), call.window is not None
-    return kernel_name(query.device.type, query.device.index, query.dtype, query.shape[-1], call.value.shape[-1], flags)
+    sizes = query.shape[-1], call.value.shape[-1]
+    return kernel_name(query.device.type, query.device.index, query.dtype, *sizes, flags, attention)
 
 
 def kernel_name(
@@ -103,14 +123,16 @@ def kernel_name(
     size: int,
     value_size: int,
     flags: tuple[bool, bool, bool, bool],
+    attention: str = "auto",
 ) -> str:
     """Return the name of the kernel that computes a layer. Arguments are constants, so compiled code has it as one.
 
     Args:
         flags: whether there are soft caps, sinks, dropout and a window.
+        attention: of the recipe.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    key = device, index, dtype, size, value_size, flags, deterministic
+    key = device, index, dtype, size, value_size, flags, deterministic, attention
     if key not in _chosen:
         softcap, sinks, dropout, window = flags
         needs = Needs(
@@ -123,19 +145,19 @@ def kernel_name(
             window=window,
             deterministic=deterministic,
         )
-        _chosen[key] = choose(needs, platform_of(device, index or 0)).kernel.name
+        _chosen[key] = choose(needs, platform_of(device, index or 0, attention)).kernel.name
     return _chosen[key]
 
 
 _chosen: dict[Any, str] = {}
 
 
-def platform_of(device: str, index: int = 0) -> Platform:
-    """Return a device as attention kernels see it, with the installed software."""
+def platform_of(device: str, index: int = 0, attention: str = "auto") -> Platform:
+    """Return a device as attention kernels see it, with the installed software and ``model.attention``."""
     if device == "cpu":
-        return CPU
+        return replace(CPU, attention=attention)
     vendor: Vendor = "NVIDIA" if torch.version.hip is None else "AMD"
-    return Platform(vendor, torch.cuda.get_device_capability(index), missing_kernels())
+    return Platform(vendor, torch.cuda.get_device_capability(index), missing_kernels(), attention)
 
 
 def _chunk_of(module: torch.nn.Module) -> int | None:

@@ -15,6 +15,7 @@ from trainwright.errors import TrainingError
 from trainwright.models.configuration import making, restore_source
 from trainwright.models.files.safetensors_files import write_weights
 from trainwright.paths import sync_tree
+from trainwright.recipe.sections.model import OWN
 
 if TYPE_CHECKING:
     import torch
@@ -218,6 +219,11 @@ def _write_settings(
     config = copy.deepcopy(config)
     config.architectures = [type(model).__name__]
     config.dtype = str(dtype).removeprefix("torch.")
+    if config.model_type == OWN:
+        from trainwright.models.own.model import OwnConfig, keep_source
+
+        assert isinstance(config, OwnConfig)
+        keep_source(config, directory)
     config.save_pretrained(directory)
     if generation_config is not None:
         generation_config.save_pretrained(directory)

@@ -27,11 +27,12 @@ _LEAST_VARIANCE = 1e-6
 class Head(NamedTuple):
     """Hidden states [N, H], weight [V, H] and bias [V] of a head, and the transformations of its logits.
 
+    Without a weight, the hidden states are the logits [N, V].
     ``logit_scale`` multiplies the logits, then ``softcap`` bounds them as ``softcap * tanh(logits / softcap)``.
     """
 
     hidden: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor | None
     bias: torch.Tensor | None
     softcap: float | None = None
     logit_scale: float = 1.0
@@ -59,7 +60,7 @@ def token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, t
     """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N], without gradients."""
     hidden, weight, bias, softcap, logit_scale = head
     losses, correct = [], []
-    for part in chunks(len(targets), weight):
+    for part in chunks(len(targets), hidden, weight):
         chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
         for rows in row_blocks(chunk):
             loss, right = _loss_and_correct(chunk[rows], targets[part][rows], softcap, logit_scale)
@@ -88,7 +89,7 @@ def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tens
     """
     hidden, weight, bias, softcap, logit_scale = head
     found = [hidden.new_zeros(0, dtype=torch.float32)]
-    for part in chunks(len(targets), weight):
+    for part in chunks(len(targets), hidden, weight):
         chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
         for rows in row_blocks(chunk):
             logs = finished(chunk[rows], softcap, logit_scale).log_softmax(1)
@@ -105,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         softcap: float | None,
@@ -117,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=at_least_fp32(hidden))
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
-        for part in chunks(len(targets), weight):
+        for part in chunks(len(targets), hidden, weight):
             logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
             weights = None if target_weights is None else target_weights[part]
             for rows in row_blocks(logits[:count]):
@@ -171,17 +172,24 @@ class HeadGradients:
         ]
 
 
-def padded_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the raw logits of ``hidden`` [n, H], with rows of zeros after them where products need that."""
+def padded_logits(hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the raw logits of ``hidden`` [n, H], with rows of zeros after them where products need that.
+
+    They are overwritten by callers, so without a weight they are a copy of ``hidden``.
+    """
+    if weight is None:
+        return hidden.clone()
     logits = torch.nn.functional.linear(padded_rows(hidden), weight, bias)
     if bias is not None:
         logits[len(hidden) :] = 0
     return logits
 
 
-def set_hidden_gradient(gradient: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> None:
+def set_hidden_gradient(gradient: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor | None) -> None:
     """Write the gradient of hidden states [n, H], from that of their logits, which may be padded."""
-    if len(delta) == len(gradient):
+    if weight is None:
+        gradient.copy_(delta)
+    elif len(delta) == len(gradient):
         torch.mm(delta, weight, out=gradient)
     else:
         gradient.copy_(torch.mm(delta, weight)[: len(gradient)])
@@ -254,11 +262,11 @@ def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def chunks(count: int, weight: torch.Tensor) -> list[slice]:
+def chunks(count: int, hidden: torch.Tensor, weight: torch.Tensor | None) -> list[slice]:
     """Divide ``count`` targets into the fewest equal slices whose logits fit a chunk."""
-    vocabulary, width = weight.shape
-    rows = _CHUNK_BYTES // (weight.element_size() * vocabulary)
-    return _slices(count, max(rows, count * width // vocabulary) if weight.is_cuda else rows)
+    vocabulary, width = (hidden.shape[1], 0) if weight is None else weight.shape
+    rows = _CHUNK_BYTES // (hidden.element_size() * vocabulary)
+    return _slices(count, max(rows, count * width // vocabulary) if hidden.is_cuda else rows)
 
 
 def row_blocks(logits: torch.Tensor) -> list[slice]:

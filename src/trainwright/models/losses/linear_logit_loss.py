@@ -48,7 +48,7 @@ class _LinearLogitLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         loss: LogitLoss,
@@ -60,7 +60,7 @@ class _LinearLogitLoss(torch.autograd.Function):
         grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         each, losses = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(len(targets), dtype=dtype)
-        for part in chunks(len(targets), weight):
+        for part in chunks(len(targets), hidden, weight):
             logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
             for rows in row_blocks(logits[:count]):
                 place = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
+from trainwright.models.supported import class_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,10 @@ def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
         pickles = ", ".join(sorted(file.name for file in directory.glob("*.pkl")))
         why = f"; its tokenizer is a pickle ({pickles}), which can run any code when loaded" if pickles else ""
         raise RequestError(f"{key}: {directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}){why}{hint}")
+    if class_in(directory) is not None:
+        from trainwright.models.own.model import register
+
+        register()  # transformers also reads the configuration
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # as above: no common base class

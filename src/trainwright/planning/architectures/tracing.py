@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainwright.data.stream.batch import Batch
 from trainwright.models.causal_lm import CausalLM
+from trainwright.models.configuration import register
 from trainwright.models.cut import cut_config, layer_count
 from trainwright.models.recompute import save_activation_memory
 
@@ -34,6 +35,9 @@ def layout_of(config: dict[str, Any]) -> dict[str, Any]:
         inside = {id(p): (unit, name) for unit, block in enumerate(blocks) for name, p in block.named_parameters()}
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
+        if head is None:  # a module of one's own with logits: of its linear layers the one as wide as the vocabulary
+            linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == embedding.shape[0]]
+            head = linear[-1]
         weights = []
         for name, p in model.named_parameters():
             unit, called = inside.get(id(p), (-1, name))
@@ -43,15 +47,16 @@ def layout_of(config: dict[str, Any]) -> dict[str, Any]:
                 called += ".bias" if p.dim() == 1 and name.endswith("bias") and called == "final_norm" else ""
             weights.append([unit, called, p.shape[0], p.numel() // max(1, p.shape[0])])
         text = model.config.get_text_config()
+        heads = getattr(text, "num_attention_heads", 1)
         positions = [w for w in weights if w[1] == "positions"]
         return {
             "layers": len(blocks),
             "hidden": embedding.shape[1],
-            "heads": text.num_attention_heads,
-            "key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+            "heads": heads,
+            "key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
             "vocabulary": embedding.shape[0],
             "intermediate": max((p.shape[0] for p in blocks[0].parameters() if p.dim() == 2), default=1),
-            "positions": positions[0][2] if positions else getattr(text, "max_position_embeddings", 2048),
+            "positions": positions[0][2] if positions else getattr(text, "max_position_embeddings", None) or 2048,
             "learned_positions": bool(positions),
             "tied": head.weight is embedding,
             "head_bias": head.bias is not None,
@@ -167,6 +172,7 @@ def _model(config: dict[str, Any], dtype: torch.dtype, layers: int | None = None
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(config)
+    register(values["model_type"])
     made = AutoConfig.for_model(values.pop("model_type"), **values)
     if layers is not None:
         made = cut_config(made, min(layers, layer_count(made)))

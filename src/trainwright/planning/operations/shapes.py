@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainwright.models.attention.installed import ASSUMED
@@ -125,7 +125,8 @@ class Device:
     """The device that runs the kernels.
 
     ``threads``: threads per process on a CPU. ``platform``: a GPU's kind and software. ``half``: the dtype of two bytes
-    that it computes in. ``deterministic``: it uses deterministic kernels only.
+    that it computes in. ``deterministic``: it uses deterministic kernels only. ``attention``:
+    of the recipe's model, on a CPU; a GPU's platform has it.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -133,6 +134,7 @@ class Device:
     platform: Platform = ASSUMED
     half: Literal["bf16", "fp16"] = "bf16"
     deterministic: bool = False
+    attention: str = "auto"
 
     def dtype(self, width: int) -> Dtype:
         """Return the dtype of ``width`` bytes."""
@@ -147,7 +149,7 @@ class Device:
     @property
     def limits(self) -> Platform:
         """What limits the choice of attention kernels."""
-        return self.platform if self.is_gpu else CPU
+        return self.platform if self.is_gpu else replace(CPU, attention=self.attention)
 
     @property
     def is_gpu(self) -> bool:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from trainwright.extensions import is_file
+from trainwright.paths import user_path
 from trainwright.recipe.sections.fields import BelowOne, Count, Positive, Section, Text
 
+OWN = "own_module"  # model_type of a torch module of the user's own
+_CLASS = r"(?:[A-Za-z_][\w.]*|.+\.py):[A-Za-z_][\w.]*"
 # Short forms of an adapter, and what they stand for.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {"type": "none"},
@@ -83,6 +88,16 @@ def _or_one_word(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"enum": list(ADAPTERS)}, {"$ref": schema.pop("$ref")}]
 
 
+def _implementation(value: object) -> object:
+    if value not in ("transformers", "gpt") and not (isinstance(value, str) and re.fullmatch(_CLASS, value)):
+        raise PydanticCustomError("implementation", "transformers, gpt, module:Class or file.py:Class")
+    # As a whole path, so that a run can be used from any directory.
+    return f"{user_path(value).absolute()}" if isinstance(value, str) and is_file(value) else value
+
+
+_IMPLEMENTATIONS = {"anyOf": [{"enum": ["transformers", "gpt"]}, {"type": "string", "pattern": f"^{_CLASS}$"}]}
+
+
 class ModelSection(Section):
     """The model to train, and its tokenizer."""
 
@@ -93,10 +108,19 @@ class ModelSection(Section):
         "either this or name.",
     )
     gguf_file: Text | None = Field(None, description="GGUF file to read in the repository or directory given by name.")
-    implementation: Literal["transformers", "gpt"] = Field(
+    implementation: Annotated[str, BeforeValidator(_implementation), WithJsonSchema(_IMPLEMENTATIONS)] = Field(
         "transformers",
         description="Implementation of the model given by name. gpt: Trainwright's own decoder, for gpt2, llama and "
-        "qwen3; it is saved in the original architecture. With config, use model_type gpt instead.",
+        "qwen3; it is saved in the original architecture. With config, use model_type gpt instead. module:Class or "
+        "file.py:Class: a torch module of your own, which is called with vocab_size and the values of config, or "
+        "saved in name by an earlier run.",
+    )
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex"] = Field(
+        "auto",
+        description="Kernel of the attention in training. auto: the fastest that computes this model on the device. "
+        "What was chosen, and why, is shown by plan and when the run starts. eager: plain operations; sdpa: "
+        "torch's scaled_dot_product_attention; flash_attention_2: the package flash-attn or torch's own; "
+        "flash_attention_3: the package of that name; flex: torch's flex_attention. The last three compute packs.",
     )
     tokenizer: Text | None = Field(
         None,
@@ -129,3 +153,16 @@ class ModelSection(Section):
         "section with its settings.",
         json_schema_extra=_or_one_word,
     )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model is a torch module of the user's own."""
+        return ":" in self.implementation
+
+    @property
+    def fresh(self) -> dict[str, Any] | None:
+        """The configuration of a randomly initialized model, with its ``model_type``; None for one with a name."""
+        if self.config is None or not self.is_own:
+            return self.config
+        size = {"vocab_size": self.config["vocab_size"]} if "vocab_size" in self.config else {}
+        return {"model_type": OWN, "implementation": self.implementation, "arguments": self.config, **size}

@@ -36,9 +36,15 @@ class UnlearnLM(CausalLM):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, packed: bool, reference: UnlearnLM | None = None, layer: int | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        packed: bool,
+        reference: UnlearnLM | None = None,
+        layer: int | None = None,
+        attention: str = "auto",
     ) -> None:
-        super().__init__(model, packed=packed)
+        super().__init__(model, packed=packed, attention=attention)
         self.reference = reference
         self._speaks_for_reference = False
         self._layer = layer

@@ -80,7 +80,7 @@ def frozen_copy(
     wanted = other or recipe.model.model_copy(update={"adapter": AdapterSection()})
     model, weights = load(recipe, wanted, tokenizer, f"{PREFIX}model.")
     model.requires_grad_(False)
-    lm = UnlearnLM(model, packed=packed, layer=layer)
+    lm = UnlearnLM(model, packed=packed, layer=layer, attention=recipe.model.attention)
     if layer is not None:
         _cut(lm, layer + 1)
     return lm.eval(), weights

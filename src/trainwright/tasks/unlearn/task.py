@@ -164,19 +164,19 @@ class Unlearning(ReferenceTask):
 
     def _wrapped(self, model: PreTrainedModel) -> CausalLM:
         layer = self._unlearn.value("layer") if self._unlearn.facts.of == "activations" else None
-        last_block = self._unlearn.last_block
+        last_block, attention = self._unlearn.last_block, self._recipe.model.attention
         if self._adapter is None and (self._unlearn.trainable is not None or last_block is not None):
             freeze_others(model, self._unlearn.trainable, last_block)
         copied = frozen_copy(
             self._recipe, self._tokenizer, packed=self._packed, layer=layer if last_block is not None else None
         )
         if copied is None:
-            return UnlearnLM(model, packed=self._packed, layer=layer)
+            return UnlearnLM(model, packed=self._packed, layer=layer, attention=attention)
         frozen, weights = copied
         if self.weights is not None:
             assert weights is not None, "the reference is read in parts where the model is"
             self.weights = CombinedWeights(self.weights, weights)
-        return UnlearnLM(model, packed=self._packed, reference=frozen, layer=layer)
+        return UnlearnLM(model, packed=self._packed, reference=frozen, layer=layer, attention=attention)
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks of the model and of its reference."""

@@ -1,0 +1,157 @@
+"""Models of the user's own: trained, sharded, resumed, saved and used like those of transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models.own_module import Logits
+from tests.support.commands import trainwright
+from tests.support.runs import ON_ROWS, ROWS, Runs, column, difference
+from tests.support.training import Case, train
+from trainwright.data.stream.batch import collate_examples
+from trainwright.data.tokens.dataset import TokenDataset
+from trainwright.models.causal_lm import CausalLM
+from trainwright.models.load import load_model
+from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.recipe.sections.model import ModelSection
+
+SOURCE = Path(__file__).parent / "own_module.py"
+BASE = ("model.config={hidden: 32, layers: 2}", "model.dropout=null", "train.max_steps=4", "data.pack_length=null")
+STRATEGIES = ("ddp", "fsdp", "zero2", "zero3")
+
+
+def of(name: str) -> str:
+    return f"model.implementation={SOURCE}:{name}"
+
+
+def case(name: str, *overrides: str) -> Case:
+    return Case((*BASE, of(name), *overrides))
+
+
+@pytest.mark.parametrize("name", ["Logits", "Hidden"])
+def test_every_strategy_trains_it_as_one_process(runs: Runs, name: str) -> None:
+    one = train(runs, {"": case(name)}, 1)[""]
+    spread = train(runs, {kind: case(name, f"parallel.strategy={kind}") for kind in STRATEGIES}, 2)
+    for trained in spread.values():
+        assert difference(trained.column("loss"), one.column("loss")) < 1e-5
+    other = train(runs, {"": case("Hidden" if name == "Logits" else "Logits")}, 1)[""]
+    assert difference(other.column("loss"), one.column("loss")) < 1e-5
+
+
+@pytest.mark.parametrize("task", ["pretrain", "dpo", "unlearn"])
+def test_every_language_task_trains_it(runs: Runs, task: str, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    row = {"prompt": "What is it?", "chosen": "A tuple.", "rejected": "No idea."}
+    pairs.write_text(f"{json.dumps(row)}\n" * 16)
+    more = {
+        "pretrain": ("data.format=documents", f"data.train={SOURCE.parents[2] / 'docs'}", "data.max_length=64"),
+        "dpo": (f"data.train={pairs}", "data.validation=2"),
+        "unlearn": (f"data.retain={ROWS}",),
+    }
+    trained = train(runs, {"": case("Logits", f"task={task}", *more[task])}, 1)[""]
+    assert len(trained.column("loss")) == 4
+
+
+def test_recomputing_its_blocks_changes_no_loss(runs: Runs) -> None:
+    cases = {how: case("Logits", f"train.activation_checkpointing={how}") for how in ("none", "full", "selective")}
+    losses = [trained.column("loss") for trained in train(runs, cases, 1).values()]
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_packs_train_as_padded_rows_where_it_keeps_them_apart(runs: Runs) -> None:
+    cases = {"rows": case("Packs"), "packs": case("Packs", "data.pack_length=256")}
+    rows, packs = train(runs, cases, 1).values()
+    assert difference(rows.column("loss"), packs.column("loss")) < 1e-5
+
+
+def test_a_run_is_planned_resumed_saved_and_used_from_elsewhere(runs: Runs, tmp_path: Path) -> None:
+    shutil.copy(SOURCE, tmp_path / "mine.py")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "task: sft\nmodel: {implementation: mine.py:Logits, config: {hidden: 32}, tokenizer: bytes}\n"
+        f"data: {{train: {ON_ROWS.partition('=')[2]}, validation: 4, max_length: 64}}\n"
+        "train: {max_steps: 4, global_batch_size: 4}\ncheckpoint: {every: 2, keep_last: 9}\n"
+        "parallel: {num_processes: 1}\n"
+    )
+    run = runs.trained(recipe=recipe)
+    early = runs.copied(run)
+    shutil.rmtree(early / "final")
+    shutil.rmtree(early / "checkpoints" / "step-00000004")
+    resumed = runs.resumed(early)
+    assert column(resumed, "loss")[-2:] == column(run, "loss")[-2:]
+    tensors = [load_file(place / "final" / "model.safetensors") for place in (run, resumed)]
+    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+    assert json.loads((run / "final" / "config.json").read_text())["implementation"] == "mine.py:Logits"
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    exported = trainwright("export", str(run), "--out", "out", "--trust-code", cwd=elsewhere)
+    assert exported.returncode == 0, exported.stderr
+    (tmp_path / "mine.py").unlink()  # the saved model has its own copy
+    asked = ("--prompt", "What is it?", "--max-new-tokens", "8")
+    refused = trainwright("generate", "out", *asked, cwd=elsewhere)
+    assert refused.returncode == 2 and "--trust-code" in refused.stderr
+    answers = [trainwright("generate", place, *asked, "--trust-code", cwd=elsewhere) for place in (str(run), "out")]
+    assert [answer.returncode for answer in answers] == [0, 0], answers[0].stderr + answers[1].stderr
+    assert answers[0].stdout == answers[1].stdout
+
+
+def test_a_batch_is_generated_as_each_row_alone() -> None:
+    tokenizer = bytes_tokenizer()
+    section = ModelSection(implementation=f"{SOURCE}:Logits", config={"hidden": 16}, tokenizer="bytes")
+    model = load_model(section, tokenizer=tokenizer)
+    ids = torch.tensor([[256, 256, 5, 6], [7, 8, 9, 10]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    together = model(input_ids=ids, attention_mask=mask).logits
+    assert torch.allclose(together[0, 2:], model(input_ids=ids[:1, 2:]).logits[0], atol=1e-6)
+    assert torch.allclose(together[1], model(input_ids=ids[1:]).logits[0], atol=1e-6)
+
+
+def test_the_loss_of_logits_is_the_cross_entropy_with_its_gradient() -> None:
+    section = ModelSection(implementation=f"{SOURCE}:Logits", config={"hidden": 16}, tokenizer="bytes")
+    model = load_model(section)
+    sequences = [([1, 2, 3, 4], [True] * 4), ([5, 6, 7, 8], [True] * 4)]
+    batch = collate_examples(TokenDataset.from_examples(sequences, "rows"), (0, 1), packed=False)
+    CausalLM(model, packed=False)(batch).backward()
+    plain = Logits(len(bytes_tokenizer()), hidden=16)
+    plain.load_state_dict({name.removeprefix("module."): value for name, value in model.state_dict().items()})
+    ids = torch.tensor([sequence for sequence, _ in sequences])
+    loss = torch.nn.functional.cross_entropy(plain(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    for (name, parameter), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert parameter.grad is not None and expected.grad is not None, name
+        assert torch.allclose(parameter.grad, expected.grad, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((of("Logits"), "data.pack_length=256"), "its forward has no argument cu_seq_lens_q"),
+        ((of("Logits"), "model.adapter=lora"), "model.adapter.type: adapters need a model of transformers"),
+        ((of("Missing"),), "cannot be imported: module"),
+        ((of("NoBlocks"), "model.config={}"), "has no nn.ModuleList with its blocks"),
+        ((of("Logits"), "model.config={size: 3}"), "unexpected keyword argument 'size'"),
+        ((of("SOURCE"),), "cannot be imported"),
+        (("model.implementation=json:JSONEncoder",), "is of Python's standard library"),
+        (("model.implementation=gtp",), "expected transformers, gpt, module:Class or file.py:Class"),
+        (("model.implementation=absent.py:Model",), "there is no file"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(runs: Runs, overrides: tuple[str, ...], said: str) -> None:
+    ended = runs.train(*BASE, *overrides).wait()
+    assert ended.code == 2 and said in ended.stderr, ended.stderr
+
+
+def test_a_saved_module_is_not_imported_unless_a_recipe_names_it(runs: Runs, tmp_path: Path) -> None:
+    final = runs.trained(*BASE, of("Logits"), ON_ROWS) / "final"
+    named = ("model.config=null", f"model.name={final}", "model.tokenizer=null", "model.dropout=null")
+    ended = runs.train(*BASE, *named, ON_ROWS).wait()
+    assert ended.code == 2 and "set this key to its class" in ended.stderr, ended.stderr
+    further = runs.trained(*BASE, *named, of("Logits"), ON_ROWS)
+    assert column(further, "loss")[0] < column(runs.trained(*BASE, of("Logits"), ON_ROWS), "loss")[0]
