@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from tests.support.commands import trainwright
 from trainwright.machine.sharing.file_lock import lock_directory
+from trainwright.observe.following import RunFollower
 from trainwright.watching.app import application
 from trainwright.watching.board import Board
 
@@ -87,15 +88,69 @@ def test_runs_are_shown_as_they_are(client: TestClient) -> None:
     [("step", [1, 2, 3]), ("tokens", [10, 20, 30]), ("seconds", [1, 2, 3]), ("flops", [420, 840, 1260])],
 )
 def test_curves_of_several_runs_over_an_axis(client: TestClient, axis: str, places: list[float]) -> None:
-    query = {"run": ["one", f"group/{NAME}"], "axis": axis, "curve": "loss"}
+    query = {"run": ["one", f"group/{NAME}"], "axis": axis}
     curves = client.get("/curves", params=query).json()
-    assert [curve[0] for curve in curves.values()] == [places, places]
-    validation = client.get("/curves", params={**query, "run": "one", "curve": "validation/loss"}).json()
-    assert validation["one"][:2] == [places[2:], [1.5]]
+    assert [of_run["loss"][0] for of_run in curves.values()] == [places, places]
+    assert curves["one"]["validation/loss"][:2] == [places[2:], [1.5]]
+
+
+def test_every_metric_of_steps_and_evaluations_has_a_curve(board: Board, client: TestClient, tmp_path: Path) -> None:
+    """Also the rare ones, of the steps that count."""
+    more = [{**STEP, "time": 20.0 + n, "step": n, "metrics": {"reward": n / 2} if n % 2 else {}} for n in range(4, 9)]
+    again = {"event": "start", "time": 30.0, "resumed_from": 6}
+    accuracy = {**EVALUATE, "metrics": {"loss": 1.5, "accuracy": 0.5}}
+    write(tmp_path / "more", accuracy, *more, again, {**more[-1], "step": 7, "metrics": {"reward": 9.0}})
+    board.look()
+    curves = client.get("/curves", params={"run": "more"}).json()["more"]
+    assert curves["reward"][:2] == [[5, 7], [2.5, 9.0]]
+    assert {"loss", "step_time", "tokens_per_second", "validation/loss", "validation/accuracy"} < curves.keys()
+    assert "memory_bytes" not in curves, "the run has none"
+    follower = RunFollower(tmp_path / "more")
+    follower.look()
+    restored = RunFollower.restored(tmp_path / "more", follower.state())
+    assert restored.metrics["reward"].points("reward", "step", 10)[:2] == [[5, 7], [2.5, 9.0]]
+
+
+def test_colors_stay_as_runs_come_and_go(board: Board, tmp_path: Path) -> None:
+    before = {name: row["number"] for name, row in board.rows().items()}
+    assert sorted(before.values()) == [0, 1]
+    write(tmp_path / "a-new-one")
+    shutil.rmtree(tmp_path / "group")
+    board.look()
+    assert {name: row["number"] for name, row in board.rows().items()} == {"one": before["one"], "a-new-one": 2}
+
+
+def test_tags_and_a_note_are_kept_with_the_run(board: Board, client: TestClient, tmp_path: Path) -> None:
+    given = {"tags": ["good", "<b>"], "note": "first\nline"}
+    assert client.post("/remarks", params={"run": "one"}, json=given).json() == "saved"
+    again = Board(tmp_path)
+    again.look()
+    for row in (board.rows()["one"], again.rows()["one"]):
+        assert (row["tags"], row["remark"]) == (given["tags"], given["note"])
+    assert json.loads((tmp_path / "one" / "remarks.json").read_text()) == given
+
+
+@pytest.mark.parametrize(
+    ("run", "content", "code"),
+    [
+        ("one", '{"tags": "x"}', 400),
+        ("one", '{"tags": [1]}', 400),
+        ("one", json.dumps({"tags": ["x" * 41]}), 400),
+        ("one", json.dumps({"note": "x" * 10_001}), 400),
+        ("one", json.dumps({"note": "x" * 200_000}), 400),
+        ("one", "[]", 400),
+        ("one", "{", 400),
+        ("../..", "{}", 404),
+    ],
+)
+def test_wrong_remarks_are_not_written(client: TestClient, tmp_path: Path, run: str, content: str, code: int) -> None:
+    assert client.post("/remarks", params={"run": run}, content=content).status_code == code
+    assert not list(tmp_path.rglob("remarks.json"))
 
 
 def test_details_logs_and_differences(client: TestClient) -> None:
     details = client.get("/details", params={"run": "one"}).json()
+    assert [event["metrics"] for event in details["evaluations"]] == [{"loss": 1.5}]
     assert details["samples"][0]["prompt"] == "<img>" and details["logs"] == ["rank-0.log"]
     assert client.get("/log", params={"run": "one", "file": "rank-0.log"}).json() == "line\n"
     found = client.get("/differences", params={"run": ["one", f"group/{NAME}"]}).json()
@@ -177,7 +232,7 @@ def test_long_runs_have_a_row_before_they_are_read(tmp_path: Path, monkeypatch: 
     assert not board.look()
     assert [(row["read"], row["status"], row["step"]) for row in board.rows().values()] == [(0.0, "finished", 3)] * 2
     monkeypatch.setattr("trainwright.watching.board._LOOK_SECONDS", 60.0)
-    board.curves(["two"], "loss", "step", 10)
+    board.curves(["two"], "step", 10)
     assert board.look()
     assert {row["read"] for row in board.rows().values()} == {1.0}
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
 from tests.support.browser import Browser, Scheme, chromium
 from tests.support.commands import PATIENCE
 from tests.support.runs import ON_ROWS, Runs, events
-from tests.watching.test_app import EVALUATE, NAME, SAMPLE, write, write_ledger
+from tests.watching.test_app import EVALUATE, NAME, SAMPLE, STEP, write, write_ledger
 
 pytestmark = pytest.mark.slow
+LOSS = '#charts figure[data-key="loss"]'
 
 
 @pytest.fixture(scope="module")
@@ -54,28 +57,30 @@ def test_a_run_of_two_processes_is_followed_saved_and_stopped(browser: Browser, 
     with watched(run.parent) as address:
         opened = browser.open(address)
         page = opened.page
-        page.get_by_label(f"Show the curves of {run.name}", exact=True).check()
-        points = "Number(document.querySelector('#chart polyline')?.dataset.points ?? 0)"
+        points = f"Number(document.querySelector('{LOSS} path.line')?.dataset.points ?? 0)"
+        page.get_by_label(f"Show the curves of {other.name}", exact=True).uncheck()
         opened.until(f"{points} >= 2")
         before = page.evaluate(points)
         opened.until(f"{points} > {before}")
         assert page.locator("#runs tr", has_text=run.name).locator("td.training").count() == 1
 
         page.get_by_label(f"Show the curves of {other.name}", exact=True).check()
-        opened.until("document.querySelectorAll('#chart polyline').length === 2")
-        opened.until("document.querySelectorAll('#values tr').length > 0")
-        rate = page.locator("#values tr", has_text="optimizer.learning_rate").locator("td").all_inner_texts()
-        assert rate == ["optimizer.learning_rate", "0.001", "0.1"]
+        opened.until(f"document.querySelectorAll('{LOSS} path.line').length === 2")
+        opened.until("document.querySelectorAll('td[data-title=\"optimizer.learning_rate\"]').length === 2")
+        rates = page.locator('td[data-title="optimizer.learning_rate"]').all_inner_texts()
+        assert sorted(rates) == ["0.001", "0.1"]
         for axis, name in (("tokens", "tokens"), ("seconds", "seconds"), ("flops", "FLOPs"), ("step", "step")):
             page.select_option("#axis", axis)
             page.wait_for_selector(f'svg[aria-label="loss by {name}"]')
-        page.locator("#chart svg").hover()
-        values = "[...document.querySelectorAll('#legend b')].map(each => each.textContent)"
+        page.locator(f"{LOSS} svg").hover()
+        values = f"[...document.querySelectorAll('{LOSS} .values span')].map(each => each.textContent)"
         drawn = page.evaluate(points)
         opened.until(f"{points} > {drawn}")
-        assert all(page.evaluate(values)), "values where the pointer rests outlast new steps"
+        assert len(page.evaluate(values)) == 2 and all(page.evaluate(values)), (
+            "values where the pointer rests outlast new steps"
+        )
 
-        page.get_by_role("button", name=run.name, exact=True).click()
+        page.get_by_role("link", name=run.name, exact=True).click()
         sample = page.locator("#samples details").last
         sample.locator("summary").click()
         assert "Hello" in sample.inner_text()
@@ -94,28 +99,27 @@ def test_a_run_of_two_processes_is_followed_saved_and_stopped(browser: Browser, 
 
         page.get_by_role("button", name="Stop after this step").click()
         assert started.wait().code == 75
-        opened.until("document.querySelector('#runs td.stopped') !== null")
+        opened.until("document.querySelector('#facts .stopped') !== null")
         opened.until("document.querySelector('#stop').disabled && document.querySelector('#checkpoint').disabled")
         assert (opened.complaints, opened.barriers()) == ([], [])
 
 
 def test_curves_differences_and_logs_are_shown_only_with_the_token(browser: Browser, tmp_path: Path) -> None:
-    run, other = write(tmp_path / "one", EVALUATE, SAMPLE), write(tmp_path / "other", EVALUATE, rate=0.2)
+    run = write(tmp_path / "one", EVALUATE, SAMPLE)
+    write(tmp_path / "other", EVALUATE, rate=0.2)
     with watched(tmp_path) as address:
         opened = browser.open(address)
         page = opened.page
-        for each in (run, other):
-            page.get_by_label(f"Show the curves of {each.name}", exact=True).check()
-        opened.until("document.querySelectorAll('#chart polyline').length === 2")
-        opened.until("document.querySelectorAll('#values tr').length === 1")
-        assert page.locator("#values td").all_inner_texts() == ["optimizer.learning_rate", "0.1", "0.2"]
-        page.get_by_role("button", name=run.name, exact=True).click()
+        opened.until(f"document.querySelectorAll('{LOSS} path.line').length === 2")
+        opened.until("document.querySelectorAll('td.key').length === 2")
+        assert page.locator('td[data-title="optimizer.learning_rate"]').all_inner_texts() == ["0.1", "0.2"]
+        page.get_by_role("link", name=run.name, exact=True).click()
         opened.until("document.querySelector('#text').textContent === 'line\\n'")
         page.locator("#samples summary").click()
         assert page.locator("#samples details").get_attribute("open") is not None
         shutil.rmtree(run)
         opened.until("document.querySelectorAll('#runs tr').length === 1")
-        assert page.locator("#details").is_hidden() and opened.complaints == []
+        assert page.locator("#details").is_hidden() and page.locator("#list").is_visible() and opened.complaints == []
         assert all(each.startswith(address.partition("?")[0]) or each == "data:," for each in opened.requests)
         stranger = browser.open()
         assert stranger.page.goto(address.partition("?")[0]).status == 403
@@ -133,16 +137,83 @@ def test_hostile_names_fit_and_do_not_run(browser: Browser, tmp_path: Path, widt
         opened = browser.open(address, width, scheme=scheme)
         page = opened.page
         opened.until("document.querySelectorAll('#runs tr').length === 3")
-        for box in page.locator("#runs input").all():
-            box.check()
-        opened.until("document.querySelectorAll('#chart polyline').length === 3")
-        page.locator("#runs td.name button", has_text="script").click()
+        opened.until(f"document.querySelectorAll('{LOSS} path.line').length === 3")
+        page.fill("#filter", "onerror")
+        assert page.locator("#runs tr").count() == 1
+        page.fill("#filter", "")
+        note = page.locator("#runs .note", has_text="damaged").inner_text()
+        assert "1 damaged line left out" in note and "incomplete" in note
+        assert (opened.complaints, opened.barriers()) == ([], []) and opened.overflow() <= 0
+        if width == 400:
+            row = "[...document.querySelectorAll('#runs td')].filter(e => e.getBoundingClientRect().right > innerWidth)"
+            assert page.evaluate(f"{row}.length") == 0
+        page.locator("#runs td.name a", has_text="script").click()
         page.wait_for_selector("#details:not([hidden])")
         assert page.locator("#title").inner_text() == f"group/{NAME}"
         page.wait_for_selector("#time:not([hidden]) td.share")
-        note = page.locator("#runs .note", has_text="damaged").inner_text()
-        assert "1 damaged line left out" in note and "incomplete" in note
-        page.fill("#filter", "onerror")
-        assert page.locator("#runs tr").count() == 1
         assert (opened.complaints, opened.barriers()) == ([], []) and opened.overflow() <= 0
         assert page.locator("img").count() == 0
+
+
+def test_the_newest_runs_are_ticked_until_one_is_chosen(browser: Browser, tmp_path: Path) -> None:
+    for number in range(6):
+        run = write(tmp_path / f"run-{number}", EVALUATE, rate=0.1 + number)
+        os.utime(run / "recipe.yaml", (1000 + number, 1000 + number))
+    ticked = "[...document.querySelectorAll('#runs tr')].filter(e => e.querySelector('input').checked)"
+    names = f"{ticked}.map(e => e.dataset.key).sort().join()"
+    rows = "[...document.querySelectorAll('#runs tr')]"
+    colors = f"Object.fromEntries({rows}.map(e => [e.dataset.key, e.querySelector('i').style.borderTop]))"
+    with watched(tmp_path) as address:
+        opened = browser.open(address)
+        page = opened.page
+        opened.until(f"{names} === 'run-2,run-3,run-4,run-5'")
+        before = page.evaluate(colors)
+        assert len(set(before.values())) == 6
+        page.get_by_label("Show the curves of run-3", exact=True).uncheck()
+        page.get_by_label("Show the curves of run-0", exact=True).check()
+        write(tmp_path / "run-6")
+        opened.until("document.querySelectorAll('#runs tr').length === 7")
+        assert page.evaluate(names) == "run-0,run-2,run-4,run-5"
+        assert page.evaluate(colors).items() > before.items()
+        opened.go(address)
+        opened.until(f"{names} === 'run-3,run-4,run-5,run-6'")
+        assert page.evaluate(colors).items() > before.items(), "also when the page is loaded again"
+        assert opened.complaints == []
+
+
+def test_a_run_has_an_address_of_its_own_with_all_of_it(browser: Browser, tmp_path: Path) -> None:
+    reward = [{**STEP, "time": 20.0 + n, "step": n, "metrics": {"reward": n % 2}} for n in range(4, 9)]
+    nothing = {**STEP, "time": 30.0, "step": 9, "loss": "nan"}
+    write(tmp_path / "group" / NAME, EVALUATE, SAMPLE, *reward, nothing, {**STEP, "time": 31.0, "step": 10})
+    write(tmp_path / "other")
+    with watched(tmp_path) as address:
+        opened = browser.open(f"{address}#{urlencode({'run': f'group/{NAME}'})}", 400)
+        page = opened.page
+        opened.until("document.querySelectorAll('#charts figure').length >= 5")
+        assert page.locator("#list").is_hidden() and page.title() == f"group/{NAME} - Runs"
+        assert page.locator("#charts figcaption").all_inner_texts()[:3] == ["loss", "validation loss", "reward"]
+        assert page.locator("#evaluations :is(th, td)").all_inner_texts() == ["3", "1.5"]
+        assert page.locator(f"{LOSS} path.line").get_attribute("d").count("M") == 2, (
+            "a gap where the loss is not a number"
+        )
+        page.select_option("#smoothing", "0.9")
+        opened.until(f"document.querySelectorAll('{LOSS} path.raw').length === 1")
+        smoothed = page.locator(f"{LOSS} path.line:not(.raw)").get_attribute("d")
+        assert smoothed.count("M") == 2
+        reward_lines = page.locator('#charts figure[data-key="reward"] path.line')
+        assert reward_lines.nth(0).get_attribute("d") != reward_lines.nth(1).get_attribute("d")
+        page.fill("#metric", "rew")
+        opened.until("document.querySelectorAll('#charts figure').length === 1")
+        page.fill("#tags", "good, <img src=x>")
+        page.fill("#note", "<b>note")
+        page.get_by_role("button", name="Save").click()
+        opened.until("document.querySelector('#answer').textContent === 'saved'")
+        assert (opened.complaints, opened.barriers()) == ([], []) and opened.overflow() <= 0
+        opened.page.reload()
+        opened.until("document.querySelector('#note').value === '<b>note'")
+        page.get_by_role("link", name="All runs").click()
+        page.fill("#filter", "<img src=x>")
+        opened.until("document.querySelectorAll('#runs tr').length === 1")
+        page.go_back()
+        page.wait_for_selector("#run:not([hidden])")
+        assert page.locator("img").count() == 0 and opened.complaints == []

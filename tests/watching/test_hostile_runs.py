@@ -182,6 +182,11 @@ UNNOTED: dict[str, Callable[[Path], None]] = {
         "plan.json",
         lambda path: path.write_text(f'{{"chosen": {{"time": {{"parts": {{"a": {"9" * 400}, "b": "c"}}}}}}}}'),
     ),
+    "remarks-pipe": instead("remarks.json", os.mkfifo),
+    "remarks-elsewhere": instead("remarks.json", links_to("/etc/passwd")),
+    "remarks-wrong": instead("remarks.json", lambda path: path.write_text('{"tags": {"a": 1}, "note": [2]}')),
+    "remarks-deep": instead("remarks.json", lambda path: path.write_text("[" * 100_000)),
+    "metrics-many": events(*[{**STEP, "step": n, "metrics": {f"{n}{'x' * n}": 1.0}} for n in range(1, 400)]),
     "plan-pipe": instead("plan.json", os.mkfifo),
     "plan-deep": instead("plan.json", lambda path: path.write_text("[" * 100_000)),
     "far": events({**START, "max_steps": 2**52}, {**STEP, "step_time": 9e8}),
@@ -241,11 +246,11 @@ def test_the_live_page_follows_good_runs_beside_hostile_ones(root: Path, tmp_pat
         for name in GOOD:
             row = rows[name]
             assert (row["status"], row["step"], row["best"], row["note"]) == ("finished", 3, 1.5, "")
-            assert ask("/curves", run=name)[name][:2] == [[1, 2, 3], [2, 2, 2]]
+            assert ask("/curves", run=name)[name]["loss"][:2] == [[1, 2, 3], [2, 2, 2]]
         assert {name for name, row in rows.items() if row["note"]} == set(NOTED)
         for name in rows:
             ask("/seconds", run=name)
-            ask("/curves", run=name, axis="flops", curve="validation/loss")
+            ask("/curves", run=name, axis="flops")
             logs = ask("/details", run=name)["logs"]
             assert logs == ([] if name.startswith("log-") else ["rank-0.log"])
         # It goes on following.

@@ -12,7 +12,7 @@ import statistics
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ EVENTS = "events.jsonl"
 _CHUNK_BYTES = 2**20
 _BUCKETS = 1024
 _GLANCE_BYTES = 2**16  # of the beginning and the end of a long file
-_FORMAT = 3  # of a state
+_FORMAT = 4  # of a state
+_MOST_METRICS, _LONGEST_NAME = 100, 200  # of the steps of a run; other metrics have no curve
 _CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time", "memory_bytes")
 
 
@@ -36,7 +37,8 @@ class Curves:
         values: by curve the columns of mean, lowest and highest value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = _CURVES) -> None:
+        self._names = names
         self.positions = {name: array("d") for name in ("step", "tokens", "seconds")}
         self.values: dict[str, tuple[array[float], array[float], array[float]]] = {}
         self._counts = array("q")
@@ -57,7 +59,7 @@ class Curves:
             else:
                 column[-1] = place
         count = self._counts[-1] = self._counts[-1] + 1
-        for name in _CURVES:
+        for name in self._names:
             value = event.get(name)
             if type(value) is not float:  # called for every step of every run: without a function where it need not be
                 value = _number(value)
@@ -111,12 +113,16 @@ class Curves:
 
     def head(self) -> dict[str, Any]:
         """Return what ``restored`` needs beside the columns."""
-        return {"names": list(self.values), "size": len(self._counts), "width": self._width}
+        return {"fields": self._names, "names": list(self.values), "size": len(self._counts), "width": self._width}
 
     @classmethod
-    def restored(cls, head: Mapping[str, Any], data: memoryview) -> Curves:
-        """Return the curves whose ``columns`` have these bytes. Raises ValueError if they are not as many."""
-        found = cls()
+    def restored(cls, head: Mapping[str, Any], data: memoryview) -> tuple[Curves, memoryview]:
+        """Return the curves whose ``columns`` these bytes begin with, and the other bytes.
+
+        Raises:
+            ValueError: there are fewer bytes.
+        """
+        found = cls(head["fields"])
         found.values = {name: (array("d"), array("d"), array("d")) for name in head["names"]}
         found._width = int(head["width"])
         size = int(head["size"])
@@ -124,7 +130,7 @@ class Curves:
             column.frombytes(data[8 * size * number : 8 * size * (number + 1)])
             if len(column) != size:
                 raise ValueError("columns are cut off")
-        return found
+        return found, data[8 * size * (number + 1) :]
 
     def _begin(self, name: str) -> None:
         before = len(self._counts) - (self._counts[-1] == 1)  # buckets without this curve
@@ -159,6 +165,7 @@ class RunFollower:
         everything: all others, also those that a resumed run repeated, such as the fault before a restart.
         newest: the newest event of any kind.
         curves: the steps.
+        metrics: curves of the metrics of steps by name, each over the steps that have it.
         began, changed: the times of the first and of the newest event.
         damaged: lines that are not an event.
         is_cut_off: whether a line is so long that what follows is not read.
@@ -177,6 +184,7 @@ class RunFollower:
         self.everything: list[EventRecord] = []
         self.newest: EventRecord | None = None
         self.curves = Curves()
+        self.metrics: dict[str, Curves] = {}
         self.began: float | None = None
         self.changed: float | None = None
         self.damaged = 0
@@ -263,8 +271,10 @@ class RunFollower:
             "events": self.everything,
             "place": [self._offset, self._file, self._rest.decode("latin-1"), self._seconds],
             "curves": self.curves.head(),
+            "metrics": {name: curves.head() for name, curves in self.metrics.items()},
         }
-        return json.dumps(head).encode() + b"\n" + b"".join(column.tobytes() for column in self.curves.columns())
+        columns = (column for curves in (self.curves, *self.metrics.values()) for column in curves.columns())
+        return json.dumps(head).encode() + b"\n" + b"".join(column.tobytes() for column in columns)
 
     @classmethod
     def restored(cls, directory: Path, state: bytes) -> RunFollower:
@@ -283,7 +293,9 @@ class RunFollower:
         found.everything, found._history = head["events"], None
         found._offset, found._file, rest, found._seconds = head["place"]
         found._rest = rest.encode("latin-1")
-        found.curves = Curves.restored(head["curves"], memoryview(columns))
+        found.curves, rest_of_columns = Curves.restored(head["curves"], memoryview(columns))
+        for name, of_metric in head["metrics"].items():
+            found.metrics[name], rest_of_columns = Curves.restored(of_metric, rest_of_columns)
         return found
 
     @property
@@ -328,6 +340,12 @@ class RunFollower:
         seconds = float(event["step_time"])
         self._seconds += seconds
         self.curves.add(event, self._seconds)
+        for name, value in (event.get("metrics") or {}).items():
+            if name not in self.metrics:
+                if len(self.metrics) >= _MOST_METRICS or len(name) > _LONGEST_NAME:
+                    continue
+                self.metrics[name] = Curves((name,))
+            self.metrics[name].add({"step": event["step"], "tokens": event.get("tokens"), name: value}, self._seconds)
         self.last_step = event
 
     def _take_other(self, event: EventRecord, kind: str) -> None:
@@ -336,6 +354,8 @@ class RunFollower:
             kept = -1 if resumed is None else resumed
             if self.step is not None and self.step > kept:
                 self._seconds = self.curves.cut(kept)
+                for curves in self.metrics.values():
+                    curves.cut(kept)
                 at = self.curves.positions["step"]
                 self.last_step = {**self.last_step, "step": int(at[-1])} if self.last_step and at else None
         if kind == "start":

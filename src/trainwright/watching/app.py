@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,11 +21,13 @@ from starlette.routing import Route
 from trainwright.api.stopping import checkpoint, stop
 from trainwright.errors import TrainwrightError
 from trainwright.reports.html import as_json
+from trainwright.reports.remarks import Remarks
 from trainwright.watching.board import AXES, Board
 
 _PAGE = files("trainwright.watching")
 _SEND_SECONDS = 1.0
 _MOST_POINTS = 2000
+_MOST_BYTES = 2**17  # of a request
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -65,6 +68,11 @@ def application(board: Board, token: str) -> Starlette:
     async def events(request: Request) -> Response:
         return StreamingResponse(_changes(board), media_type="text/event-stream")
 
+    async def remark(request: Request) -> Response:
+        body = await _body(request)
+        await run_in_threadpool(board.remark, _run(request), Remarks(body.get("tags", []), body.get("note", "")))
+        return _json("saved")
+
     routes = [
         Route("/", page),
         Route("/page.js", script),
@@ -76,6 +84,7 @@ def application(board: Board, token: str) -> Starlette:
         Route("/details", lambda request: _json(board.details(_run(request)))),
         Route("/seconds", lambda request: _json(board.seconds(_run(request)))),
         Route("/log", lambda request: _json(board.log(_run(request), request.query_params.get("file", "")))),
+        Route("/remarks", remark, methods=["POST"]),
         Route("/checkpoint", lambda request: _json(_save(board, request)), methods=["POST"]),
         Route("/stop", lambda request: _json(stop(board.directory(_run(request)), timeout=0)), methods=["POST"]),
     ]
@@ -91,6 +100,18 @@ def application(board: Board, token: str) -> Starlette:
 def _save(board: Board, request: Request) -> str:
     checkpoint(board.directory(_run(request)), timeout=0)
     return "asked for a checkpoint"
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    content = b""
+    async for part in request.stream():
+        content += part
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"the request is larger than {_MOST_BYTES:,} bytes")
+    value = json.loads(content)
+    if not isinstance(value, dict):
+        raise ValueError("the request is not an object")
+    return value
 
 
 async def _changes(board: Board) -> AsyncIterator[str]:
@@ -110,7 +131,7 @@ def _curves(board: Board, request: Request) -> dict[str, Any]:
     axis, most = asked.get("axis", "step"), int(asked.get("points", "600"))
     if axis not in AXES or not 1 <= most <= _MOST_POINTS:
         raise ValueError(f"axis: one of {', '.join(AXES)}; points: 1 to {_MOST_POINTS}")
-    return board.curves(asked.getlist("run"), asked.get("curve", "loss"), axis, most)
+    return board.curves(asked.getlist("run"), axis, most)
 
 
 def _run(request: Request) -> str:

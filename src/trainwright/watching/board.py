@@ -12,17 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.api.seeing.runs import directories, unreadable
+from trainwright.errors import RequestError
+from trainwright.launch.run_directory import RECIPE
 from trainwright.observe.following import RunFollower
 from trainwright.observe.kept import follower_of, keep
 from trainwright.paths import files_inside, open_inside
 from trainwright.reports.comparing import recipe_differences
 from trainwright.reports.figures import FLOPS, RunFigures
+from trainwright.reports.remarks import Remarks, read_remarks, write_remarks
 from trainwright.watching.seconds import Seconds
 
 AXES = ("step", "tokens", "seconds", "flops")
 _LOOK_SECONDS = 1.0
 _LITTLE_BYTES = 2**20  # of a run, read without delay
 _LOG_BYTES = 2**16  # the end of a log that is shown
+_MOST_CURVES = 100  # of the metrics of evaluations
 _NEWEST = 200  # events and samples of a run that are shown
 
 
@@ -41,6 +45,7 @@ class Board:
         self._lock = threading.Lock()  # held while a part of a file is read
         self._ends = threading.Event()
         self._seconds = Seconds()
+        self._numbers: dict[str, int] = {}  # which stay while this program runs
         self._kept: dict[str, int] = {}  # bytes that the cache has
         self._glances: dict[str, dict[str, Any]] = {}  # rows of long runs, until they are read
         self._until = math.inf  # when no more recipes are read in this look
@@ -89,33 +94,45 @@ class Board:
         """Return a run's directory."""
         return self._followers[name].directory
 
-    def curves(self, names: Sequence[str], curve: str, axis: str, most: int) -> dict[str, list[list[float | None]]]:
-        """Return a curve of several runs as columns: place, mean, lowest and highest value.
+    def curves(self, names: Sequence[str], axis: str, most: int) -> dict[str, dict[str, list[list[float | None]]]]:
+        """Return all curves of several runs by name, each as columns: place, mean, lowest and highest value.
 
-        ``curve``: a field of steps, or ``validation/METRIC``.
+        A curve is named as a field or metric of steps, or ``validation/METRIC``.
         """
         self._asked = tuple(names)
-        with self._lock:
-            return {name: self._curve(self._followers[name], curve, axis, most) for name in names}
+        found = {}
+        for name in names:
+            with self._lock:
+                found[name] = _curves(self._followers[name], axis, most)
+        return found
 
     def differences(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Return the keys of the recipes whose values differ, with the value of every run."""
         return recipe_differences([self._recipes[name] for name in names])
 
     def details(self, name: str) -> dict[str, Any]:
-        """Return what one run is shown with: samples, events, validation metrics and names of logs."""
+        """Return what one run is shown with: evaluations, samples, events and names of logs."""
         with self._lock:
             follower = self._followers[name]
             figures = RunFigures.followed(follower)
             samples = [event for event in follower.events if event["event"] == "generate"]
-            metrics = sorted({key for event in figures.evaluations for key in event["metrics"]})
             return {
                 "row": self._rows.get(name),
                 "samples": samples[-_NEWEST:],
                 "events": figures.timeline[-_NEWEST:],
-                "metrics": metrics,
+                "evaluations": figures.evaluations[-_NEWEST:],
                 "logs": _logs(follower.directory),
             }
+
+    def remark(self, name: str, remarks: Remarks) -> None:
+        """Write the tags and the note of a run. Raises RequestError if its directory cannot be written to."""
+        directory = self.directory(name)
+        try:
+            write_remarks(directory, remarks)
+        except OSError as error:
+            raise RequestError(f"{directory}: {error.strerror}") from None
+        with self._lock:
+            self._rows[name] = {**self._rows[name], "tags": remarks.tags, "remark": remarks.note}
 
     def seconds(self, name: str) -> dict[str, Any]:
         """Return the seconds of every rank of a run by category. Raises KeyError if the run is gone."""
@@ -141,7 +158,9 @@ class Board:
                 del self._followers[gone], self._recipes[gone], self._kept[gone]
                 self._rows.pop(gone, None)
                 self._glances.pop(gone, None)
-        for name in found.keys() - self._followers.keys():
+        # In the order in which they were begun, as their numbers give them their colors.
+        for name in sorted(found.keys() - self._followers.keys(), key=lambda name: (_begun(found[name]), name)):
+            self._numbers.setdefault(name, len(self._numbers))
             follower = follower_of(found[name])
             with self._lock:
                 self._followers[name] = follower
@@ -161,6 +180,7 @@ class Board:
         except Exception as error:
             shown = dict.fromkeys(("step", "steps", "best", "speed", "goodput", "changed"))
             about = {"name": name, "task": "", "model": "", "status": "unknown", "version": 0, "read": 1.0}
+            about |= {"number": self._numbers[name], "tags": [], "remark": ""}
             with self._lock:
                 self._rows[name] = {"id": name, **shown, **about, "note": unreadable(error)}
 
@@ -205,9 +225,12 @@ class Board:
         reads = known.recipe_is_read or time.monotonic() < self._until
         problem = known.recipe_problem if reads else "recipe.yaml is still to be read"
         notes = [note for note in (damage, *figures.damage, problem, figures.newer) if note]
-        last = follower.last_step or {}
+        last, remarks = follower.last_step or {}, read_remarks(follower.directory)
         return {
             "id": name,
+            "number": self._numbers[name],
+            "tags": remarks.tags,
+            "remark": remarks.note,
             "name": name if name != "." else follower.directory.resolve().name,
             "task": known.task if reads else "",
             "model": known.model if reads else "",
@@ -223,15 +246,25 @@ class Board:
             "read": 1.0,
         }
 
-    def _curve(self, follower: RunFollower, curve: str, axis: str, most: int) -> list[list[float | None]]:
-        by = "tokens" if axis == "flops" else axis
-        kind, _, metric = curve.partition("/")
-        points = follower.curves.points
-        found = _evaluations(follower, metric, by) if kind == "validation" else points(curve, by, most)
-        if axis == "flops":
-            per_token = FLOPS * float((follower.start or {}).get("parameters", 0))
-            found[0] = [None if place is None else place * per_token for place in found[0]]
-        return found
+
+def _curves(follower: RunFollower, axis: str, most: int) -> dict[str, list[list[float | None]]]:
+    by = "tokens" if axis == "flops" else axis
+    found = {name: follower.curves.points(name, by, most) for name in follower.curves.values}
+    evaluated = {metric for event in follower.events if event["event"] == "evaluate" for metric in event["metrics"]}
+    found |= {f"validation/{metric}": _evaluations(follower, metric, by) for metric in sorted(evaluated)[:_MOST_CURVES]}
+    found |= {name: curves.points(name, by, most) for name, curves in follower.metrics.items() if name not in found}
+    if axis == "flops":
+        per_token = FLOPS * float((follower.start or {}).get("parameters", 0))
+        for columns in found.values():
+            columns[0] = [None if place is None else place * per_token for place in columns[0]]
+    return {name: columns for name, columns in found.items() if any(value is not None for value in columns[1])}
+
+
+def _begun(directory: Path) -> float:
+    try:
+        return (directory / RECIPE).lstat().st_mtime
+    except OSError:  # deleted meanwhile
+        return 0.0
 
 
 def _unread(follower: RunFollower) -> int:

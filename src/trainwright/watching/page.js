@@ -7,24 +7,30 @@ const address = (path, asked = {}) => {
   for (const [key, value] of Object.entries(asked)) for (const each of [value].flat()) query.append(key, each);
   return `${path}?${query}`;
 };
-const ask = async (path, asked, method = "GET") => {
-  const answer = await fetch(address(path, asked), { method });
+const ask = async (path, asked, method = "GET", body = null) => {
+  const answer = await fetch(address(path, asked), { method, body });
   const value = await answer.json();
   if (!answer.ok) throw new Error(value.error);
   return value;
 };
 const element = (tag, text = "", properties = {}) => Object.assign(document.createElement(tag), { textContent: text }, properties);
 const short = value => value == null ? "" : Number(value).toLocaleString("en", { maximumSignificantDigits: 4 });
-const COLUMNS = [
-  ["name", "Run"], ["status", "Status"], ["step", "Step"], ["best", "Best loss"], ["speed", "Tokens/s"],
-  ["goodput", "Goodput"], ["changed", "Last event"], ["task", "Task"], ["model", "Model"],
-];
-const CURVES = ["loss", "validation/loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time", "memory_bytes"];
+// A column: its title, and what a row is sorted by.
+const COLUMNS = new Map([["tick", ["", () => null]], ...Object.entries({
+  name: "Run", status: "Status", step: "Step", best: "Best loss", speed: "Tokens/s", goodput: "Goodput", changed: "Last event",
+  task: "Task", model: "Model" }).map(([key, title]) => [key, [title, row => row[key]]]),
+  ["tags", ["Tags", row => row.tags.join(", ") || null]]]);
+const FIRST = ["loss", "validation/loss"], LAST = ["learning_rate", "grad_norm", "tokens_per_second", "step_time", "memory_bytes"];
 const COLORS = ["#1f77d0", "#d9541e", "#2a9d50", "#9457c9", "#c4426f", "#8a7a12", "#1595a3", "#7a6a5a"];
-const rows = new Map(), selected = new Map();  // id to row; id to color
+const DASHES = [["solid", ""], ["dashed", "7 3"], ["dotted", "2 3"]];  // for the ninth run and the following ones
+const NEWEST = 4;  // runs whose curves are shown at first
+const GIB = 2 ** 30;
+const rows = new Map(), selected = new Set(), received = new Map();  // by id; ids; curves by id with what they are of
 const stopping = new Set();  // ids of runs that were asked to stop and still train
-let order = "changed", descending = true, opened = null, drawn = "";
-let pointer = null, point = () => {};  // where the picture is pointed at, and what shows the values there
+let columns = COLUMNS;  // and one for each key in which the recipes of the ticked runs differ
+let order = "changed", descending = true, opened = null, drawn = "", asking = false, chosen = false, edited = false;
+let pointer = null;  // the place on the horizontal axis that is pointed at
+const pointed = new Map();  // by chart what shows the values there
 
 // Show an element for each item. Those of before stay, so that what is open or focused, and a click, outlast updates.
 function keep(place, items, key, make, fill = () => {}) {
@@ -46,79 +52,110 @@ function shown(row, key) {
   if (key === "step") return row.step == null ? "" : row.steps ? `${row.step}/${row.steps}` : `${row.step}`;
   if (key === "goodput") return row.goodput == null ? "" : `${Math.round(100 * row.goodput)}%`;
   if (key === "changed") return row.changed == null ? "" : moment(row.changed);
-  if (key === "note" && row.read < 1) return [`reading, ${Math.floor(100 * row.read)}%`, row.note].filter(Boolean).join("; ");
-  return typeof row[key] === "number" ? short(row[key]) : row[key] ?? "";
+  if (key === "note") return [row.read < 1 ? `reading, ${Math.floor(100 * row.read)}%` : "", row.note].filter(Boolean).join("; ");
+  const value = columns.get(key)[1](row);
+  return typeof value === "number" && COLUMNS.has(key) ? short(value) : value ?? "";
 }
 
+// Values of recipes are texts, which may be numbers.
+const sortable = value => typeof value === "string" && value.trim() && isFinite(value) ? Number(value) : value;
+
 function table() {
+  keep(at("head"), [...columns], ([key]) => key, ([key, [title]]) => {
+    const head = element("th", "", { className: COLUMNS.has(key) ? key : "key", scope: "col" });
+    if (key === "tick") return Object.assign(head, { ariaLabel: "Curves" });
+    head.append(element("button", title, { type: "button", onclick: () => {
+      const first = [...rows.values()].map(row => sortable(columns.get(key)[1](row))).find(value => value != null);
+      [order, descending] = [key, order === key ? !descending : typeof first === "number"];
+      table();
+    } }));
+    return head;
+  });
   const text = at("filter").value.toLowerCase(), status = at("status").value;
   const kept = [...rows.values()].filter(row => (!status || row.status === status)
-    && `${row.name} ${row.task} ${row.model}`.toLowerCase().includes(text));
+    && [row.name, row.task, row.model, ...row.tags].join(" ").toLowerCase().includes(text));
+  const by = columns.get(order)?.[1] ?? (() => null);
   kept.sort((a, b) => {
-    const [x, y] = [a[order], b[order]];
+    const [x, y] = [sortable(by(a)), sortable(by(b))];
     if (x == null || y == null) return (x == null) - (y == null);
-    const sign = typeof x === "number" ? x - y : String(x).localeCompare(String(y));
+    const sign = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y));
     return descending ? -sign : sign;
   });
-  keep(at("runs"), kept, row => row.id, line, fill);
-  for (const head of at("head").children) if (head.dataset.by)
-    head.ariaSort = head.dataset.by === order ? descending ? "descending" : "ascending" : "none";
+  keep(at("runs"), kept, row => row.id, () => element("tr"), (line, row) =>
+    keep(line, [...columns], ([key]) => key, ([key, [title]]) => cell(row, key, title), (found, [key]) => fill(found, row, key)));
+  for (const head of at("head").children) if (head.dataset.key !== "tick")
+    head.ariaSort = head.dataset.key === order ? descending ? "descending" : "ascending" : "none";
   at("state").textContent = `${kept.length} of ${rows.size} runs`;
 }
 
-function line(row) {
-  const found = element("tr"), first = found.appendChild(element("td"));
-  first.append(element("input", "", { type: "checkbox", ariaLabel: `Show the curves of ${row.name}`,
+function cell(row, key, title) {
+  const found = element("td", "", { className: COLUMNS.has(key) ? key : "key" });
+  if (key === "tick") found.append(element("input", "", { type: "checkbox", ariaLabel: `Show the curves of ${row.name}`,
     onchange: event => choose(row.id, event.target.checked) }));
-  for (const [key] of COLUMNS) {
-    const cell = found.appendChild(element("td", "", { className: key }));
-    if (key === "name") cell.append(
-      element("button", row.name, { type: "button", dir: "auto", onclick: () => show(row.id) }), element("div", "", { className: "note" }));
-  }
+  else if (key === "name") found.append(element("i"),
+    element("a", row.name, { dir: "auto", href: `#run=${encodeURIComponent(row.id)}` }), element("div", "", { className: "note" }));
+  else found.dataset.title = title;
   return found;
 }
 
-function fill(found, row) {
-  found.querySelector("input").checked = selected.has(row.id);
-  COLUMNS.forEach(([key], i) => {
-    const cell = key === "name" ? found.querySelector(".note") : found.children[i + 1];
-    const text = shown(row, key === "name" ? "note" : key);
-    if (cell.textContent !== text) cell.textContent = text;
-    if (key === "status") cell.className = row.status;
-    if (key === "model") cell.title = text;  // the cell cuts long ones
-  });
+function fill(found, row, key) {
+  if (key === "tick") { found.firstChild.checked = selected.has(row.id); return; }
+  const place = key === "name" ? found.querySelector(".note") : found, text = shown(row, key === "name" ? "note" : key);
+  if (place.textContent !== text) place.textContent = text;
+  if (key === "name") { mark(found.firstChild, row.id); found.title = row.remark; }
+  else found.title = text;  // the cell may cut it
+  if (key === "status") found.className = `status ${row.status}`;
+}
+
+const color = id => COLORS[rows.get(id).number % COLORS.length];
+const dash = id => DASHES[Math.floor(rows.get(id).number / COLORS.length) % DASHES.length];
+
+function mark(place, id) {
+  place.className = "mark";
+  place.style.borderTop = `3px ${dash(id)[0]} ${color(id)}`;
+  return place;
 }
 
 function choose(id, wanted) {
-  if (wanted) selected.set(id, COLORS.find(color => ![...selected.values()].includes(color)) ?? COLORS[selected.size % COLORS.length]);
-  else selected.delete(id);
+  chosen = true;
+  if (wanted) selected.add(id); else selected.delete(id);
   refresh();
 }
 
-async function refresh() {
-  const names = [...selected.keys()].filter(id => rows.has(id));
-  const wanted = { run: names, curve: at("curve").value, axis: at("axis").value, points: 600 };
-  const state = JSON.stringify([wanted, at("log").checked, names.map(id => rows.get(id).version)]);
-  if (state === drawn) return;
-  drawn = state;
-  try {
-    const curves = names.length ? await ask("curves", wanted) : {};
-    if (state === drawn) draw(curves);
-    at("differences").hidden = names.length < 2;
-    if (names.length > 1) differences(names, await ask("differences", { run: names }));
-  } catch (error) { drawn = ""; }  // a run that is gone; the table says so
+// The newest runs are ticked until a person ticks one.
+function chooseNewest() {
+  if (chosen) return;
+  selected.clear();
+  for (const row of [...rows.values()].sort((a, b) => b.number - a.number).slice(0, NEWEST)) selected.add(row.id);
 }
 
-function differences(names, found) {
-  at("keys").replaceChildren(element("th", "Key"), ...names.map(id => element("th", rows.get(id)?.name ?? id)));
-  const lines = Object.entries(found).map(([key, values]) => {
-    const row = element("tr");
-    row.append(...[key, ...values].map(value => element("td", value)));
-    return row;
-  });
-  const same = element("tr");
-  same.append(element("td", "The recipes are the same.", { colSpan: names.length + 1 }));
-  at("values").replaceChildren(...(lines.length ? lines : [same]));
+const showing = () => (opened == null ? [...selected] : [opened]).filter(id => rows.has(id));
+
+async function refresh() {
+  const names = showing(), axis = at("axis").value;
+  const versions = new Map(names.map(id => [id, `${axis} ${rows.get(id).version}`]));
+  const state = JSON.stringify([...versions, opened, at("smoothing").value, at("log").checked, at("metric").value]);
+  if (state === drawn || asking) return;
+  asking = true;
+  try {
+    const old = names.filter(id => received.get(id)?.version !== versions.get(id));
+    const found = old.length ? await ask("curves", { run: old, axis, points: 300 }) : {};
+    for (const id of old) received.set(id, { version: versions.get(id), curves: new Map(Object.entries(found[id])) });
+    if (opened == null) await compare(names);
+    drawn = state;
+    draw(names.filter(id => rows.has(id)));
+  } catch (error) { drawn = ""; }  // a run that is gone; the table says so
+  asking = false;
+  if (drawn) refresh();  // something may have been chosen meanwhile
+}
+
+async function compare(names) {
+  const found = names.length > 1 ? await ask("differences", { run: names }) : {};
+  const all = [...COLUMNS], after = all.findIndex(([key]) => key === "best") + 1;
+  all.splice(after, 0, ...Object.entries(found).map(([key, values]) =>
+    [`recipe ${key}`, [key, row => values[names.indexOf(row.id)]]]));
+  columns = new Map(all);
+  table();
 }
 
 function svg(tag, attributes, text) {
@@ -128,50 +165,98 @@ function svg(tag, attributes, text) {
   return found;
 }
 
-function draw(curves) {
-  const log = at("log").checked, width = Math.max(280, at("chart").clientWidth), height = 320;
-  const [left, right, top, bottom] = [64, 20, 12, 34];
-  const usable = (x, y) => x != null && y != null && (!log || y > 0);
-  const scaled = y => log ? Math.log10(y) : y;
-  let xs = [], ys = [];
-  for (const [places, means, lows, highs] of Object.values(curves)) places.forEach((x, i) => {
-    if (usable(x, means[i])) { xs.push(x); ys.push(...[means[i], lows[i], highs[i]].filter(y => usable(x, y)).map(scaled)); }
-  });
-  at("legend").replaceChildren(...Object.keys(curves).map(id => {
-    const entry = element("li"), mark = element("i");
-    mark.style.background = selected.get(id);
-    entry.append(mark, element("bdi", rows.get(id)?.name ?? id));
+function draw(names) {
+  keep(at("legend"), opened == null ? names : [], id => id, id => {
+    const entry = element("li");
+    entry.append(mark(element("i"), id), element("bdi", rows.get(id).name));
     return entry;
-  }));
-  if (!xs.length) {
-    point = () => {};
-    at("chart").replaceChildren(element("p", selected.size ? "No values yet." : "Tick runs in the table to draw their curves over each other.", { className: "soft empty" }));
-    return;
+  });
+  const all = [...new Set(names.flatMap(id => [...received.get(id).curves.keys()]))];
+  const rank = name => FIRST.includes(name) ? FIRST.indexOf(name) : LAST.includes(name) ? 1000 + LAST.indexOf(name)
+    : name.startsWith("validation/") ? 100 : 200;
+  const text = at("metric").value.toLowerCase();
+  const wanted = all.filter(name => title(name).toLowerCase().includes(text)).sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
+  at("empty").textContent = wanted.length ? "" : all.length ? "No chart has this name." : names.length ? "No values yet."
+    : "Tick runs in the table to draw their curves over each other.";
+  pointed.clear();
+  keep(at("charts"), wanted, name => name, name => {
+    const chart = element("figure");
+    chart.append(element("figcaption", title(name)), element("p", "", { className: "values" }), element("div"));
+    return chart;
+  });
+  for (const chart of at("charts").children) {
+    const curves = new Map(names.filter(id => received.get(id).curves.has(chart.dataset.key))
+      .map(id => [id, scaled(received.get(id).curves.get(chart.dataset.key), chart.dataset.key)]));
+    picture(chart, curves);
   }
+  point();
+}
+
+const title = name => name === "memory_bytes" ? "memory (GiB)" : name.replace("/", " ").replaceAll("_", " ");
+
+const scaled = ([places, ...values], name) =>
+  [places, ...(name === "memory_bytes" ? values.map(column => column.map(y => y == null ? y : y / GIB)) : values)];
+
+// Exponential moving average without a bias towards its beginning; gaps stay.
+function smooth(values, weight) {
+  let mean = 0, whole = 0;
+  return values.map(y => {
+    if (y == null || !weight) return y;
+    mean = weight * mean + (1 - weight) * y;
+    whole = weight * whole + 1 - weight;
+    return mean / whole;
+  });
+}
+
+function picture(chart, curves) {
+  const log = at("log").checked, place = chart.lastChild, width = Math.max(240, place.clientWidth), height = 220;
+  const [left, right, top, bottom] = [58, 14, 8, 26];
+  const usable = (x, y) => x != null && y != null && (!log || y > 0);
+  const level = y => log ? Math.log10(y) : y;
+  const xs = [], ys = [];
+  for (const [places, means, lows, highs] of curves.values()) places.forEach((x, i) => {
+    if (usable(x, means[i])) { xs.push(x); ys.push(...[means[i], lows[i], highs[i]].filter(y => usable(x, y)).map(level)); }
+  });
+  if (!xs.length) { place.replaceChildren(element("p", "No values above 0.", { className: "soft" })); return; }
   const least = list => list.reduce((a, b) => Math.min(a, b)), most = list => list.reduce((a, b) => Math.max(a, b));
-  const [x0, x1, y0, y1] = [least(xs), most(xs), least(ys), most(ys)];
+  const [x0, x1] = [least(xs), most(xs)];
+  let [y0, y1] = [least(ys), most(ys)];
+  if (y0 === y1) { const room = log ? 0.1 : Math.abs(y0) / 10 || 1; [y0, y1] = [y0 - room, y1 + room]; }
   const across = x => left + (x - x0) / (x1 - x0 || 1) * (width - left - right);
-  const up = y => height - bottom - (scaled(y) - y0) / (y1 - y0 || 1) * (height - top - bottom);
-  const name = at("curve").selectedOptions[0].textContent, axis = at("axis").selectedOptions[0].textContent;
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} by ${axis}` });
-  const places = [ticks(x0, x1, width < 500 ? 4 : 8), log ? between(y0, y1) : ticks(y0, y1, 5)];
-  for (const x of places[0]) picture.append(svg("text", { x: across(x), y: height - 14, "text-anchor": "middle" },
+  const up = y => height - bottom - (level(y) - y0) / (y1 - y0 || 1) * (height - top - bottom);
+  // Only what varies from step to step.
+  const isSmooth = chart.dataset.key === "learning_rate" || chart.dataset.key.startsWith("validation/");
+  const weight = isSmooth ? 0 : Number(at("smoothing").value), axis = at("axis").selectedOptions[0].textContent;
+  const found = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title(chart.dataset.key)} by ${axis}` });
+  for (const x of ticks(x0, x1, width < 500 ? 4 : 8)) found.append(svg("text", { x: across(x), y: height - 8, "text-anchor": "middle" },
     Intl.NumberFormat("en", { notation: "compact" }).format(x)));
-  for (const value of places[1]) {
+  const levels = log ? between(y0, y1) : ticks(y0, y1, 5), digits = log ? 0 : Math.max(0, -Math.floor(Math.log10(levels[1] - levels[0] || 1) + 1e-9));
+  for (const value of levels) {
     const y = up(log ? 10 ** value : value);
-    picture.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y }),
-      svg("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, short(log ? 10 ** value : value)));
+    found.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y }),
+      svg("text", { x: left - 6, y: y + 4, "text-anchor": "end" }, log ? short(10 ** value) : label(value, digits)));
   }
-  for (const [id, [places, means, lows, highs]] of Object.entries(curves)) {
-    const color = selected.get(id), use = places.map((x, i) => i).filter(i => usable(places[i], means[i]));
-    if (!use.length) continue;
-    const edge = (values, indices) => indices.filter(i => usable(places[i], values[i])).map(i => `${across(places[i])},${up(values[i])}`);
-    picture.append(svg("polygon", { class: "band", fill: color, points: [...edge(highs, use), ...edge(lows, [...use].reverse())].join(" ") }),
-      svg("polyline", { class: "line", stroke: color, "data-points": use.length, points: edge(means, use).join(" ") }));
-    if (use.length === 1) picture.append(svg("circle", { cx: across(places[use[0]]), cy: up(means[use[0]]), r: 3, fill: color }));
+  for (const [id, [places, means, lows, highs]] of curves) {
+    const parts = [[]];  // without the gaps between them
+    places.forEach((x, i) => { if (usable(x, means[i])) parts.at(-1).push(i); else if (parts.at(-1).length) parts.push([]); });
+    const to = (values, part) => part.filter(i => usable(places[i], values[i])).map(i => `${across(places[i])},${up(values[i])}`);
+    const line = values => parts.filter(part => part.length).map(part => `M${to(values, part).join("L")}`).join("");
+    const smoothed = smooth(means, weight);
+    if (weight) found.append(svg("path", { class: "line raw", stroke: color(id), d: line(means) }));
+    else for (const part of parts) if (part.length) found.append(
+      svg("polygon", { class: "band", fill: color(id), points: [...to(highs, part), ...to(lows, [...part].reverse())].join(" ") }));
+    found.append(svg("path", { class: "line", stroke: color(id), "stroke-dasharray": dash(id)[1], "data-points": parts.flat().length, d: line(smoothed) }));
+    for (const part of parts) if (part.length === 1)
+      found.append(svg("circle", { cx: across(places[part[0]]), cy: up(smoothed[part[0]]), r: 3, fill: color(id) }));
   }
-  at("chart").replaceChildren(picture);
-  hover(picture, curves, { width, height, left, right, top, bottom, x0, x1, across });
+  place.replaceChildren(found);
+  hover(chart, found, curves, { width, height, left, right, top, bottom, x0, x1, across });
+}
+
+// A value beside others of an axis, with the digits in which they differ.
+function label(value, digits) {
+  if (digits > 5 || Math.abs(value) >= 1e7) return value ? value.toExponential(1) : "0";
+  return (value + 0).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
 // Round places between two values, about as many as are wanted.
@@ -179,7 +264,7 @@ function ticks(from, to, wanted) {
   const raw = (to - from || Math.abs(to) || 1) / wanted, power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find(each => each * power >= raw * 0.999);
   const found = [];
-  for (let each = Math.ceil(from / step - 1e-9); each * step <= to + step * 1e-9; each++) found.push(each * step);
+  for (let each = Math.ceil(from / step - 1e-9); each * step <= to + step * 1e-9; each++) found.push(each * step || 0);
   return found.length ? found : [from];
 }
 
@@ -191,44 +276,70 @@ function between(from, to) {
   return found.length > 1 ? found : ticks(from, to, 4);
 }
 
-function hover(picture, curves, { width, height, left, right, top, bottom, x0, x1, across }) {
+// Show the values of every chart where one of them is pointed at.
+function hover(chart, found, curves, { width, height, left, right, top, bottom, x0, x1, across }) {
   const cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
-  picture.append(cursor);
-  const values = [...at("legend").children].map(entry => entry.appendChild(element("b")));
-  point = () => {
+  found.append(cursor);
+  found.onpointermove = event => {
+    const box = found.getBoundingClientRect();
+    pointer = x0 + ((event.clientX - box.left) * width / box.width - left) / (width - left - right) * (x1 - x0 || 1);
+    point();
+  };
+  found.onpointerleave = () => { pointer = null; point(); };
+  pointed.set(chart, () => {
     cursor.setAttribute("visibility", "hidden");
-    for (const value of values) value.textContent = "";
-    if (pointer == null) return;
-    const box = picture.getBoundingClientRect();
-    const x = x0 + ((pointer - box.left) * width / box.width - left) / (width - left - right) * (x1 - x0 || 1);
+    const values = [];
     let nearest = null;
-    Object.values(curves).forEach(([places, means], index) => {
+    if (pointer != null) for (const [id, [places, means]] of curves) {
       let best = -1;
       places.forEach((place, i) => {
-        if (place != null && means[i] != null && (best < 0 || Math.abs(place - x) < Math.abs(places[best] - x))) best = i;
+        if (place != null && means[i] != null && (best < 0 || Math.abs(place - pointer) < Math.abs(places[best] - pointer))) best = i;
       });
-      values[index].textContent = best < 0 ? "" : short(means[best]);
-      if (best >= 0 && (nearest == null || Math.abs(places[best] - x) < Math.abs(nearest - x))) nearest = places[best];
-    });
-    if (nearest == null) return;
+      if (best < 0) continue;
+      const value = element("span");
+      value.append(mark(element("i"), id), short(means[best]));
+      values.push(value);
+      if (nearest == null || Math.abs(places[best] - pointer) < Math.abs(nearest - pointer)) nearest = places[best];
+    }
+    chart.querySelector(".values").replaceChildren(...values);
+    if (nearest == null || nearest < x0 || nearest > x1) return;
     cursor.setAttribute("x1", across(nearest)); cursor.setAttribute("x2", across(nearest));
     cursor.setAttribute("visibility", "visible");
-  };
-  point();
+  });
+}
+
+function point() {
+  for (const show of pointed.values()) show();
+}
+
+// Show the page of the run that the address names, or the table.
+function route() {
+  const found = new URLSearchParams(location.hash.slice(1)).get("run");
+  opened = found;
+  at("list").hidden = found != null;
+  at("run").hidden = at("details").hidden = at("back").hidden = found == null;
+  document.title = found == null ? "Runs" : `${rows.get(found)?.name ?? found} - Runs`;
+  at("answer").textContent = at("text").textContent = "";
+  edited = false;
+  scrollTo(0, 0);
+  if (found != null) show(found);
+  refresh();
 }
 
 async function show(id) {
-  if (opened !== id) { at("answer").textContent = ""; at("text").textContent = ""; }
-  opened = id;
+  at("title").textContent = rows.get(id)?.name ?? id;
   let found;
-  try { found = await ask("details", { run: id }); } catch (error) { return; }
+  try { found = await ask("details", { run: id }); } catch (error) {
+    if (opened === id) at("facts").textContent = rows.size ? error.message : "";
+    return;
+  }
   if (opened !== id) return;
-  at("details").hidden = false;
-  at("title").textContent = found.row?.name ?? id;
-  const trains = found.row?.status === "training";
+  const row = found.row, trains = row?.status === "training";
+  if (row != null) facts(row);
   if (!trains) stopping.delete(id);
   at("checkpoint").disabled = !trains;
   at("stop").disabled = !trains || stopping.has(id);
+  evaluations(found.evaluations);
   keep(at("samples"), found.samples.slice().reverse(), each => JSON.stringify(each), each => {
     const sample = element("details");
     sample.append(element("summary", `Step ${each.step}: ${each.prompt}`), element("pre", each.text || "(no text)"));
@@ -284,22 +395,46 @@ async function log() {
   if (follows) place.scrollTop = place.scrollHeight;
 }
 
-at("head").append(element("th", "", { ariaLabel: "Curves" }), ...COLUMNS.map(([key, title]) => {
-  const head = element("th", "", { className: key });
-  head.dataset.by = key;
-  head.append(element("button", title, { type: "button", onclick: () => {
-    [order, descending] = [key, order === key ? !descending : typeof [...rows.values()][0]?.[key] === "number"];
-    table();
-  } }));
-  return head;
-}));
-at("curve").append(...CURVES.map(name => element("option", name.replace("/", " ").replaceAll("_", " "), { value: name })));
+function facts(row) {
+  document.title = `${row.name} - Runs`;
+  at("title").textContent = row.name;
+  at("facts").replaceChildren(...[...COLUMNS].filter(([key]) => !["tick", "name", "tags"].includes(key) && shown(row, key)).map(([key, [title]]) => {
+    const fact = element("span", "", { className: key === "status" ? row.status : "" });
+    fact.append(element("span", `${title} `, { className: "soft" }), shown(row, key));
+    return fact;
+  }), element("span", row.note, { className: "note" }));
+  if (!edited) { at("tags").value = row.tags.join(", "); at("note").value = row.remark; }
+}
+
+// The newest evaluation first, a column for each metric.
+function evaluations(found) {
+  at("evaluated").hidden = !found.length;
+  const names = [...new Set(found.flatMap(each => Object.keys(each.metrics)))];
+  at("metrics").replaceChildren(...["Step", ...names.map(name => name.replaceAll("_", " "))].map(name => element("th", name, { scope: "col" })));
+  keep(at("evaluations"), found.slice().reverse(), each => JSON.stringify([each, names]), each => {
+    const line = element("tr");
+    line.append(element("th", `${each.step}`, { scope: "row" }), ...names.map(name => {
+      const value = element("td", Object.hasOwn(each.metrics, name) ? short(each.metrics[name]) : "");
+      value.dataset.title = name.replaceAll("_", " ");
+      return value;
+    }));
+    return line;
+  });
+}
+
 at("status").append(...["training", "finished", "stopped", "failed", "ended"].map(name => element("option", name)));
 for (const id of ["filter", "status"]) at(id).oninput = table;
-for (const id of ["curve", "axis", "log"]) at(id).oninput = refresh;
+for (const id of ["axis", "smoothing", "log", "metric"]) at(id).oninput = refresh;
 at("file").onchange = log;
-at("chart").onpointermove = event => { pointer = event.clientX; point(); };
-at("chart").onpointerleave = () => { pointer = null; point(); };
+at("tags").oninput = at("note").oninput = () => { edited = true; };
+at("remarks").onsubmit = async event => {
+  event.preventDefault();
+  const run = opened, tags = [...new Set(at("tags").value.split(",").map(tag => tag.trim()).filter(Boolean))];
+  try {
+    at("answer").textContent = await ask("remarks", { run }, "POST", JSON.stringify({ tags, note: at("note").value }));
+    edited = false;
+  } catch (error) { at("answer").textContent = error.message; }
+};
 at("stop").onclick = async () => {
   const run = opened;
   stopping.add(run);
@@ -310,15 +445,20 @@ at("checkpoint").onclick = async () => {
   at("answer").textContent = await ask("checkpoint", { run: opened }, "POST").catch(error => error.message);
 };
 addEventListener("resize", () => { drawn = ""; refresh(); });
-draw({});
+addEventListener("hashchange", route);
+table();
 const stream = new EventSource(address("events"));
+let first = true;
 stream.onmessage = message => {
   const { rows: changed, gone } = JSON.parse(message.data);
   for (const row of changed) rows.set(row.id, row);
-  for (const id of gone) { rows.delete(id); selected.delete(id); }
-  if (gone.includes(opened)) { opened = null; at("details").hidden = true; }
+  for (const id of gone) { rows.delete(id); selected.delete(id); received.delete(id); }
+  chooseNewest();
   table();
+  if (first) route();
+  else if (gone.includes(opened)) location.hash = "";
+  else if (changed.some(row => row.id === opened)) show(opened);
+  first = false;
   refresh();
-  if (changed.some(row => row.id === opened)) show(opened);
 };
 stream.onerror = () => { at("state").textContent = "no connection; is trainwright watch running?"; };
