@@ -62,8 +62,8 @@ def modules_of_user(names: Iterable[str]) -> list[Path]:
     recipe, and not installed.
     """
     paths = set[Path]()
-    for module in {_split(name)[0].partition(".")[0] for name in names if ":" in name}:
-        file = _file_of(module)
+    for module in {_split(name)[0] for name in names if ":" in name}:
+        file = _file_of(module if module.endswith(".py") else module.partition(".")[0])
         if file is not None and file.suffix == ".py":
             path = file.parent if file.name == "__init__.py" else file
             if str(path.parent.absolute()) in (os.getcwd(), *_folders()):
@@ -266,12 +266,7 @@ def load(place: str, described: str) -> Any:
     Raises:
         RequestError: the place is malformed, or cannot be imported.
     """
-<<<<<<< HEAD
     if not all(_split(place)):
-=======
-    module, colon, attribute = place.rpartition(":")
-    if not (module and colon and attribute):
->>>>>>> w-a
         raise RequestError(f"{described}: expected package.module:Name")
     _look_in_working_directory()
     try:
@@ -289,15 +284,11 @@ def _refuse_library(place: str, described: str) -> None:
 def _look_for(place: str, described: str) -> None:
     """Raise RequestError if there is certainly nothing at ``place``. Imports and executes nothing."""
     _refuse_library(place, described)
-<<<<<<< HEAD
     module, attribute = _split(place)
     file, name = _file_of(module), attribute.partition(".")[0]
-=======
-    module, _, attribute = place.rpartition(":")
-    file, name = user_path(module) if is_file(place) else _file_of(module), attribute.partition(".")[0]
->>>>>>> w-a
     if file is None:
-        raise RequestError(f"{described} cannot be imported: No module named '{module}'")
+        missing = "there is no file" if is_file(place) else "No module named"
+        raise RequestError(f"{described} cannot be imported: {missing} '{module}'")
     if file.suffix != ".py":
         return
     try:
@@ -311,8 +302,12 @@ def _look_for(place: str, described: str) -> None:
 
 def _file_of(module: str) -> Path | None:
     """Return the file of a module, or the folder of a package without one, from the first part of its name alone: to
-    look for a part of a package by ``find_spec`` imports the package.
+    look for a part of a package by ``find_spec`` imports the package. A path of a file is looked for in the working
+    directory and beside recipes.
     """
+    if module.endswith(".py"):
+        paths = [Path(os.path.abspath(folder), user_path(module)) for folder in (os.getcwd(), *_folders())]
+        return next((path for path in paths if path.is_file()), None)
     first, *parts = module.split(".")
     _look_in_working_directory()
     try:
@@ -336,14 +331,14 @@ def _file_of(module: str) -> Path | None:
 
 def _is_place(name: str) -> bool:
     module, attribute = _split(name)
-    parts = (*module.split("."), *attribute.split("."))
+    parts = (*([] if is_file(name) else module.split(".")), *attribute.split("."))
     return all(part.isidentifier() for part in parts) and _file_of(module) is not None
 
 
 def _split(place: str) -> tuple[str, str]:
-    """Return the module and the name of ``module:Name`` or ``file.py:Name``."""
-    module, _, name = place.partition(":")
-    return module.removesuffix(".py"), name
+    """Return the module or file, and the name, of ``module:Name`` or ``file.py:Name``."""
+    module, _, name = place.rpartition(":")
+    return module, name
 
 
 def _folders() -> list[str]:
@@ -357,29 +352,26 @@ def _look_in_working_directory() -> None:
 
 
 def _at(place: str) -> Any:
-<<<<<<< HEAD
     module, attribute = _split(place)
-    return attrgetter(attribute)(import_module(module))
-=======
-    module, _, attribute = place.rpartition(":")
-    return attrgetter(attribute)(_module_in(user_path(module)) if is_file(place) else import_module(module))
+    return attrgetter(attribute)(_imported(module) if is_file(place) else import_module(module))
 
 
 def is_file(place: str) -> bool:
     """Return whether a place is ``file.py:Name``."""
-    return place.rpartition(":")[0].endswith(".py")
+    return _split(place)[0].endswith(".py")
 
 
-def _module_in(file: Path) -> ModuleType:
+def _imported(path: str) -> ModuleType:
     """Import a file; modules beside it are found, after all others."""
-    path = str(file.absolute())
-    name = f"{file.stem}@{path}"  # no module that is installed
+    file = _file_of(path)
+    if file is None:
+        raise ImportError(f"there is no file {path}")
+    name = f"{file.stem}@{file}"  # no module that is installed
     if name not in sys.modules:
-        spec = spec_from_file_location(name, path)
-        if spec is None or spec.loader is None or not file.is_file():
-            raise ImportError(f"there is no file {file}")
-        if str(file.absolute().parent) not in sys.path:
-            sys.path.append(str(file.absolute().parent))
+        spec = spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None, "a Python file"
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
         sys.modules[name] = module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])
@@ -387,7 +379,6 @@ def _module_in(file: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
->>>>>>> w-a
 
 
 def _entry_points(group: str) -> tuple[EntryPoint, ...]:

@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
-<<<<<<< HEAD
-from trainwright.extensions import Registry, modules_of_user
-=======
-from trainwright.extensions import check_named
->>>>>>> w-a
+from trainwright.extensions import Registry, check_named, modules_of_user
 from trainwright.installation import FIRST, install_command
 from trainwright.launch import run_directory
 from trainwright.launch.ending.deadline import Deadline
@@ -392,7 +388,8 @@ def check_extensions(recipe: Recipe, *, runs: bool) -> None:
 
     If the recipe is not going to run, those at a place are only looked for, unless the command imports them.
     """
-<<<<<<< HEAD
+    if recipe.model.is_own:
+        check_named(recipe.model.implementation, f"model.implementation {recipe.model.implementation}")
     for check in (Registry.look_for, Registry.get) if runs else (Registry.check,):
         for key, names in _named(recipe).items():
             for name in names:
@@ -405,11 +402,6 @@ def check_extensions(recipe: Recipe, *, runs: bool) -> None:
 def _named(recipe: Recipe) -> dict[str, list[str]]:
     """Return the extensions that only training and evaluation need, by key."""
     return {
-=======
-    if recipe.model.is_own:
-        check_named(recipe.model.implementation, f"model.implementation {recipe.model.implementation}")
-    named = {
->>>>>>> w-a
         "train.step_policies": recipe.train.step_policies,
         "logging.observers": recipe.logging.observers,
         "evaluate.metrics": recipe.evaluate.metrics,

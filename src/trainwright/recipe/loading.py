@@ -13,11 +13,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from trainwright.errors import RequestError
-<<<<<<< HEAD
-from trainwright.extensions import search_beside
-=======
-from trainwright.extensions import is_file
->>>>>>> w-a
+from trainwright.extensions import is_file, search_beside
 from trainwright.paths import user_path
 from trainwright.recipe.files import missing_file, read_text
 from trainwright.recipe.problems import explain, explain_hidden, placeholders, unknown_keys

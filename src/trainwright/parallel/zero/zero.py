@@ -85,9 +85,7 @@ class Zero:
                 begin, end = chunks(full.numel(), self.world.size)[self.world.rank]
                 own = full.flatten()[begin:end].clone()
             self._originals[name] = own
-        packed = (
-            not parameter.is_floating_point()
-        )  # a quantized matrix; all that DeepSpeed shards has one dtype
+        packed = not parameter.is_floating_point()  # a quantized matrix; all that DeepSpeed shards has one dtype
         parameter.data = full.reshape(-1).view(dtype) if packed else full.to(dtype)
 
     def _restore_masters(self) -> None:
