@@ -331,6 +331,10 @@ def check_request(request: RunRequest, recipe: Recipe, creates: bool = True) -> 
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         check_directory = run_directory.check_unbegun if request.in_place else run_directory.check_new
         check_directory(user_path(recipe.logging.run_directory))
+    if creates and recipe.push is not None:
+        from trainwright.models.source import hub_token
+
+        hub_token("push.repository: ")
     check_library(recipe.parallel.strategy)
     deepspeed_config.check_file(recipe)
     check_libraries(recipe.model.adapter)
