@@ -181,7 +181,7 @@ def check_model(model: ModelSection, pack_length: int | None = None) -> None:
 def packs(model: str, length: int) -> bool:
     """Return whether a model, given by name, directory or config.json, can be trained on packs of ``length`` tokens."""
     path = user_path(model)
-    content = read_json(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
+    content = _read_config(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
     return not isinstance(content, dict) or unpackable(content, length) is None
 
 
@@ -239,8 +239,14 @@ def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
     if (known := _catalogd(name)) is not None:
         return known.config, f"model.name: {name}"
     file = _config_here(name)
-    content = read_json(file) if file is not None else None
+    content = _read_config(file) if file is not None else None
     return (content, f"model.name: {file.parent}") if file is not None and isinstance(content, dict) else None
+
+
+def _read_config(file: Path) -> Any:
+    """Return what a config.json holds, without the class of a module: a file is data, only a recipe names code."""
+    content = read_json(file)
+    return {key: content[key] for key in content if key != "implementation"} if isinstance(content, dict) else content
 
 
 def _catalogd(name: str) -> KnownModel | None:
@@ -309,11 +315,15 @@ def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
     Raises:
         RequestError: names the file, or ``where``, and the invalid value.
     """
-    content = read_json(file)
+    content = _read_config(file)
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
     check_sizes(content, str(file))
     check_trainable(content, where or str(file), FAMILIES)
+    if content.get("model_type") == OWN:
+        from trainwright.models.own.model import class_of
+
+        class_of(None)  # raises that the recipe has to name it
     return architecture_of_config(content, str(file))
 
 
