@@ -56,8 +56,8 @@ def test_every_language_task_trains_it(runs: Runs, task: str, tmp_path: Path) ->
         "dpo": (f"data.train={pairs}", "data.validation=2"),
         "unlearn": (f"data.forget={ROWS}", f"data.retain={ROWS}", "data.train=null", "data.validation=null"),
     }
-    trained = train(runs, {"": case("Logits", f"task={task}", *more[task])}, 1)[""]
-    assert len(trained.column("loss")) == 4
+    run = runs.trained(*BASE, of("Logits"), f"task={task}", "data.limit=null", "parallel.num_processes=1", *more[task])
+    assert len(column(run, "loss")) == 4 and (run / "final" / "own_module.py").is_file()
 
 
 def test_a_plan_counts_the_logits_of_all_positions_and_every_parameter() -> None:

@@ -175,6 +175,7 @@ def check_model(model: ModelSection, pack_length: int | None = None) -> None:
     """
     if (found := _at_hand(model)) is not None:
         check_trainable(found[0], found[1], FAMILIES)
+        _refuse_unnamed(found[0])
         check_packable(found[0], pack_length)
 
 
@@ -241,6 +242,14 @@ def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
     file = _config_here(name)
     content = _read_config(file) if file is not None else None
     return (content, f"model.name: {file.parent}") if file is not None and isinstance(content, dict) else None
+
+
+def _refuse_unnamed(content: Mapping[str, Any]) -> None:
+    """Raise RequestError for a saved module of somebody's own whose class the recipe does not name."""
+    if content.get("model_type") == OWN and content.get("implementation") is None:
+        from trainwright.models.own.model import class_of
+
+        class_of(None)
 
 
 def _read_config(file: Path) -> Any:
@@ -320,10 +329,7 @@ def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
     check_sizes(content, str(file))
     check_trainable(content, where or str(file), FAMILIES)
-    if content.get("model_type") == OWN:
-        from trainwright.models.own.model import class_of
-
-        class_of(None)  # raises that the recipe has to name it
+    _refuse_unnamed(content)
     return architecture_of_config(content, str(file))
 
 
