@@ -52,7 +52,7 @@ def test_layers_need_what_the_start_of_a_run_says(kind: str, monkeypatch: pytest
     dataset = TokenDataset.from_examples([([3] * n, [True] * n) for n in lengths], "described")
     micro = MicroBatch(index=0, rows=((0, 1),), tokens=100, targets=98, weight=1.0)
     lm(collate(dataset, micro, packed=True, pad_token_id=0)).backward()
-    asked = {(size, value_size, flags) for _, _, _, size, value_size, flags, _ in seen}
+    asked = {(size, value_size, flags) for _, _, _, size, value_size, flags, *_ in seen}
     said = {
         (needs.size, needs.value_size, (needs.softcap, needs.sinks, needs.dropout, needs.window))
         for needs in needs_of(lm, torch.float32, max(lengths))
@@ -91,7 +91,14 @@ def test_on_a_cpu_and_over_padded_rows() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_run_computes_and_says_what_the_recipe_names(runs: Runs, packed: bool) -> None:
     cases = {
-        word: Case(("train.max_steps=2", f"model.attention={word}", *(() if packed else ("data.pack_length=null",))))
+        word: Case(
+            (
+                "train.max_steps=2",
+                "model.dropout=0",
+                f"model.attention={word}",
+                *(() if packed else ("data.pack_length=null",)),
+            )
+        )
         for word in ("auto", "eager", "sdpa")
     }
     trained = train(runs, cases, 1)

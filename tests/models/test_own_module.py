@@ -12,13 +12,15 @@ from safetensors.torch import load_file
 
 from tests.models.own_module import Logits
 from tests.support.commands import trainwright
-from tests.support.runs import ON_ROWS, ROWS, Runs, column, difference
+from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, column, difference
 from tests.support.training import Case, train
 from trainwright.data.stream.batch import collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.load import load_model
 from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.planning.facts import facts_of
+from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.model import ModelSection
 
 SOURCE = Path(__file__).parent / "own_module.py"
@@ -48,14 +50,27 @@ def test_every_strategy_trains_it_as_one_process(runs: Runs, name: str) -> None:
 def test_every_language_task_trains_it(runs: Runs, task: str, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     row = {"prompt": "What is it?", "chosen": "A tuple.", "rejected": "No idea."}
-    pairs.write_text(f"{json.dumps(row)}\n" * 16)
+    pairs.write_text("".join(f"{json.dumps({**row, 'prompt': f'What is {n}?'})}\n" for n in range(16)))
     more = {
         "pretrain": ("data.format=documents", f"data.train={SOURCE.parents[2] / 'docs'}", "data.max_length=64"),
         "dpo": (f"data.train={pairs}", "data.validation=2"),
-        "unlearn": (f"data.retain={ROWS}",),
+        "unlearn": (f"data.forget={ROWS}", f"data.retain={ROWS}", "data.train=null", "data.validation=null"),
     }
-    trained = train(runs, {"": case("Logits", f"task={task}", *more[task])}, 1)[""]
-    assert len(trained.column("loss")) == 4
+    run = runs.trained(*BASE, of("Logits"), f"task={task}", "data.limit=null", "parallel.num_processes=1", *more[task])
+    assert len(column(run, "loss")) == 4 and (run / "final" / "own_module.py").is_file()
+
+
+def test_a_plan_counts_the_logits_of_all_positions_and_every_parameter() -> None:
+    config = "model.config={hidden: 32, layers: 3, vocab_size: 20000}"
+    plans = {}
+    for name in ("Logits", "Hidden"):
+        fixed = ("parallel.num_processes=1", "train.micro_batch_size=8", "data.max_length=512", ON_ROWS)
+        facts = facts_of(load_recipe(TINY, [*BASE, of(name), config, *fixed]))
+        plans[name] = facts.workload.architecture
+        model = Logits(20000, layers=3)
+        assert plans[name].parameters().total == sum(parameter.numel() for parameter in model.parameters())
+        assert plans[name].layers == 3
+    assert plans["Logits"].whole_logits and not plans["Hidden"].whole_logits
 
 
 def test_recomputing_its_blocks_changes_no_loss(runs: Runs) -> None:
@@ -151,7 +166,18 @@ def test_what_cannot_be_trained_is_refused(runs: Runs, overrides: tuple[str, ...
 def test_a_saved_module_is_not_imported_unless_a_recipe_names_it(runs: Runs, tmp_path: Path) -> None:
     final = runs.trained(*BASE, of("Logits"), ON_ROWS) / "final"
     named = ("model.config=null", f"model.name={final}", "model.tokenizer=null", "model.dropout=null")
-    ended = runs.train(*BASE, *named, ON_ROWS).wait()
-    assert ended.code == 2 and "set this key to its class" in ended.stderr, ended.stderr
+    evil = tmp_path / "evil"
+    shutil.copytree(final, evil)
+    (tmp_path / "evil_code.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Model: pass\n")
+    fields = json.loads((evil / "config.json").read_text())
+    for place in (f"{tmp_path}/evil_code.py:Model", f"{final}/own_module.py:Logits"):
+        (evil / "config.json").write_text(json.dumps({**fields, "implementation": place}))
+        for more in ("data.pack_length=null", "data.pack_length=256"):
+            ended = runs.train(*BASE, *named, f"model.name={evil}", ON_ROWS, more).wait()
+            assert ended.code == 2 and "set this key to its class" in ended.stderr, ended.stderr
+    for command in ("plan", "recipe check"):
+        ended = runs.command(*command.split(), str(TINY), *BASE, *named, f"model.name={evil}").wait()
+        assert ended.code == 2, ended.stdout
+    assert not (tmp_path / "executed").exists()
     further = runs.trained(*BASE, *named, of("Logits"), ON_ROWS)
     assert column(further, "loss")[0] < column(runs.trained(*BASE, of("Logits"), ON_ROWS), "loss")[0]

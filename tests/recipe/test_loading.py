@@ -18,7 +18,8 @@ from trainwright.recipe.loading import dump_recipe, load_recipe, load_with_origi
 from trainwright.recipe.schema import Recipe
 
 STUDY = Path(__file__).parents[2] / "recipes" / "unlearn" / "tofu-tiny.yaml"
-READY = sorted({*(Path(__file__).parents[2] / "recipes").rglob("*.yaml")} - {STUDY})
+STUDIES = {STUDY, *STUDY.parent.glob("*-grid.yaml")}
+READY = sorted({*(Path(__file__).parents[2] / "recipes").rglob("*.yaml")} - STUDIES)
 SMALLEST = "task: sft\nmodel: {name: some/model}\ndata: {train: pydoc}\n"
 AWKWARD = ["no", "null", "1e5", "2e-4", "12", "1:30", "2026-11-21", " spaced ", "a: b", "# c", "é ✓", "!tag"]
 AWKWARD += ["'", '"', "&a", "*a", "-", "two\nlines", "line\n", "\nline", "  two\n lines ", "tab\there"]

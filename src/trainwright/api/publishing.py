@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
@@ -13,7 +14,7 @@ from trainwright.activity import Activity
 from trainwright.api.merging import check_finished, dtype_of
 from trainwright.api.processes.separate import run_in_process
 from trainwright.data.rows.chat_encoding import install_template
-from trainwright.errors import MachineError, RequestError
+from trainwright.errors import MachineError, RequestError, TrainwrightError
 from trainwright.observe.reader import read_events
 from trainwright.paths import user_path
 from trainwright.text import plural, quoted, say
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from trainwright.inference.finding import FoundModel
 
+_PAUSES = (2.0, 10.0)  # seconds before a failed upload at the end of a run is tried again
 _DTYPES = {"safetensors": ("fp32", "bf16", "fp16"), "gguf": ("f16", "f32"), "adapter": ()}
 
 
@@ -217,6 +219,7 @@ def push(
     private: bool = False,
     dry_run: bool = False,
     message: str = "Trained with Trainwright",
+    checkpoint: int | None = None,
     progress: bool = False,
     trust_code: bool = False,
 ) -> Upload:
@@ -230,6 +233,7 @@ def push(
         private: create the repository as private.
         dry_run: upload nothing; the result shows the files and the card.
         message: the commit message.
+        checkpoint: step of a checkpoint to upload, to ``checkpoints/`` in the repository, instead of the model.
         progress: show the upload.
         trust_code: import the code that the recipe of a run names as ``module:Name``; otherwise none of it runs.
 
@@ -243,20 +247,34 @@ def push(
         >>> "config.json" in upload.files, upload.url
         (True, None)
     """
-    words = Path(run), repository, private, dry_run, message
+    words = Path(run), repository, private, dry_run, message, checkpoint
     return run_in_process(pushed, *words, progress=progress, trust_code=trust_code)
 
 
-def pushed(run: Path, repository: str, private: bool, dry_run: bool, message: str) -> Upload:
+def pushed(
+    run: Path, repository: str, private: bool, dry_run: bool, message: str, checkpoint: int | None = None
+) -> Upload:
     """Push in this process."""
     run = user_path(run)
-    weights = _weights(run)
     if "/" not in repository.strip("/") or repository.count("/") != 1:
         raise RequestError(f"REPO: {repository} is invalid; expected owner/name")
+    if checkpoint is not None:
+        return _push_checkpoint(run, checkpoint, repository, private, dry_run)
+    weights = _weights(run)
     from trainwright.observe.card import model_card
 
     upload = Upload(repository, weights, model_card(run, repository, weights))
     return upload if dry_run else replace(upload, url=_send(upload, private, message))
+
+
+def _push_checkpoint(run: Path, step: int, repository: str, private: bool, dry_run: bool) -> Upload:
+    from trainwright.inference.finding import find_model
+    from trainwright.observe.trackers.hub import send_checkpoint
+
+    found = find_model(str(run), None, str(step), of_texts=False).checkpoint
+    assert found is not None, "a step is a checkpoint"
+    upload = Upload(repository, found, "")
+    return upload if dry_run else replace(upload, url=send_checkpoint(found, repository, private))
 
 
 def _weights(run: Path) -> Path:
@@ -272,27 +290,36 @@ def _weights(run: Path) -> Path:
 
 def _send(upload: Upload, private: bool, message: str) -> str:
     """Upload, and return the URL of the commit."""
-    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
-    from huggingface_hub.errors import HfHubHTTPError
-
     from trainwright.observe.card import published_settings
+    from trainwright.observe.trackers.hub import send
 
-    token = get_token()
-    if token is None:
-        raise RequestError("no token for the Hub: set HF_TOKEN, or log in with `hf auth login`")
-    if constants.is_offline_mode():
-        raise MachineError("the Hub is disabled by HF_HUB_OFFLINE; unset it, or use --dry-run")
-    api = HfApi(token=token)
     files: dict[str, Path | bytes] = {
         **upload.files,
         **published_settings(upload.weights),
         "README.md": upload.card.encode(),
     }
-    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
-    try:
-        api.create_repo(upload.repository, private=private, exist_ok=True)
-        # One commit, so that the repository has all of it or nothing.
-        return str(api.create_commit(upload.repository, operations, commit_message=message).commit_url)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MachineError(f"{upload.repository}: the Hub refused: {reason.replace(token, '***')}") from error
+    return send(upload.repository, files, private, message)
+
+
+def push_finished(run: Path) -> None:
+    """Publish a run that has just finished if its recipe has a section ``push``.
+
+    A failure is reported with the command that repeats it: the run itself is complete.
+    """
+    from trainwright.observe.trackers.hub import push_command
+    from trainwright.recipe.loading import load_recipe
+
+    if (section := load_recipe(run / "recipe.yaml").push) is None:
+        return
+    say(f"push: uploading {run / 'final'} to {section.repository}", file=sys.stderr)
+    for pause in (*_PAUSES, None):
+        try:
+            say(f"push: {pushed(run, section.repository, section.private, False, 'Trained with Trainwright')}")
+            return
+        except TrainwrightError as error:
+            if pause is not None and isinstance(error, MachineError):
+                time.sleep(pause)
+                continue
+            again = push_command(run, section.repository, section.private)
+            say(f"warning: push: {error}; the run is complete, upload it with {again}", file=sys.stderr, wrap=False)
+            return

@@ -196,12 +196,16 @@ class PreparedTraining:
         Raises:
             As `train`.
         """
+        from trainwright.api.publishing import push_finished
         from trainwright.launch.start import start
 
         if not force:
             self.resolved.plan.refuse_shortage()
         counted = functools.partial(self._planned_again, force) if self.resolved.estimated else None
-        return start(self.request, self.resolved, self.machine, self.rendezvous, counted)
+        run = start(self.request, self.resolved, self.machine, self.rendezvous, counted)
+        if self.rendezvous is None or self.rendezvous.node_rank == 0:
+            push_finished(run)
+        return run
 
     def _planned_again(self, force: bool) -> Resolved:
         """Plan with the lengths of the prepared data."""

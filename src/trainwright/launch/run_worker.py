@@ -170,6 +170,11 @@ def _observers(run: Path, recipe: Recipe) -> list[Observer]:
         observers.append(OBSERVERS.get("tensorboard")(run))
     if section.report is True or (section.report == "auto" and ReportObserver.is_available()):
         observers.append(ReportObserver(run, always=section.report is True))
+    if recipe.push is not None and recipe.push.checkpoints:
+        from trainwright.observe.trackers.hub import HubObserver
+
+        report = functools.partial(say, file=stream or sys.stderr, wrap=False)
+        observers.append(HubObserver(run, recipe.push.repository, recipe.push.private, report))
     if stream is not None:
         observers.append(ConsoleObserver(stream))  # last, so that its final output comes after the others have finished
     return observers

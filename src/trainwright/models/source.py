@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 from trainwright.models.files.safetensors_files import DamagedFile, read_header, stored_elements
 from trainwright.models.tokenization.stored import TOKENIZER_FILES
 from trainwright.paths import user_path
@@ -307,6 +307,22 @@ def _hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
 
 def _not_found(name: str, key: str, tried: list[str], fix: str) -> RequestError:
     return RequestError(f"{key}: {name} was not found: {'; '.join(tried)}. To fix it: {fix}")
+
+
+def hub_token(key: str = "") -> str:
+    """Return the token for uploads to the Hub; ``key`` begins the messages.
+
+    Raises:
+        RequestError: there is none.
+        MachineError: the Hub is disabled.
+    """
+    from huggingface_hub import constants, get_token
+
+    if (token := get_token()) is None:
+        raise RequestError(f"{key}no token for the Hub: set HF_TOKEN, or log in with `hf auth login`")
+    if constants.is_offline_mode():
+        raise MachineError(f"{key}the Hub is disabled by HF_HUB_OFFLINE; unset it")
+    return token
 
 
 def is_hub_id(name: str) -> bool:

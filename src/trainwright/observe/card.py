@@ -125,7 +125,7 @@ def _published(recipe: Recipe) -> Recipe:
     """Return the recipe without what belongs to the place where it ran: its job, its copies and its ports."""
     checkpoint = recipe.checkpoint.model_copy(update={"copies": []})
     logging = recipe.logging.model_copy(update={"prometheus": None})
-    return recipe.model_copy(update={"launch": None, "checkpoint": checkpoint, "logging": logging})
+    return recipe.model_copy(update={"launch": None, "push": None, "checkpoint": checkpoint, "logging": logging})
 
 
 def _without_paths(card: str, recipe: Recipe, *more: str) -> str:

@@ -175,13 +175,14 @@ def check_model(model: ModelSection, pack_length: int | None = None) -> None:
     """
     if (found := _at_hand(model)) is not None:
         check_trainable(found[0], found[1], FAMILIES)
+        _refuse_unnamed(found[0])
         check_packable(found[0], pack_length)
 
 
 def packs(model: str, length: int) -> bool:
     """Return whether a model, given by name, directory or config.json, can be trained on packs of ``length`` tokens."""
     path = user_path(model)
-    content = read_json(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
+    content = _read_config(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
     return not isinstance(content, dict) or unpackable(content, length) is None
 
 
@@ -239,8 +240,22 @@ def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
     if (known := _catalogd(name)) is not None:
         return known.config, f"model.name: {name}"
     file = _config_here(name)
-    content = read_json(file) if file is not None else None
+    content = _read_config(file) if file is not None else None
     return (content, f"model.name: {file.parent}") if file is not None and isinstance(content, dict) else None
+
+
+def _refuse_unnamed(content: Mapping[str, Any]) -> None:
+    """Raise RequestError for a saved module of somebody's own whose class the recipe does not name."""
+    if content.get("model_type") == OWN and content.get("implementation") is None:
+        from trainwright.models.own.model import class_of
+
+        class_of(None)
+
+
+def _read_config(file: Path) -> Any:
+    """Return what a config.json holds, without the class of a module: a file is data, only a recipe names code."""
+    content = read_json(file)
+    return {key: content[key] for key in content if key != "implementation"} if isinstance(content, dict) else content
 
 
 def _catalogd(name: str) -> KnownModel | None:
@@ -309,11 +324,12 @@ def architecture_of_file(file: Path, where: str | None = None) -> Architecture:
     Raises:
         RequestError: names the file, or ``where``, and the invalid value.
     """
-    content = read_json(file)
+    content = _read_config(file)
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
     check_sizes(content, str(file))
     check_trainable(content, where or str(file), FAMILIES)
+    _refuse_unnamed(content)
     return architecture_of_config(content, str(file))
 
 

@@ -39,6 +39,7 @@ from trainwright.recipe.sections.fields import (
 from trainwright.recipe.sections.launch import LaunchSection
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
+from trainwright.recipe.sections.push import PushSection
 from trainwright.recipe.sections.train import TrainSection
 from trainwright.recipe.task_spec import TaskSpec
 from trainwright.registries import METRICS, OBSERVERS, TASKS
@@ -194,6 +195,7 @@ class Recipe(Section):
         default_factory=FaultsSection, description="What to do when something goes wrong while training."
     )
     logging: LoggingSection = Field(default_factory=LoggingSection, description="Where to record the run.")
+    push: PushSection | None = Field(None, description="Upload of the finished model to the Hugging Face Hub.")
     launch: LaunchSection | None = Field(None, description="The job in which `trainwright submit` runs the recipe.")
 
     @model_validator(mode="wrap")

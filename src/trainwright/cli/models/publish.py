@@ -67,6 +67,14 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be uploaded, without uploading.")] = False,
     message: Annotated[str, typer.Option(metavar="TEXT", help="Commit message.")] = "Trained with Trainwright",
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP",
+            help="Upload the checkpoint of this step, to checkpoints/ in the repository, instead of the model.",
+            show_default=False,
+        ),
+    ] = None,
     trust_code: TrustCode = False,
 ) -> None:
     """Publish a run's model with a card that says how it was made.
@@ -75,7 +83,7 @@ def push(
     """
     from trainwright.api.publishing import pushed
 
-    say(str(pushed(run, repository, private, dry_run, message)), wrap=False)
+    say(str(pushed(run, repository, private, dry_run, message, checkpoint)), wrap=False)
 
 
 def _show_usage(directory: Path) -> None:

@@ -120,9 +120,10 @@ class Architecture:
     norms only follow attention and MLP, and compute in fp32. ``sinks``: attention has a learned score per head that
     belongs to no value. ``alibi``: scores decrease with distance, in separate operations. ``query_gate``: the query
     matrix is twice as wide, and the output of attention is multiplied by a sigmoid of the second half. ``latent``: see
-    Latent. ``delta``: of ``linear_layers`` of the blocks, all but those at regular intervals. ``config``: for an
-    unknown family, its configuration as JSON, from which its blocks are traced; ``traced_parameters``: the traced
-    model's number of parameters.
+    Latent. ``delta``: of ``linear_layers`` of the blocks, all but those at regular intervals. ``whole_logits``:
+    the model returns logits, so that those of all positions exist at once. ``config``: for an unknown family, its
+    configuration as JSON, from which its blocks are traced; ``traced_parameters``: the traced model's number of
+    parameters.
     """
 
     family: str
@@ -178,6 +179,7 @@ class Architecture:
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
+    whole_logits: bool = False
     config: str = ""
     traced_parameters: int = 0
 

@@ -97,6 +97,7 @@ def _from_trace(family: str, config: str, layout: Mapping[str, Any]) -> Architec
         norm="layer" if layout["norm_bias"] else "rms",
         norm_bias=layout["norm_bias"],
         head_bias=layout["head_bias"],
+        whole_logits=layout["whole_logits"],
         learned_positions=layout["learned_positions"],
         rotary_layers=0 if layout["learned_positions"] else layout["layers"],
     )

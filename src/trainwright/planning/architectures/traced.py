@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Rows and tokens per row: three shapes for three unknowns.
 _SHAPES = ((2, 64), (4, 64), (2, 128))
-_FORMAT = 1
+_FORMAT = 2
 
 
 def layout(config: str) -> dict[str, Any]:

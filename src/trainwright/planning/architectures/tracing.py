@@ -35,6 +35,7 @@ def layout_of(config: dict[str, Any]) -> dict[str, Any]:
         inside = {id(p): (unit, name) for unit, block in enumerate(blocks) for name, p in block.named_parameters()}
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
+        whole_logits = head is None
         if head is None:  # a module of one's own with logits: of its linear layers the one as wide as the vocabulary
             linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == embedding.shape[0]]
             head = linear[-1]
@@ -59,6 +60,7 @@ def layout_of(config: dict[str, Any]) -> dict[str, Any]:
             "positions": positions[0][2] if positions else getattr(text, "max_position_embeddings", None) or 2048,
             "learned_positions": bool(positions),
             "tied": head.weight is embedding,
+            "whole_logits": whole_logits,
             "head_bias": head.bias is not None,
             "norm_bias": any(w[1] == "final_norm.bias" for w in weights),
             "weights": weights,

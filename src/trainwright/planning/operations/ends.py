@@ -88,11 +88,28 @@ def finish(
     if stack.loss != "chunked":
         return _full_loss(tape, a, hidden, head_weight(weights), weights.bias("head"), stack)
     tape.operation = "targets"
-    if batch.targets < batch.tokens:
+    if batch.targets < batch.tokens and not a.whole_logits:
         hidden = gather(tape, hidden, batch.targets * a.hidden, tape.new(0, 8))
     tape.operation = "head"
+    if a.whole_logits:
+        return _loss_of_logits(tape, hidden, weights, batch)
     grows = stack.grows_chunks and tape.device.is_gpu
     return _loss(tape, a, hidden, head_weight(weights), weights.bias("head"), batch.targets, grows)
+
+
+def _loss_of_logits(tape: Tape, hidden: Tensor, weights: ModelWeights, batch: BatchShape) -> Tensor:
+    """Compute the loss of a module that returns the logits of all positions; their gradient is made with the loss."""
+    weight = head_weight(weights)
+    logits = linear(tape, hidden, weight, weights.bias("head"))
+    if batch.targets < batch.tokens:
+        logits = gather(tape, logits, batch.targets * weight.n, tape.new(0, 8))
+    tape.operation = "loss"
+    gradient = tape.new(logits.numel, logits.width)
+    tape.launch("elementwise", 2 * logits.bytes, gradient.bytes)
+    if not tape.wants(logits):
+        return tape.new(batch.targets, _FP32)
+    kept = tape.save(gradient)
+    return tape.derive(tape.new(1, _FP32), [logits], lambda grad: [kept.get().alias()])
 
 
 def chunk_rows(head: Parameter, width: int, targets: int, grows: bool) -> tuple[int, int]:
