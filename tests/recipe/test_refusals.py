@@ -282,9 +282,10 @@ def test_a_file_that_is_no_mapping(refusal: Refusal, text: str) -> None:
     ("text", "says"),
     [
         ("train:\n\tseed: 1\n", "run.yaml:5: a tab where YAML wants spaces"),
-        ("train:\n  prompts: [a, b\n", "run.yaml:5: the bracket that begins here is not closed"),
+        ("train:\n  prompts: [a, b\n", "run.yaml:5: the bracket that begins here, or one before it, is not closed"),
         ("train: {seed: *nowhere}\n", "run.yaml:4: train: {seed: *nowhere}: text that begins with a special"),
         ("evaluate:\n  prompts:\n  - @b\n", "run.yaml:6: - @b: text that begins with a special character needs quotes"),
+        ("train: {seed: 1\nlogging: {}\n", "run.yaml:5: a comma is missing, or the bracket of line 4 is not closed"),
         ('train: {a: "no\nlogging: {}\n', "run.yaml:4: the quote that begins here is not closed"),
         (
             'train: {a: "\\q"}\n',
@@ -369,7 +370,7 @@ def test_an_included_file_that_is_missing_or_broken(refusal: Refusal, write: Wri
     assert refusal("include:\n  - brokn.yaml\n") == [
         "run.yaml:5: include: brokn.yaml: no such file; did you mean broken.yaml?"
     ]
-    assert refusal("include: broken.yaml\n")[0].startswith("broken.yaml:1: the text ends in a bracket")
+    assert refusal("include: broken.yaml\n")[0].startswith("broken.yaml:1: the bracket that begins here")
     assert refusal("include: empty.yaml\n")[0].startswith("empty.yaml: is empty")
     assert refusal("include: 5\n") == ["run.yaml:4: include: expected a file name or a list of them"]
     assert refusal("include: [[a]]\n") == ["run.yaml:4: include: expected a file name or a list of them"]

@@ -70,6 +70,18 @@ def test_what_cuda_refuses_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_gpus_are_those_that_the_environment_and_an_accelerate_file_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "accelerate.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    ended = trained(tmp_path, "4xT4", "--accelerate-config", "accelerate.yaml", "train.max_steps=1")
+    assert ended.returncode == 0, ended.stderr
+    (start,) = events(tmp_path / "run", "start")
+    assert (start["world_size"], start["strategy"]) == (2, "fsdp")
+
+
+@pytest.mark.slow
 def test_a_tensor_left_on_the_host_ends_the_run_with_its_line(tmp_path: Path) -> None:
     ended = trained(tmp_path, "1xT4", "train.step_policies=[tests.simulation.policies:LeavesMaskOnHost]")
     assert ended.returncode == 4

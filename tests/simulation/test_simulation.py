@@ -241,6 +241,33 @@ def test_a_machine_that_cannot_be_simulated_is_refused(machine: str, said: str) 
     assert str(raised.value).startswith("--simulate: ")
 
 
+@pytest.mark.parametrize(("visible", "count"), [(None, 4), ("", 4), ("-1", 4), ("0", 1), ("3,1", 2), ("4", None)])
+def test_gpus_that_the_environment_hides_are_not_simulated(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if count is None:
+        with pytest.raises(RequestError, match=r"CUDA_VISIBLE_DEVICES names 4, but .* has the GPUs 0 to 3 on each"):
+            simulated_machine("2x4xT4")
+    else:
+        assert simulated_machine("2x4xT4").devices == 2 * count
+
+
+def test_a_simulation_follows_an_accelerate_file(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 2\nmixed_precision: bf16\n"
+    words = ("train", str(TINY), "--simulate", "4xA100-80GB", "--accelerate-config", "accelerate.yaml")
+    for changed, code, said in (
+        (text, 0, "sft, fsdp, rank 0 of 2, bf16"),
+        (text.replace("2\nmixed", "4\nmixed"), 3, "4 processes are requested, one per GPU, but there are 3 GPUs"),
+        (f"{text}num_machines: 2\n", 2, "num_machines is 2, but --simulate: 4xA100-80GB has 1"),
+    ):
+        (tmp_path / "accelerate.yaml").write_text(changed)
+        ended = trainwright(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="0,1,2")
+        assert ended.returncode == code and said in ended.stdout + ended.stderr, ended.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.api.processes.separate import run_in_process
@@ -20,6 +21,7 @@ def simulate(
     steps: int = 2,
     force: bool = False,
     progress: bool = False,
+    accelerate_config: str | PathLike[str] | None = None,
 ) -> Simulation:
     """Run a recipe on simulated GPUs, from the first step to the export; what ``trainwright train --simulate`` does.
 
@@ -34,6 +36,7 @@ def simulate(
         steps: optimizer steps to take; from the second one on, they are alike.
         force: simulate even if the plan says that the run does not fit.
         progress: show what is being done.
+        accelerate_config: a file of ``accelerate config``, for the number of processes, the strategy and so on.
 
     Raises:
         RequestError: the recipe or the machine is wrong.
@@ -48,7 +51,8 @@ def simulate(
     """
     from trainwright.simulation.start import Asked
 
-    return run_in_process(_in_words, Asked(source_of(recipe), overrides, on, steps, force), progress=progress)
+    file = None if accelerate_config is None else Path(accelerate_config)
+    return run_in_process(_in_words, Asked(source_of(recipe), overrides, on, steps, force, file), progress=progress)
 
 
 def _in_words(asked: Asked) -> Simulation:

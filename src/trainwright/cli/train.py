@@ -122,11 +122,11 @@ def train(
             "--until": until,
             "--time-limit": time_limit,
         }
-        elsewhere |= {"--rendezvous-timeout": rendezvous_timeout, "--accelerate-config": accelerate_config}
+        elsewhere["--rendezvous-timeout"] = rendezvous_timeout
         given = [name for name, value in elsewhere.items() if value is not None] + ["--dry-run"] * dry_run
         given += ["--compute"] * compute
         overrides = [*overrides, *([f"parallel.num_processes={num_processes}"] if num_processes else [])]
-        _simulate(recipe, overrides, simulate, most_waits, given, force)
+        _simulate(recipe, overrides, simulate, most_waits, given, force, accelerate_config)
         return
     asked = TrainingRequest(
         recipe,
@@ -180,6 +180,7 @@ def _simulate(
     most_waits: int | None,
     given: list[str],
     force: bool,
+    accelerate_config: Path | None,
 ) -> None:
     """Simulate the recipe; ``given`` are options that a simulation has no use for."""
     import trainwright as tw
@@ -190,7 +191,7 @@ def _simulate(
         raise RequestError(f"--simulate: {machine} describes all nodes of a new run; remove {', '.join(given)}")
     if recipe is None:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
-    found = tw.simulate(recipe, *overrides, on=machine, force=force, progress=True)
+    found = tw.simulate(recipe, *overrides, on=machine, force=force, progress=True, accelerate_config=accelerate_config)
     for line in found.lines():
         say(line, wrap=False)
     found.refuse(most_waits)

@@ -130,13 +130,13 @@ def _in_words(lines: list[str], error: yaml.MarkedYAMLError) -> tuple[int, str]:
     index = min(mark.line, len(lines) - 1) if mark is not None else 0
     if "'\\t'" in problem:
         return index, "a tab where YAML wants spaces; replace it with spaces"
-    start = error.context_mark.line if error.context_mark is not None else index
+    start = min(error.context_mark.line, len(lines) - 1) if error.context_mark is not None else index
     if "quoted scalar" in str(error.context) and "unexpected" in problem:
         return start, "the quote that begins here is not closed; close it"
-    if problem.startswith("expected ',' or"):
-        return start, "the bracket that begins here is not closed, or a comma in it is missing"
     if "flow" in str(error.context) and problem.endswith("'<stream end>'"):
-        return index, "the text ends in a bracket that is not closed"
+        return start, "the bracket that begins here, or one before it, is not closed"
+    if problem.startswith("expected ',' or"):
+        return index, f"a comma is missing, or the bracket of line {start + 1} is not closed"
     if "cannot start any token" in problem or "undefined alias" in problem:
         return index, f"{_shown(lines[index])}: text that begins with a special character needs quotes"
     if problem.startswith("sequence entries"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 from trainwright.errors import RequestError
@@ -14,10 +16,13 @@ MOST_RANKS = 16_384
 
 
 def simulated_machine(text: str) -> Cluster:
-    """Return the machine that ``--simulate`` describes.
+    """Return the machine that ``--simulate`` describes, with the GPUs of each node that CUDA_VISIBLE_DEVICES leaves.
+
+    Empty, the variable hides the GPUs of this machine, and none of the simulated ones.
 
     Raises:
-        RequestError: the text is malformed, the card is unknown or cannot be trained on, or there are too many.
+        RequestError: the text is malformed, the card is unknown or cannot be trained on, or there are too many; or
+            CUDA_VISIBLE_DEVICES names one that is not there.
     """
     try:
         cluster = machine_of(text)[0]
@@ -33,7 +38,22 @@ def simulated_machine(text: str) -> Cluster:
         raise RequestError(
             f"--simulate: {text}: at most {MOST_RANKS:,} GPUs are simulated, not {cluster.devices:,}; such as {fewer}"
         )
-    return cluster
+    return visible_part(cluster)
+
+
+def visible_part(cluster: Cluster) -> Cluster:
+    """Return the cluster with those GPUs of each node that CUDA_VISIBLE_DEVICES names. Raises RequestError."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if visible in ("", "-1"):
+        return cluster
+    names = [name.strip() for name in visible.split(",")]
+    count = cluster.devices_per_node
+    if absent := [name for name in names if not name.isdigit() or int(name) >= count]:
+        raise RequestError(
+            f"--simulate: CUDA_VISIBLE_DEVICES names {', '.join(absent)}, but {cluster.name} has the GPUs 0 to "
+            f"{count - 1} on each node; unset it, or name some of these"
+        )
+    return replace(cluster, devices_per_node=len(set(names)))
 
 
 def write_machine(cluster: Cluster, file: Path) -> None:

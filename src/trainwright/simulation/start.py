@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from trainwright.errors import RequestError, TrainingError, TrainwrightError
 from trainwright.machine.describe import Cluster
 from trainwright.machine.machine_file import VARIABLE
 from trainwright.recipe.yaml_text import Tree
-from trainwright.simulation.machine import simulated_machine, write_machine
+from trainwright.simulation.machine import simulated_machine, visible_part, write_machine
 from trainwright.simulation.report import Simulation
 
 if TYPE_CHECKING:
@@ -29,13 +29,16 @@ _CONSTANT = {"schedule": "constant", "warmup_steps": 0, "decay_steps": 0.1, "fin
 
 @dataclass(frozen=True)
 class Asked:
-    """A request to simulate. ``steps``: optimizer steps to take; ``force``: even if the plan says it does not fit."""
+    """A request to simulate. ``steps``: optimizer steps to take; ``force``: even if the plan says it does not fit;
+    ``accelerate_config``: a file whose settings are those of the recipe.
+    """
 
     recipe: Path | Tree
     overrides: Sequence[str]
     on: str
     steps: int = 2
     force: bool = False
+    accelerate_config: Path | None = None
 
 
 def simulate(asked: Asked) -> Simulation:
@@ -53,10 +56,26 @@ def simulate(asked: Asked) -> Simulation:
     load()
     with tempfile.TemporaryDirectory(prefix="trainwright-simulation-") as place:
         directory = Path(place)
-        write_machine(cluster, directory / "machine.json")
         os.environ[VARIABLE] = str(directory / "machine.json")
+        write_machine(cluster, directory / "machine.json")
+        if asked.accelerate_config is not None:
+            asked, cluster = _with_file(asked, asked.accelerate_config, cluster)
+            write_machine(cluster, directory / "machine.json")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(cluster.devices_per_node)))
         return _Simulating(asked, cluster, directory).run()
+
+
+def _with_file(asked: Asked, file: Path, cluster: Cluster) -> tuple[Asked, Cluster]:
+    """Return the request with the settings of an Accelerate file, and the GPUs that the file leaves."""
+    from trainwright.launch.accelerate.recipe import find_translation, join
+
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster has only those GPUs already
+    translation = find_translation(file, asked.overrides, rendezvous="simulated:29500")
+    if translation.nodes != cluster.nodes:
+        raise RequestError(
+            f"{file}: num_machines is {translation.nodes}, but --simulate: {asked.on} has {cluster.nodes}; change one"
+        )
+    return replace(asked, overrides=join(translation, asked.recipe, asked.overrides).overrides), visible_part(cluster)
 
 
 class _Simulating:

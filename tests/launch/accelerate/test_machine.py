@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.launch.accelerate import files
 from tests.launch.accelerate.files import CPU, gpus, translation, written
-from trainwright.errors import MachineError
+from tests.support.commands import trainwright
+from trainwright.errors import MachineError, RequestError
 from trainwright.launch.accelerate.machine import lacking, require
 from trainwright.launch.accelerate.reading import read
+from trainwright.launch.accelerate.recipe import find_translation
 from trainwright.launch.accelerate.showing import show
 from trainwright.launch.accelerate.translation import interpret
 from trainwright.machine.machine import Machine
@@ -57,6 +62,27 @@ def test_too_little_stops_and_says_what_would_run(
         require(translation(tmp_path, text), machine)
     assert reason in str(refused.value) and "possible here" in str(refused.value)
     assert instead in str(refused.value) and "accelerate.yaml" in str(refused.value)
+
+
+@pytest.mark.parametrize(("ids", "on", "refused"), [("", 4, True), ("", 8, False), ("gpu_ids: 0,1,2,3\n", 8, True)])
+def test_a_count_of_one_machine_in_a_file_of_two_is_refused_with_both_fixes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: str, on: int, refused: bool
+) -> None:
+    (tmp_path / "machine.json").write_text(json.dumps({"machine": asdict(gpus(on))}))
+    monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")  # which the file changes
+    file = written(tmp_path, f"{FOUR}num_machines: 2\nmain_process_ip: host\nmain_process_port: 1234\n{ids}")
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('started')")
+    said = r"num_processes: 4 counts the processes of all 2 machines together, .* 2 of its 4 GPUs; set it to 8, or pass"
+    if refused:
+        with pytest.raises(RequestError, match=said):
+            find_translation(file, [])
+        launch = trainwright("launch", "--config-file", str(file), str(script), cwd=tmp_path)
+        assert launch.returncode == 2 and re.search(said, launch.stderr), launch.stderr
+    else:
+        assert find_translation(file, []).local_processes == 2
+    assert find_translation(file, ["parallel.num_processes=4"]).local_processes == 2, "as the command line says"
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.errors import MachineError
+from trainwright.errors import MachineError, RequestError
 from trainwright.launch.accelerate.translation import Translation
 from trainwright.machine.machine import Machine
 from trainwright.recipe.strategy_spec import check_library
@@ -31,6 +31,22 @@ def lacking(translation: Translation, machine: Machine) -> list[str]:
         except MachineError as error:
             lines.append(str(error))
     return lines
+
+
+def refuse_count_of_one_machine(translation: Translation, machine: Machine) -> None:
+    """Raise RequestError if the file's number of processes is plainly that of one of its machines.
+
+    Call it for a number that only the file gives.
+    """
+    count, nodes = translation.processes, translation.nodes
+    gpus = len(translation.gpu_ids.split(",")) if translation.gpu_ids else len(machine.gpus)
+    if translation.device == "cpu" or nodes == 1 or count is None or not 1 < count == gpus:
+        return
+    raise RequestError(
+        f"{translation.source}: num_processes: {count} counts the processes of all {nodes} machines together, so this "
+        f"one would use {translation.local_processes} of its {_gpus(gpus)}; set it to {count * nodes}, or pass "
+        f"--num-processes {count} if {count} in all are meant"
+    )
 
 
 def becomes_ddp(translation: Translation, machine: Machine) -> bool:

@@ -142,10 +142,7 @@ def _loose_json(text: str, path: Path) -> Tree:
     try:
         return parse_mapping(_without_comments(text), str(path))
     except RequestError as error:
-        message = str(error).replace(": not valid YAML: ", ": not valid JSON: ")
-        raise RequestError(
-            message.replace("a flow mapping", "an object,").replace("a flow sequence", "a list,")
-        ) from None
+        raise RequestError(str(error).replace(": not valid YAML: ", ": not valid JSON: ")) from None
 
 
 def _without_comments(text: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainwright.errors import RequestError
-from trainwright.launch.accelerate.machine import require
+from trainwright.launch.accelerate.machine import refuse_count_of_one_machine, require
 from trainwright.launch.accelerate.translation import Translation, as_yaml, missing_rendezvous, read_translation
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import read_merged
@@ -48,7 +48,8 @@ def find_translation(
     are hidden from this process and its children (CUDA_VISIBLE_DEVICES), so call this before the machine is inspected.
 
     Raises:
-        RequestError: the file cannot be read or is not supported, or does not say where its machines meet.
+        RequestError: the file cannot be read or is not supported, does not say where its machines meet, or counts the
+            processes of one machine only.
         MachineError: this machine lacks the GPUs or the library asked for; the message says what would run here.
     """
     translation = read_translation(file).with_machines(nodes, node_rank, rendezvous)
@@ -58,7 +59,10 @@ def find_translation(
     translation.refuse_problems()
     if (error := missing_rendezvous(translation)) is not None:
         raise error
-    require(translation, detect())
+    machine = detect()
+    if processes is None:
+        refuse_count_of_one_machine(translation, machine)
+    require(translation, machine)
     os.environ.update(translation.device_environment())
     return translation
 

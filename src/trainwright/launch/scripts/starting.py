@@ -162,7 +162,12 @@ def _here(processes: int | None, met: NodeRendezvous | None) -> int | None:
 
 def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool, asked: NodeOptions) -> ScriptPlan:
     from trainwright.launch.accelerate.environment import worker_environment
-    from trainwright.launch.accelerate.machine import becomes_ddp, default_processes, require
+    from trainwright.launch.accelerate.machine import (
+        becomes_ddp,
+        default_processes,
+        refuse_count_of_one_machine,
+        require,
+    )
     from trainwright.launch.accelerate.translation import interpret
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
@@ -183,6 +188,8 @@ def _plan_of_file(source: AccelerateConfig, num_processes: int | None, cpu: bool
     if cpu:
         translation = replace(translation, device="cpu")
     machine = detect()
+    if num_processes is None:
+        refuse_count_of_one_machine(translation, machine)
     require(translation, machine, for_script=True)
     os.environ.update(translation.device_environment())
     refuse_unusable(detect())
