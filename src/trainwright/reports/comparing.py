@@ -11,7 +11,7 @@ from trainwright import text
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.reports.charts import curve_charts
 from trainwright.reports.figures import RunFigures, mapping
-from trainwright.reports.html import AXIS_MENU, Page, escaped, section, table
+from trainwright.reports.html import CURVE_MENU, Page, escaped, section, table
 
 # The same in no two runs.
 _OWN = ("logging.run_directory",)
@@ -147,7 +147,7 @@ def comparison_page(runs: Sequence[RunFigures]) -> str:
     page.add("<header><h1>Comparison of runs</h1></header>")
     page.add(section("Runs", table(SUMMARY_HEAD, summary_rows(runs))))
     page.add("".join(f'<p class="warn">{escaped(note)}</p>' for note in notes_on(runs)))
-    page.add(section("Curves", AXIS_MENU, page.charts(curve_charts(runs))))
+    page.add(section("Curves", CURVE_MENU, page.charts(curve_charts(runs))))
     if rows := [difference_row(each) for each in paired_differences(runs)]:
         note = (
             "<p>At the steps after which both were evaluated, without the untrained model. Lower is better for losses. "
