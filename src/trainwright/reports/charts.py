@@ -85,7 +85,9 @@ def heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
 def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
     """Return a chart of a metric by the values of a key. ``rows``: ``place``, ``value``, ``run`` and ``steps``."""
     numbers = [row["place"] for row in rows if isinstance(row["place"], float)]
-    place = {"type": "quantitative", "scale": _around(numbers)} if len(numbers) == len(rows) else {"type": "nominal"}
+    is_rate = key.endswith("rate") and min(numbers, default=0.0) > 0
+    scale = {**_around(numbers), **({"type": "log"} if is_rate else {})}
+    place = {"type": "quantitative", "scale": scale} if len(numbers) == len(rows) else {"type": "nominal"}
     values = {"scale": _around([row["value"] for row in rows])}
     return {
         "title": key,

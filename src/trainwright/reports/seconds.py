@@ -11,7 +11,7 @@ from typing import Any
 from trainwright import text
 from trainwright.observe.ledger import CATEGORIES, TRAINING, RankLedger
 from trainwright.observe.reader import EventRecord
-from trainwright.reports.charts import bar_chart, heat_chart, time_chart
+from trainwright.reports.charts import Specification, bar_chart, heat_chart, time_chart
 from trainwright.reports.figures import RunFigures, is_number, thinned
 from trainwright.reports.html import Page, table
 
@@ -82,7 +82,8 @@ def _of_category(name: str, ledger: Sequence[RankLedger]) -> tuple[str, ...]:
 def machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
     """Yield charts of what the machines of the first ranks did."""
     begun = min((rank.lines[0].started for rank in ledger), default=0.0)
-    notable, usual = [], []
+    notable: list[Specification] = []
+    usual: list[Specification] = []
     for name, (title, unit, scale) in _MEASURES.items():
         rows: list[dict[str, Any]] = []
         for rank in ledger[:_RANKS]:
