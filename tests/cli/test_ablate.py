@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 import trainwright as tw
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
+from trainwright.api.studies.ablation import Ablation
 from trainwright.api.studies.variant_runs import Halving
 from trainwright.api.studies.variants import Variant, grid, sample
 from trainwright.errors import RequestError
+from trainwright.reports.comparing import is_lower_better
 
 SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.tensorboard=false")
 
@@ -20,7 +23,8 @@ SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.tens
 @pytest.mark.slow
 def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "ablation"
-    asked = ("ablate", str(TINY), *SHORT, "--over", "optimizer.learning_rate=1e-3,2e-2", "--out", str(out))
+    over = ("--one-at-a-time", "--over", "optimizer.learning_rate=1e-3,2e-2")
+    asked = ("ablate", str(TINY), *SHORT, *over, "--out", str(out))
     ended = runs.command(*asked).wait()
     assert ended.code == 0, ended.stderr
     table = json.loads((out / "ablation.json").read_text())
@@ -42,14 +46,16 @@ def test_every_value_of_every_key_is_trained_once(runs: Runs, tmp_path: Path) ->
     assert events(out / "learning_rate=2e-2", "step")[0]["step"] == 1
     again = runs.command(*asked).wait()
     assert again.code == 0 and again.stderr.count("is already finished") == 2
-    found = tw.ablate(TINY, *SHORT, over={"optimizer.learning_rate": ["1e-3", "2e-2"]}, out=out)
+    found = tw.ablate(
+        TINY, *SHORT, over={"optimizer.learning_rate": ["1e-3", "2e-2"]}, combine="one at a time", out=out
+    )
     assert f"{found}\n\n{out}/\n" == again.stdout and list(found.rows) == table
 
 
 @pytest.mark.slow
 def test_a_value_that_is_written_in_several_ways_is_trained_once(runs: Runs, tmp_path: Path) -> None:
     few = (*SHORT, "optimizer.warmup_steps=0", "data.validation=0.02")  # the recipe's own rate is 1e-3
-    values = "--over", "optimizer.learning_rate=0.0020,2e-3,0.001,2.0e-03"
+    values = "--one-at-a-time", "--over", "optimizer.learning_rate=0.0020,2e-3,0.001,2.0e-03"
     ended = runs.command("ablate", str(TINY), *few, *values, "--out", str(tmp_path / "out")).wait()
     assert ended.code == 0, ended.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -108,10 +114,39 @@ def test_halving_continues_the_best_of_every_few() -> None:
     assert [variant.changes[0][1] for variant in highest.best(values)] == ["4", "5", "6"]
 
 
+def test_the_best_run_is_that_of_the_metric_that_was_named() -> None:
+    rows = tuple(
+        {"name": name, "changes": {}, "run": name, "step": 2, "metrics": {"loss": loss, "token_accuracy": accuracy}}
+        for name, loss, accuracy in (("a", 1.0, 0.2), ("b", 2.0, 0.9))
+    )
+    assert is_lower_better("loss") and is_lower_better("perplexity") and not is_lower_better("token_accuracy")
+    assert Ablation(Path("out"), rows, "loss").best["name"] == "a"
+    accurate = Ablation(Path("out"), rows, "token_accuracy", highest=True)
+    assert accurate.best["name"] == "b" and "best: b (highest token accuracy 0.9000)" in str(accurate)
+
+
+def test_a_sweep_is_a_grid_under_runs_with_all_curves_and_a_logarithmic_axis(runs: Runs, tmp_path: Path) -> None:
+    over = ("--over", "optimizer.learning_rate=1e-3,4e-3", "--over", "train.seed=0,1", "--metric", "token_accuracy")
+    ended = runs.command("ablate", str(TINY), *SHORT, *over, cwd=tmp_path).wait()
+    assert ended.code == 0, ended.stderr
+    found = {each.run.name for each in tw.runs(tmp_path / "runs")}
+    assert found == {f"learning_rate={rate},seed={seed}" for rate in ("1e-3", "4e-3") for seed in (0, 1)}
+    out = tmp_path / "runs" / "tiny-sweep"
+    rows = json.loads((out / "ablation.json").read_text())
+    best = max(rows, key=lambda row: row["metrics"]["token_accuracy"])
+    assert f"(highest token accuracy {best['metrics']['token_accuracy']:.4f})" in ended.stdout
+    page = re.search(r'id="charts">(.*?)</script>', (out / "ablation.html").read_text(), re.DOTALL)
+    assert page is not None
+    charts = {chart["title"]: chart for chart in json.loads(page[1])}
+    assert charts["optimizer.learning_rate"]["encoding"]["x"]["scale"]["type"] == "log"
+    assert charts["train.seed"]["encoding"]["x"]["scale"]["type"] == "linear"
+    assert {row["run"] for row in charts["Training loss"]["data"]["values"]} == found
+
+
 @pytest.mark.slow
 def test_a_killed_grid_goes_on_where_it_was_and_trains_no_run_twice(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "grid"
-    over = ("--over", "optimizer.learning_rate=1e-3,2e-3,4e-3", "--over", "train.seed=0,1", "--grid", "--jobs", "2")
+    over = ("--over", "optimizer.learning_rate=1e-3,2e-3,4e-3", "--over", "train.seed=0,1", "--jobs", "2")
     asked = ("ablate", str(TINY), *SHORT, "train.max_steps=6", *over, "--out", str(out))
     started = runs.command(*asked)
 

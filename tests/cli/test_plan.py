@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,16 @@ def test_memory_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(RequestError, match="--chart"):
         shown(str(TINY), HERE, "--chart", str(tmp_path / "nowhere" / "plan.png"))
+
+
+def test_the_chart_marks_the_chosen_row_and_has_the_speeds(tmp_path: Path) -> None:
+    lines = shown(str(TINY), "--on", "2xA100-80GB", "--compare", "--chart", str(tmp_path / "plan.svg")).splitlines()
+    texts = re.findall("<!-- (.*?) -->", (tmp_path / "plan.svg").read_text())
+    first = next(line for line in lines if line.startswith("*"))
+    assert texts.count("chosen") == 1 and "tokens/s" in texts
+    name = first[1:].split()[0]
+    assert texts[texts.index("chosen") - 1].startswith(f"{name} on 2"), "the label of the row before it"
+    assert any(text in first.split() for text in texts if "," in text), "the speed of the row"
 
 
 def test_a_recipe_may_have_an_equals_sign_in_its_path(tmp_path: Path) -> None:

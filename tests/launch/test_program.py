@@ -38,7 +38,18 @@ time.sleep(60)
 @contextmanager
 def ablating(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """An ablation in the middle of its first run."""
-    asked = ("-m", "trainwright", "ablate", str(TINY), *LONG, "--over", "train.seed=1", "--out", "out")
+    asked = (
+        "-m",
+        "trainwright",
+        "ablate",
+        str(TINY),
+        *LONG,
+        "--one-at-a-time",
+        "--over",
+        "train.seed=1",
+        "--out",
+        "out",
+    )
     with started(*asked, cwd=directory, output=directory / "output") as process:
         log = directory / "out" / "as-it-is" / "events.jsonl"
         wait_for(lambda: log.is_file() and any(event["event"] == "step" for event in read_events(log)))

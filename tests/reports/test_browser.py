@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def browser() -> Iterator[Browser]:
 def drawn(browser: Browser, page: Path, width: int = 1280, scheme: Scheme = "light") -> Opened:
     """The page once all its charts are drawn."""
     opened = browser.open(page.as_uri(), width, scheme=scheme)
-    opened.until("document.querySelectorAll('.chart svg').length === document.querySelectorAll('.chart').length")
+    opened.until(
+        "document.querySelectorAll('.chart svg').length === document.querySelectorAll('.chart').length"
+        " - document.querySelectorAll('details:not([open]) .chart').length"
+    )
     return opened
 
 
@@ -83,6 +87,32 @@ def test_a_zoom_by_the_wheel_and_a_drag_ends_with_a_double_click(browser: Browse
     opened.until(f"{domain} !== {zoomed!r}")
     page.mouse.dblclick(*middle)
     opened.until(f"{domain} === {whole!r}")
+
+
+def test_a_curve_is_smoothed_with_the_raw_line_behind_and_gaps_stay(browser: Browser, tmp_path: Path) -> None:
+    steps = [step(n, 100.0 + n, 2.0 + n % 2) for n in (1, 2, 3, 4, 8, 9, 10)]
+    opened = drawn(browser, tw.report(written(tmp_path / "run", start(100.0), *steps)))
+    lines = "document.querySelectorAll('#chart-0 [aria-roledescription=\"line mark\"]')"
+    assert opened.page.evaluate(f"{lines}.length") == 2, "one on each side of the gap"
+    opened.page.select_option("#smoothing", "smoothed-9")
+    opened.until(f"{lines}.length === 4")
+    opened.page.select_option("#smoothing", "")
+    opened.until(f"{lines}.length === 2")
+    assert opened.complaints == []
+
+
+def test_the_usual_charts_of_a_machine_are_drawn_when_they_are_unfolded(browser: Browser, tmp_path: Path) -> None:
+    run = finished(tmp_path / "run")
+    (run / "ledger").mkdir()
+    line = {"launch": 1, "rank": 0, "time": 110.0, "step": 4, "started": 100.0, "seconds": {"forward": 3.0}}
+    lines = [json.dumps({**line, "time": 105.0 + n, "system": {"cpu": 1.0, "waited": 0.5}}) for n in range(3)]
+    (run / "ledger" / "rank-0.jsonl").write_text("\n".join(lines) + "\n")
+    opened = drawn(browser, tw.report(run))
+    assert opened.page.locator('[aria-label="Waiting for a core"]').is_visible()
+    assert opened.page.locator('[aria-label="Cores used by each process"]').count() == 0
+    opened.page.locator("summary", has_text="1 more chart").click()
+    opened.page.locator('[aria-label="Cores used by each process"]').first.wait_for(state="visible")
+    assert opened.complaints == []
 
 
 def test_runs_over_each_other_have_a_line_each(browser: Browser, tmp_path: Path) -> None:

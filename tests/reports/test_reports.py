@@ -16,8 +16,9 @@ from trainwright.errors import RequestError
 from trainwright.observe.ledger import LedgerLine, RankLedger
 from trainwright.reports.charts import curve_charts
 from trainwright.reports.comparing import paired_differences, recipe_differences
-from trainwright.reports.figures import RunFigures, curves_of, thinned
+from trainwright.reports.figures import RunFigures, curves_of, moving_average, thinned
 from trainwright.reports.html import Page, prose
+from trainwright.reports.remarks import Remarks, write_remarks
 from trainwright.reports.seconds import machines, seconds_by_kind
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\x1b[31m'
@@ -134,6 +135,56 @@ def test_a_long_curve_keeps_its_extremes() -> None:
     points[54_321] = (54_321, 99.0)
     shown = thinned(points, 1000)
     assert len(shown) <= 1002 and (54_321, 99.0) in shown and shown[0] == (0, 0.0) and shown[-1] == points[-1]
+
+
+def test_a_gap_in_a_curve_stays_a_gap(tmp_path: Path) -> None:
+    """Where steps were lost, and where a value is not a number; a metric that is rare has none."""
+    numbers = [1, 2, 3, 6, 7, 8, 9]
+    metrics = {n: {"each": float(n), **({"rare": 1.0} if n in (2, 8) else {})} for n in numbers}
+    steps = [step(n, 100.0 + n, 2.0 if n != 8 else float("nan"), metrics=metrics[n]) for n in numbers]
+    run = RunFigures.read(written(tmp_path / "run", start(100.0), *steps))
+    curves = curves_of(run)
+    assert curves["loss"].breaks == [6, 8] and curves["each"].breaks == [6] and curves["rare"].breaks == []
+    charts = {chart["title"]: chart for chart in curve_charts([run])}
+    parts = {row["step"]: row["part"] for row in charts["Training loss"]["data"]["values"]}
+    assert parts == {1: 0, 2: 0, 3: 0, 6: 1, 7: 1, 9: 2}
+    assert [row["step"] for row in charts["Training loss"]["data"]["values"] if row.get("alone")] == [9]
+
+
+def test_smoothed_curves_follow_the_means_and_lose_no_point(tmp_path: Path) -> None:
+    assert moving_average([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0]), "without a bias to its beginning"
+    assert moving_average([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
+    long = [step(n, 100.0 + n, 2.0 + (-1.0) ** n) for n in range(1, 5001)]
+    found = curves_of(RunFigures.read(written(tmp_path / "run", start(100.0), *long)), most=100)
+    assert {len(values) for values in found["loss"].smoothed.values()} == {len(found["loss"].points)}
+    assert found["loss"].smoothed[0.9] == pytest.approx([2.0] * len(found["loss"].points)), "of means, not of extremes"
+    assert found["learning_rate"].smoothed == {}
+
+
+def test_the_result_the_hyperparameters_and_the_data_come_first(tmp_path: Path) -> None:
+    recipe = "task: sft\noptimizer: {learning_rate: 0.003, schedule: cosine}\ndata: {train: <i>.jsonl}\n"
+    begun = {**start(100.0), "data": ["train: 400 rows <b>", "kept in a cache"], "trainable_parameters": 10}
+    last = {**evaluate(2, 104.0, 1.5), "metrics": {"loss": 1.5, "accuracy": 0.5}, "intervals": {"accuracy": [0.4, 0.6]}}
+    events = [begun, evaluate(0, 100.5, 3.0), step(1, 101.0), step(2, 102.0), last]
+    page = tw.report(written(tmp_path / "run", *events, recipe=recipe)).read_text()
+    heads = re.findall("<h2>(.*?)</h2>", page)
+    assert heads[:4] == ["Result", "Hyperparameters", "Data", "Curves"]
+    for shown in (
+        "<td>loss</td><td class=number>3.0000</td><td class=number>1.5000</td>",
+        "0.5000 (0.4 to 0.6)",
+        "<td>optimizer.learning_rate</td><td>0.003</td>",
+        "<td>trainable parameters</td><td>10 of 100</td>",
+        "&lt;i&gt;.jsonl",
+        "400 rows &lt;b&gt;",
+    ):
+        assert shown in page, shown
+
+
+def test_the_tags_and_the_note_of_a_run_are_on_its_page(tmp_path: Path) -> None:
+    run = finished(tmp_path / "run")
+    write_remarks(run, Remarks(["good", "<b>"], HOSTILE))
+    page = tw.report(run).read_text()
+    assert "good, &lt;b&gt;" in page and "alert(1)" in page and "<script>alert" not in page
 
 
 def test_an_evaluation_whose_step_is_lost_is_at_the_step_before_it(tmp_path: Path) -> None:
@@ -314,6 +365,7 @@ def test_what_machines_did_is_drawn_where_it_is_something() -> None:
     page = Page("machines")
     page.add("".join(machines([RankLedger(3, lines, {}, 12.0)], page)))
     shown = page.render()
+    assert shown.index("chart-0") < shown.index("<summary>2 more charts</summary>") < shown.index("chart-1")
     assert "Cores used by each process" in shown and "Waiting for a core" in shown and "Clock of each GPU" in shown
     assert "Read from swap" not in shown and "Temperature of" not in shown
     assert "<td>Rank 3</td><td>heat (driver)</td><td>100%</td>" in shown

@@ -1,19 +1,22 @@
-"""``ablation.html``: the runs of an ablation as a table, and a chart of the metric for each key that was varied."""
+"""``ablation.html``: the runs of an ablation in a table, a chart of the metric for each key, and all curves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainwright import text
-from trainwright.reports.charts import point_chart
-from trainwright.reports.html import Page, escaped, section, table
+from trainwright.reports.charts import curve_charts, point_chart
+from trainwright.reports.figures import RunFigures
+from trainwright.reports.html import CURVE_MENU, Page, escaped, section, table
 
 
-def ablation_page(rows: Sequence[Mapping[str, Any]], metric: str, best: str) -> str:
+def ablation_page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str, best: str) -> str:
     """Return the page. Raises RequestError if the script of charts is missing.
 
     Args:
+        directory: contains the runs.
         rows: of `tw.Ablation`.
         metric: what the runs are compared by.
         best: the name of the best row.
@@ -30,6 +33,8 @@ def ablation_page(rows: Sequence[Mapping[str, Any]], metric: str, best: str) -> 
     page.add(
         section(f"{metric} by key", page.charts([point_chart(key, metric, _points(rows, key, metric)) for key in keys]))
     )
+    runs = [RunFigures.read(directory / name) for name in dict.fromkeys(row["run"] for row in rows)]
+    page.add(section("Curves", CURVE_MENU, page.charts(curve_charts(runs))))
     return page.render()
 
 

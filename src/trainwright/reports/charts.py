@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -11,7 +13,7 @@ from typing import Any
 from trainwright.errors import RequestError
 from trainwright.installation import install_command
 from trainwright.machine.cache import cache_root, try_write
-from trainwright.reports.figures import RunFigures, curves_of
+from trainwright.reports.figures import Curve, RunFigures, curves_of
 
 AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Seconds of training", "flops": "FLOPs"}
 _HEIGHT = 220
@@ -32,13 +34,27 @@ def curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
     for curve in dict.fromkeys(name for curves in every for name in curves):
         rows = []
         for name, curves, places_of in zip(names, every, places, strict=True):
-            for step, value in curves[curve].points if curve in curves else ():
-                places_here = {axis: _near(places_of[axis], step) for axis in AXES}
-                rows.append({**places_here, "step": step, "value": value, "run": name})
+            rows += _rows(curves[curve], name, places_of) if curve in curves else []
         shown = next(curves[curve] for curves in every if curve in curves)
         # The shape of a schedule shows on a linear axis; it may end close to 0.
         charts.append(_lines(shown.title, shown.unit, rows, several=len(runs) > 1, linear=curve == "learning_rate"))
     return charts
+
+
+def _rows(curve: Curve, run: str, places: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
+    """Return a row for each point; ``part`` counts the gaps before it, ``alone`` says that it is between two."""
+    rows = []
+    for index, (step, value) in enumerate(curve.points):
+        row = {axis: _near(places[axis], step) for axis in AXES} | {"step": step, "value": value, "run": run}
+        row |= {smoothing_field(weight): values[index] for weight, values in curve.smoothed.items()}
+        rows.append(row | {"part": bisect_right(curve.breaks, step)})
+    sizes = Counter(row["part"] for row in rows)
+    return [row | {"alone": True} if sizes[row["part"]] == 1 else row for row in rows]
+
+
+def smoothing_field(weight: float) -> str:
+    """Return the field of the rows of a chart with the values that are smoothed."""
+    return f"smoothed-{str(weight).partition('.')[2]}"
 
 
 def time_chart(title: str, unit: str, rows: list[dict[str, Any]]) -> Specification:
@@ -69,7 +85,9 @@ def heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
 def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
     """Return a chart of a metric by the values of a key. ``rows``: ``place``, ``value``, ``run`` and ``steps``."""
     numbers = [row["place"] for row in rows if isinstance(row["place"], float)]
-    place = {"type": "quantitative", "scale": _around(numbers)} if len(numbers) == len(rows) else {"type": "nominal"}
+    is_rate = key.endswith("rate") and min(numbers, default=0.0) > 0
+    scale = {**_around(numbers), **({"type": "log"} if is_rate else {})}
+    place = {"type": "quantitative", "scale": scale} if len(numbers) == len(rows) else {"type": "nominal"}
     values = {"scale": _around([row["value"] for row in rows])}
     return {
         "title": key,
@@ -162,6 +180,9 @@ def _lines(
 ) -> Specification:
     values = [row["value"] for row in rows]
     logarithmic = not linear and min(values) > 0 and max(values) > _LOGARITHMIC * min(values)
+    dot = {"type": "point", "filled": True, "size": 24, "clip": True}
+    is_alone = any(row.get("alone") for row in rows)
+    alone = [{"transform": [{"filter": "datum.alone"}], "mark": dot}] if is_alone else []
     scale = {"type": "log" if logarithmic else "linear"}
     # A line for each power of ten, not for its multiples too, as soon as there are some of them.
     lines = {"axis": {"tickCount": 3}} if logarithmic else {}
@@ -188,9 +209,11 @@ def _lines(
         },
         "layer": [
             {
-                "mark": {"type": "line", "strokeWidth": 1.75, "clip": True, "point": len(rows) == 1},
+                "mark": {"type": "line", "strokeWidth": 1.75, "clip": True},
                 "params": [{"name": "zoom", "select": "interval", "bind": "scales"}],
+                "encoding": {"detail": {"field": "part"}},
             },
+            *alone,
             {
                 "mark": {"type": "point", "filled": True, "size": 70, "clip": True},
                 "params": [hover],

@@ -11,7 +11,7 @@ from trainwright import text
 from trainwright.recipe.yaml_text import values_by_key
 from trainwright.reports.charts import curve_charts
 from trainwright.reports.figures import RunFigures, mapping
-from trainwright.reports.html import AXIS_MENU, Page, escaped, section, table
+from trainwright.reports.html import CURVE_MENU, Page, escaped, section, table
 
 # The same in no two runs.
 _OWN = ("logging.run_directory",)
@@ -20,7 +20,7 @@ _LONGEST_VALUE = 1000
 # What rows and tokens follow from, beside the section data; and keys of that section that say how they are used.
 _TOKENIZER = ("model.name", "model.tokenizer", "model.chat_template")
 _NOT_ROWS = ("data.pack_length",)
-_LOWER_IS_BETTER = ("loss", "perplexity", "bits_per", "divergence")
+_LOWER_IS_BETTER = ("loss", "perplexity", "bits_per", "divergence", "error", "forget_probability")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
         for metric, values in _evaluations(run).items():
             steps = sorted(of_first.get(metric, {}).keys() & values.keys())
             if steps:
-                best = min if _is_lower_better(metric) else max
+                best = min if is_lower_better(metric) else max
                 pairs = [(of_first[metric][step], values[step]) for step in steps]
                 best_pair = best(pair[0] for pair in pairs), best(pair[1] for pair in pairs)
                 interval = _interval(run, metric, steps[-1])
@@ -114,7 +114,8 @@ def _concerns(key: str, split: str, *, held_out: bool) -> bool:
     return key.startswith(("data.", *_TOKENIZER)) and not key.startswith(others)
 
 
-def _is_lower_better(metric: str) -> bool:
+def is_lower_better(metric: str) -> bool:
+    """Return whether lower values of a metric are better, by its name."""
     return any(word in metric for word in _LOWER_IS_BETTER)
 
 
@@ -147,7 +148,7 @@ def comparison_page(runs: Sequence[RunFigures]) -> str:
     page.add("<header><h1>Comparison of runs</h1></header>")
     page.add(section("Runs", table(SUMMARY_HEAD, summary_rows(runs))))
     page.add("".join(f'<p class="warn">{escaped(note)}</p>' for note in notes_on(runs)))
-    page.add(section("Curves", AXIS_MENU, page.charts(curve_charts(runs))))
+    page.add(section("Curves", CURVE_MENU, page.charts(curve_charts(runs))))
     if rows := [difference_row(each) for each in paired_differences(runs)]:
         note = (
             "<p>At the steps after which both were evaluated, without the untrained model. Lower is better for losses. "

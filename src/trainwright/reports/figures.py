@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -26,6 +27,8 @@ CURVES = {
     "tokens_per_second": ("Speed", "tokens/s"),
     "memory_bytes": ("Peak memory", "GiB"),
 }
+SMOOTHING = (0.6, 0.9, 0.97)  # weights of moving averages that a page offers
+_SMOOTH = ("learning_rate", "memory_bytes")  # do not vary from step to step
 FLOPS = 6  # per parameter and token, forward and backward (Kaplan et al., arXiv 2001.08361, section 2.1)
 _LONGEST_NAME = 100
 _LARGEST = 1e150
@@ -252,11 +255,20 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over steps. ``points``: [(step, value)]."""
+    """Values over steps.
+
+    Attributes:
+        points: [(step, value)].
+        breaks: steps before which values are missing: a step was lost, or its value is not a number.
+        smoothed: for each weight of ``SMOOTHING`` the value of every point; empty for what does not vary from step to
+            step.
+    """
 
     title: str
     unit: str
     points: list[tuple[int, float]] = field(default_factory=list)
+    breaks: list[int] = field(default_factory=list)
+    smoothed: dict[float, list[float]] = field(default_factory=dict)
 
 
 def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
@@ -267,30 +279,78 @@ def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
         most: points of a curve; a longer one is thinned, with the extremes of each part kept.
     """
     found: dict[str, Curve] = {}
+    lost = [(before, after) for before, after in pairwise(run.steps) if after["step"] > before["step"] + 1]
     for name, (title, unit) in CURVES.items():
+        found[name] = Curve(title, unit, breaks=[int(after["step"]) for _, after in lost])
         scale = 2**30 if unit == "GiB" else 1
-        points = [(int(e["step"]), float(e[name]) / scale) for e in run.steps if is_number(e.get(name))]
-        found[name] = Curve(title, unit, thinned(points, most))
+        for event in run.steps:
+            if name in event:
+                _take(found[name], event["step"], event[name], scale)
     for events, prefix in ((run.steps, ""), (run.evaluations, "validation/")):
         for event in events:
             for metric, value in event.get("metrics", {}).items():
-                if is_number(value):
-                    title = f"Validation {metric}" if prefix else metric
-                    known = found.setdefault(f"{prefix}{metric}", Curve(title.replace("_", " "), ""))
-                    known.points.append((int(event["step"]), float(value)))
-    return {name: Curve(c.title, c.unit, thinned(c.points, most)) for name, c in found.items() if c.points}
+                title = f"Validation {metric}" if prefix else metric
+                _take(found.setdefault(f"{prefix}{metric}", Curve(title.replace("_", " "), "")), event["step"], value)
+    for before, after in lost:
+        for metric in before.get("metrics", {}).keys() & after.get("metrics", {}).keys():
+            found[metric].breaks.append(int(after["step"]))
+    return {name: _shown(name, curve, most) for name, curve in found.items() if curve.points}
+
+
+def _take(curve: Curve, step: int, value: Any, scale: int = 1) -> None:
+    """Append a value, or a break if it is not a number."""
+    if is_number(value):
+        curve.points.append((int(step), float(value) / scale))
+    else:
+        curve.breaks.append(int(step))
+
+
+def _shown(name: str, curve: Curve, most: int) -> Curve:
+    kept = _extremes(curve.points, most)
+    smoothed = {}
+    if name not in _SMOOTH and not name.startswith("validation/"):
+        size = _part_size(len(curve.points), most)
+        parts = [curve.points[begin : begin + size] for begin in range(0, len(curve.points), size)]
+        means = [sum(value for _, value in part) / len(part) for part in parts]
+        for weight in SMOOTHING:
+            averages = moving_average(means, weight)
+            smoothed[weight] = [averages[index // size] for index in kept]
+    return Curve(curve.title, curve.unit, [curve.points[index] for index in kept], sorted(curve.breaks), smoothed)
+
+
+def moving_average(values: Sequence[float], weight: float) -> list[float]:
+    """Return the exponential moving average, without a bias towards its beginning.
+
+    Args:
+        weight: of what came before, from 0 to 1.
+    """
+    found, mean, whole = [], 0.0, 0.0
+    for value in values:
+        mean = weight * mean + (1 - weight) * value
+        whole = weight * whole + 1 - weight
+        found.append(mean / whole)
+    return found
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
     """Return at most about ``most`` points: the lowest and the highest of each of equal parts."""
-    if len(points) <= most:
-        return list(points)
-    size = -(-len(points) // (most // 2))
+    return [points[index] for index in _extremes(points, most)]
+
+
+def _part_size(count: int, most: int) -> int:
+    return 1 if count <= most else -(-count // (most // 2))
+
+
+def _extremes(points: Sequence[tuple[int, float]], most: int) -> list[int]:
+    """Return the indices of the points that ``thinned`` keeps."""
+    size = _part_size(len(points), most)
+    if size == 1:
+        return list(range(len(points)))
     kept = set()
     for begin in range(0, len(points), size):
         part = range(begin, min(begin + size, len(points)))
         kept |= {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
-    return [points[index] for index in sorted(kept | {0, len(points) - 1})]
+    return sorted(kept | {0, len(points) - 1})
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from trainwright.reports import charts
+from trainwright.reports.figures import SMOOTHING
 from trainwright.text import printable
 
 # Nothing is loaded or sent. Vega compiles its expressions, which needs unsafe-eval.
@@ -112,9 +113,11 @@ class Page:
         )
 
 
-AXIS_MENU = (
+CURVE_MENU = (
     '<p class="no-print"><label for="axis">Horizontal axis: </label><select id="axis">'
     + "".join(f'<option value="{name}">{title}</option>' for name, title in charts.AXES.items())
+    + '</select> <label for="smoothing">Smoothing: </label><select id="smoothing"><option value="">none</option>'
+    + "".join(f'<option value="{charts.smoothing_field(weight)}">{weight}</option>' for weight in SMOOTHING)
     + '</select> <span class="soft hint">Scroll to zoom, drag to move, double-click to reset.</span></p>'
 )
 

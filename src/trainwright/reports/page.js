@@ -20,26 +20,37 @@ function configuration() {
 function draw() {
   const axis = document.getElementById("axis")?.value ?? "step";
   specifications.forEach((given, index) => {
+    const place = document.getElementById("chart-" + index);
+    if (place.closest("details:not([open])")) return;  // it has no width until it is unfolded
     const wanted = structuredClone(given);
     const x = wanted.encoding.x;
     if (x.field === "step") {
       x.field = axis; x.title = titles[axis];
       if (axis !== "step") x.axis = { format: ".3~s" };
     }
+    const smoothing = document.getElementById("smoothing")?.value;
+    if (smoothing && wanted.layer && smoothing in wanted.data.values[0]) {  // the raw line behind the smoothed one
+      const raw = structuredClone(wanted.layer[0]);
+      delete raw.params;
+      raw.mark.opacity = 0.3;
+      wanted.layer[0].encoding.y = { ...wanted.encoding.y, field: smoothing };
+      wanted.layer.unshift(raw);
+    }
     const legend = wanted.encoding.color?.legend;
     if (legend?.orient === "top") {  // as many beside each other as fit, and the chart higher by the other lines
       const names = new Set(wanted.data.values.map(row => row[wanted.encoding.color.field]));
-      const room = document.getElementById("chart-" + index).clientWidth - 24;
+      const room = place.clientWidth - 24;
       const longest = 34 + 6.5 * Math.max(...[...names].map(name => String(name).length));
       legend.columns = Math.max(1, Math.min(names.size, Math.floor(room / longest)));
       legend.labelLimit = Math.max(60, room / legend.columns - 30);
       wanted.height += 16 * (Math.ceil(names.size / legend.columns) - 1);
     }
     wanted.width = "container"; wanted.autosize = { type: "fit", contains: "padding" };
-    const place = document.getElementById("chart-" + index);
     vegaEmbed(place, wanted, { actions: false, renderer: "svg", config: configuration(), ast: false });
   });
 }
 document.getElementById("axis")?.addEventListener("change", draw);
+document.getElementById("smoothing")?.addEventListener("change", draw);
+for (const folded of document.querySelectorAll("details:has(.chart)")) folded.addEventListener("toggle", draw);
 dark.addEventListener("change", draw);
 draw();

@@ -14,15 +14,26 @@ from trainwright.observe.ledger import read_ledger
 from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.reader import EventRecord
 from trainwright.paths import open_inside
+from trainwright.recipe.yaml_text import values_by_key
 from trainwright.reports.charts import curve_charts, pair_chart
 from trainwright.reports.figures import RunFigures, is_number, mapping
-from trainwright.reports.html import AXIS_MENU, Page, escaped, prose, section, table, tiles
+from trainwright.reports.html import CURVE_MENU, Page, escaped, prose, section, table, tiles
+from trainwright.reports.remarks import read_remarks
 from trainwright.reports.seconds import machines, where_time_went
 
 _TONES = {"finished": "good", "training": "good", "stopped": "warn", "failed": "bad", "ended": "bad"}
 _SAMPLES = 8  # the newest ones of a prompt
 _TIMELINE = 200
 _BYTES = 2**20
+# The keys that decide a result, in the order in which people ask for them.
+_DECIDE = (
+    *("model.name", "model.config.model_type", "model.implementation", "model.dropout"),
+    *("model.adapter.type", "model.adapter.rank", "model.adapter.alpha", "model.adapter.quantisation"),
+    *("optimizer.name", "optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_steps"),
+    *("optimizer.weight_decay", "optimizer.max_grad_norm"),
+    *("train.max_steps", "train.epochs", "train.max_tokens", "train.global_batch_size", "train.micro_batch_size"),
+    *("train.mixed_precision", "data.max_length", "data.pack_length", "data.limit", "train.seed"),
+)
 
 
 def report_of(run: RunFigures) -> str:
@@ -30,7 +41,10 @@ def report_of(run: RunFigures) -> str:
     page = Page(f"{run.name} - Trainwright")
     ledger = read_ledger(run.directory, run.everything)
     page.add(_head(run))
-    page.add(section("Curves", AXIS_MENU, page.charts(curve_charts([run]))) if run.steps else "")
+    page.add(section("Result", _result(run)))
+    page.add(section("Hyperparameters", _hyperparameters(run)))
+    page.add(section("Data", _data(run)))
+    page.add(section("Curves", CURVE_MENU, page.charts(curve_charts([run]))) if run.steps else "")
     page.add(section("Samples", *_samples(run)))
     page.add(section("Predicted and measured", *_predicted(run, page)))
     page.add(section("Where the time went", *where_time_went(run, ledger, page)))
@@ -47,6 +61,8 @@ def _head(run: RunFigures) -> str:
     tone = _TONES.get(run.status, "warn")
     status = "was training when this page was written" if run.trains else run.status  # true whatever happens later
     about = ", ".join(part for part in (run.task, run.model, str(run.start.get("strategy", ""))) if part)
+    remarks = read_remarks(run.directory)
+    remarked = "".join(f"<p>{escaped(words)}</p>" for words in (", ".join(remarks.tags), remarks.note) if words)
     world = round(run.start.get("world_size", 0))
     on = f" on {text.plural(world, 'process', 'processes')}" if world else ""
     newer = f'<p class="warn">{escaped(run.newer)}</p>' if run.newer else ""
@@ -54,8 +70,8 @@ def _head(run: RunFigures) -> str:
     damage = newer + "".join(f'<p class="bad">{escaped(each)}; shown without it</p>' for each in problems)
     return (
         f'<header><div class="head"><h1>{escaped(run.name)}</h1><span class="badge {tone}">{escaped(status)}</span>'
-        f'</div><p class="soft">{escaped(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{damage}'
-        f"{tiles(_tiles(run))}</header>"
+        f'</div><p class="soft">{escaped(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{remarked}'
+        f"{damage}{tiles(_tiles(run))}</header>"
     )
 
 
@@ -76,6 +92,43 @@ def _tiles(run: RunFigures) -> Iterator[tuple[str, str]]:
     if run.goodput is not None:
         yield "Goodput", f"{run.goodput:.0%}"
     yield "Time in steps", text.duration(sum(float(event["step_time"]) for event in run.steps))
+
+
+def _result(run: RunFigures) -> str:
+    """Return the metrics of the first and of the last evaluation."""
+    if not run.evaluations:
+        return ""
+    first, last = run.evaluations[0], run.evaluations[-1]
+    events = [first, last] if first["step"] < last["step"] else [last]
+    head = [f"After step {event['step']:,}" if event["step"] else "Untrained" for event in events]
+    rows = [(metric.replace("_", " "), *(_metric(event, metric) for event in events)) for metric in last["metrics"]]
+    return table(["Validation", *head], rows, numbers=range(1, 1 + len(events)))
+
+
+def _metric(event: EventRecord, metric: str) -> str:
+    value, interval = event["metrics"].get(metric, ""), mapping(event.get("intervals")).get(metric)
+    shown = text.metric(value) if is_number(value) else str(value)
+    return shown if not interval else "{} ({:.4g} to {:.4g})".format(shown, *interval)
+
+
+def _hyperparameters(run: RunFigures) -> str:
+    """Return what decides the result, of the recipe as it was resolved: what is set, by key."""
+    values = {key: value for key, value in values_by_key(run.recipe) if value not in (None, "none", [], {})}
+    own = [key for key in values if run.task and key.startswith(f"{run.task}.")]
+    rows: list[tuple[str, object]] = [(key, values[key]) for key in (*_DECIDE, *own) if key in values]
+    if (every := run.start.get("trainable_parameters")) and (of := run.start.get("parameters")):
+        rows.insert(0, ("trainable parameters", f"{every:,.0f} of {of:,.0f}"))
+    return table(["Key", "Value"], rows)
+
+
+def _data(run: RunFigures) -> str:
+    keys = {key: value for key, value in values_by_key(run.recipe) if key in ("data.train", "data.validation")}
+    rows: list[tuple[str, object]] = [(key, value) for key, value in keys.items() if value is not None]
+    sentences = run.start.get("data")
+    for sentence in sentences if isinstance(sentences, list) else ():
+        what, colon, words = str(sentence).partition(": ")
+        rows.append((what, words) if colon else ("", what))
+    return table(["", ""], rows, text=[1]) if rows else ""
 
 
 def _samples(run: RunFigures) -> Iterator[str]:

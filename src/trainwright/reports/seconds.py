@@ -11,7 +11,7 @@ from typing import Any
 from trainwright import text
 from trainwright.observe.ledger import CATEGORIES, TRAINING, RankLedger
 from trainwright.observe.reader import EventRecord
-from trainwright.reports.charts import bar_chart, heat_chart, time_chart
+from trainwright.reports.charts import Specification, bar_chart, heat_chart, time_chart
 from trainwright.reports.figures import RunFigures, is_number, thinned
 from trainwright.reports.html import Page, table
 
@@ -42,7 +42,7 @@ _MEASURES = {
     "gpu.clock": ("Clock of each GPU", "MHz", 1.0),
     "gpu.temperature": ("Temperature of each GPU", "°C", 1.0),
 }
-# Those that are drawn only if they reach this, as most machines have nothing of them.
+# Those that are drawn only if they reach this, as most machines have nothing of them. The others are folded.
 _NOTABLE = {
     **{"other_cores": 0.1, "waited": 0.05, "throttled": 0.01, "stolen": 0.01, "disk": 0.05, "faults": 10.0},
     **{"swap_in": 2.0**16, "pressure_memory": 0.01, "heat": 0.01, "read": 2.0**20, "written": 2.0**20},
@@ -82,7 +82,8 @@ def _of_category(name: str, ledger: Sequence[RankLedger]) -> tuple[str, ...]:
 def machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
     """Yield charts of what the machines of the first ranks did."""
     begun = min((rank.lines[0].started for rank in ledger), default=0.0)
-    charts = []
+    notable: list[Specification] = []
+    usual: list[Specification] = []
     for name, (title, unit, scale) in _MEASURES.items():
         rows: list[dict[str, Any]] = []
         for rank in ledger[:_RANKS]:
@@ -90,10 +91,11 @@ def machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
             for index, value in thinned([(i, v * scale) for i, v in values if v is not None], _POINTS):
                 rows.append({"after": rank.lines[index].time - begun, "value": value, "run": f"rank {rank.rank}"})
         if any(row["value"] >= _NOTABLE.get(name, 0.0) * scale for row in rows):
-            charts.append(time_chart(title, unit, rows))
+            (notable if name in _NOTABLE else usual).append(time_chart(title, unit, rows))
     yield from _limited(ledger)
-    if charts:
-        yield page.charts(charts)
+    yield page.charts(notable)
+    if usual:
+        yield f"<details><summary>{text.plural(len(usual), 'more chart')}</summary>{page.charts(usual)}</details>"
 
 
 def _limited(ledger: Sequence[RankLedger]) -> Iterator[str]:

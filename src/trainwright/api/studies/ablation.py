@@ -71,20 +71,20 @@ class Ablation:
         if self.metric is None:
             return "\n".join(texts)
         best = self.best
-        value = shown(best["metrics"][self.metric])
-        return "\n".join([*texts, "", f"best: {best['name']} ({self.metric.replace('_', ' ')} {value})"])
+        value, which = shown(best["metrics"][self.metric]), "highest " * self.highest
+        return "\n".join([*texts, "", f"best: {best['name']} ({which}{self.metric.replace('_', ' ')} {value})"])
 
 
 def ablate(
     recipe: Recipe | str | PathLike[str],
     *overrides: str,
     over: Mapping[str, Sequence[Any]],
-    combine: Literal["one at a time", "grid", "sample"] = "one at a time",
+    combine: Literal["one at a time", "grid", "sample"] = "grid",
     number: int = 10,
     seed: int = 0,
     halving: int | None = None,
     metric: str | None = None,
-    highest: bool = False,
+    highest: bool | None = None,
     jobs: int | None = None,
     out: str | PathLike[str] | None = None,
     progress: bool = False,
@@ -107,9 +107,10 @@ def ablate(
             arXiv 1502.07943).
         metric: of the validation data, to compare variants by. Default: the loss, if it shows how good a model is,
             as that of unlearning does not.
-        highest: whether the highest value of ``metric`` is the best, not the lowest.
+        highest: whether the highest value of ``metric`` is the best. Default: by its name; the lowest of a loss, the
+            highest of an accuracy.
         jobs: how many runs at once. Default: as many as there are GPUs for, on a CPU one.
-        out: the directory of the runs. Default: ``ablations/<recipe>``.
+        out: the directory of the runs. Default: ``runs/<recipe>-sweep``.
         progress: show the runs.
 
     Raises:
@@ -125,6 +126,7 @@ def ablate(
     """
     from trainwright.launch.group.environment import refuse_worker
     from trainwright.recipe.loading import load_recipe
+    from trainwright.reports.comparing import is_lower_better
 
     refuse_worker("ablate")
     source = source_of(recipe)
@@ -133,10 +135,12 @@ def ablate(
     recipes = {each: load_recipe(source, [*overrides, *each.overrides]) for each in choose[combine](over)}
     if metric is None and all(each.spec.keeps_best for each in recipes.values()):
         metric = "loss"
+    if highest is None:
+        highest = metric is not None and not is_lower_better(metric)
     if metric is None and halving is not None:
         raise RequestError("--halving: the loss does not show which runs to continue; name a metric with --metric")
     runs = runs_of(recipes)
-    directory = user_path(out or Path("ablations") / _stem(source))
+    directory = user_path(out or Path("runs") / f"{_stem(source)}-sweep")
     distinct = {variant: recipes[variant] for variant in dict.fromkeys(runs.values())}
     rungs = None if halving is None or metric is None else Halving.of(halving, distinct, metric, highest)
     if progress:
@@ -172,4 +176,4 @@ def _write_page(found: Ablation) -> None:
     if found.metric is None:
         return
     with suppress(RequestError):
-        write_file(found.directory / PAGE, ablation_page(found.rows, found.metric, found.best["name"]))
+        write_file(found.directory / PAGE, ablation_page(found.directory, found.rows, found.metric, found.best["name"]))

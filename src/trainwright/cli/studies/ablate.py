@@ -20,7 +20,13 @@ def ablate(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE,VALUE…", help="A key to vary and its values; repeatable."),
     ] = None,
-    combinations: Annotated[bool, typer.Option("--grid", help="Train all combinations of the values.")] = False,
+    combinations: Annotated[
+        bool | None,
+        typer.Option(
+            "--grid/--one-at-a-time",
+            help="All combinations of the values (the default), or the unchanged recipe and once every value.",
+        ),
+    ] = None,
     number: Annotated[
         int | None,
         typer.Option("--sample", min=1, metavar="N", help="Train N random combinations; 1e-5..1e-3 is a range."),
@@ -34,30 +40,34 @@ def ablate(
         str | None,
         typer.Option(help="Validation metric to compare by. Default: loss, if it shows how good a model is."),
     ] = None,
-    highest: Annotated[bool, typer.Option("--highest", help="The highest value is the best, not the lowest.")] = False,
+    highest: Annotated[
+        bool | None,
+        typer.Option("--highest/--lowest", help="Which value of the metric is the best. Default: by its name."),
+    ] = None,
     jobs: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Runs at once. Default: as many as there are GPUs for, on a CPU one."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIRECTORY", help="Directory of the runs. Default: ablations/<recipe>.")
+        Path | None, typer.Option(metavar="DIRECTORY", help="Directory of the runs. Default: runs/<recipe>-sweep.")
     ] = None,
 ) -> None:
     """Train a recipe with other values of its keys; compare the final metrics.
 
-    Without --grid or --sample: the unchanged recipe, and once every value of every key. Variants with the same values
-    are trained once. If stopped, the same command continues: finished runs are kept, and an unfinished one is resumed.
-    Ends like the first run that does not finish.
+    Without --one-at-a-time or --sample: all combinations of the values. Variants with the same values are trained once.
+    If stopped, the same command continues: finished runs are kept, and an unfinished one is resumed. Ends like the
+    first run that does not finish.
     """
     import trainwright as tw
 
-    if combinations and number is not None:
-        raise RequestError("--grid and --sample choose the combinations in different ways; pass one of them")
+    if combinations is not None and number is not None:
+        given = "--grid" if combinations else "--one-at-a-time"
+        raise RequestError(f"{given} and --sample choose the combinations in different ways; pass one of them")
     found = tw.ablate(
         recipe,
         *(overrides or []),
         over=_values(over or []),
-        combine="grid" if combinations else "one at a time" if number is None else "sample",
+        combine="sample" if number is not None else "one at a time" if combinations is False else "grid",
         number=number or 1,
         seed=seed,
         halving=halving,

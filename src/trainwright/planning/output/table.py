@@ -56,7 +56,7 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
     """
     narrow = width is not None and width < _WIDE
     best = plan.chosen if plan.fits else None
-    rows = _rows(plan, everything)
+    rows = candidates(plan, everything=everything)
     scale = max([one.needed_bytes for one in rows if one.runs] or [rows[0].needed_bytes]) if rows else 1
     scale = max(scale, plan.chosen.available_bytes if plan.chosen.needed_bytes > scale // 2 else scale)
     yield (
@@ -123,7 +123,12 @@ def summary(plan: Plan) -> str:
     return line if steps is None else f"{line}, {span(steps * time.seconds)} for {plural(steps, 'step')}"
 
 
-def _rows(plan: Plan, everything: bool) -> list[Candidate]:
+def candidates(plan: Plan, *, everything: bool) -> list[Candidate]:
+    """Return the candidates, the chosen one first, then the others by their speed and those that do not fit.
+
+    Args:
+        everything: not only the best one of each kind.
+    """
     runs = sorted(
         (one for one in plan.found.candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0
     )
