@@ -342,19 +342,14 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         check_directory = run_directory.check_unbegun if request.in_place else run_directory.check_new
         check_directory(user_path(recipe.logging.run_directory))
-<<<<<<< HEAD
-    strategy, _ = implied_strategy(recipe.parallel) or (recipe.parallel.strategy, "")
-    if strategy != AUTO:  # the plan chooses only strategies whose library is installed
-        check_library(strategy)
-    deepspeed_config.check_keys(recipe)
-=======
     if creates and recipe.push is not None:
         from trainwright.models.source import hub_token
 
         hub_token("push.repository: ")
-    check_library(recipe.parallel.strategy)
-    deepspeed_config.check_file(recipe)
->>>>>>> w-a
+    strategy, _ = implied_strategy(recipe.parallel) or (recipe.parallel.strategy, "")
+    if strategy != AUTO:  # the plan chooses only strategies whose library is installed
+        check_library(strategy)
+    deepspeed_config.check_keys(recipe)
     check_libraries(recipe.model.adapter)
     check_data(recipe)
     if creates:
