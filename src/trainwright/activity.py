@@ -37,9 +37,9 @@ def progress(done: int, total: int) -> None:
 class Activity:
     """Show the activities that `doing` reports on ``stream``: with the seconds on a terminal, otherwise as a line.
 
-    A context manager; an outer one shows nothing meanwhile. Activities under two seconds, on a terminal 0.2
-    (``quiet_seconds``), are not shown, and without a ``stream`` none are. It uses a thread, so do not fork processes meanwhile that write to the
-    same stream.
+    A context manager; an outer one shows nothing meanwhile. Activities under two seconds, on a terminal under 0.2
+    (``quiet_seconds``), are not shown, and without a ``stream`` none are. It uses a thread, so do not fork processes
+    meanwhile that write to the same stream.
 
     Args:
         until_output: end with the first line that is printed, or the first inner activity.
