@@ -48,6 +48,17 @@ def test_a_terminal_shows_the_seconds_and_is_clean_afterwards(monkeypatch: pytes
     assert stream.getvalue().endswith("\r\x1b[K") and "\n" not in stream.getvalue()
 
 
+def test_a_terminal_shows_an_activity_sooner_than_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("trainwright.activity.QUIET_SECONDS", 3600.0)
+    terminal, log = _Terminal(), io.StringIO()
+    with Activity(log, "importing"):
+        time.sleep(0.3)
+    with Activity(terminal, "importing"):
+        wait_for(lambda: "importing" in terminal.getvalue())
+    assert not log.getvalue()
+
+
 def test_an_inner_activity_replaces_the_outer_one_for_a_while() -> None:
     stream = io.StringIO()
     with Activity(stream, "outer", quiet_seconds=0.0):

@@ -12,8 +12,9 @@ from typing import Self, TextIO
 
 from trainwright import text
 
-# Shorter activities are not shown.
+# Shorter activities are not shown: in a log they would be lines of little use, on a terminal they would flicker.
 QUIET_SECONDS = 2.0
+_TERMINAL_SECONDS = 0.2
 _TICK_SECONDS = 1.0
 # A log gets another line about the same activity after this time, then after twice of it, and so on.
 LOG_SECONDS = 30.0
@@ -36,9 +37,9 @@ def progress(done: int, total: int) -> None:
 class Activity:
     """Show the activities that `doing` reports on ``stream``: with the seconds on a terminal, otherwise as a line.
 
-    A context manager; an outer one shows nothing meanwhile. Activities under two seconds (``quiet_seconds``) are not
-    shown, and without a ``stream`` none are. It uses a thread, so do not fork processes meanwhile that write to the
-    same stream.
+    A context manager; an outer one shows nothing meanwhile. Activities under two seconds, on a terminal under 0.2
+    (``quiet_seconds``), are not shown, and without a ``stream`` none are. It uses a thread, so do not fork processes
+    meanwhile that write to the same stream.
 
     Args:
         until_output: end with the first line that is printed, or the first inner activity.
@@ -111,7 +112,8 @@ class Activity:
         if self._ticker is None:
             self._ticker = Ticker(self._show)
         self._lines_before = text.lines_said()
-        self._ticker.begin(self._quiet_seconds)
+        by_default = min(QUIET_SECONDS, _TERMINAL_SECONDS) if self._terminal else None
+        self._ticker.begin(by_default if self._quiet_seconds is None else self._quiet_seconds)
 
     def close(self) -> None:
         """End the display and its thread."""
