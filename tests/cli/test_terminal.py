@@ -300,3 +300,15 @@ def test_watch_prints_its_address_whole_and_ends_quietly(adapted: Path) -> None:
     assert found.code == -signal.SIGINT and found.lines[-2:] == ["trainwright watch: interrupted", ""], found.shown
     (address,) = (line for line in found.lines if "http://" in line)
     assert re.search(r"http://127\.0\.0\.1:\d+/\?token=\S{20,}$", address)
+
+
+def test_a_comparison_of_plans_fits_80_columns(tmp_path: Path) -> None:
+    """A row of figures for each candidate, and the verdict below it."""
+    found = record("plan", str(TINY), "--on", "4xA100-80GB", "--compare", cwd=tmp_path, columns=80)
+    assert found.code == 0, found.shown
+    found.check_unbroken()
+    head = next(index for index, line in enumerate(found.lines) if line.startswith("strategy"))
+    table = found.lines[head:]
+    assert table[0].split()[-4:] == ["needed", "step", "tokens/s", "MFU"]
+    assert table[1].startswith("*ddp") and table[2].strip() == "chosen"
+    assert all(len(line) <= 80 for line in table)

@@ -64,7 +64,7 @@ function table() {
   keep(at("head"), [...columns], ([key]) => key, ([key, [title]]) => {
     const head = element("th", "", { className: COLUMNS.has(key) ? key : "key", scope: "col" });
     if (key === "tick") return Object.assign(head, { ariaLabel: "Curves" });
-    head.append(element("button", title, { type: "button", onclick: () => {
+    head.append(element("button", title.replaceAll(".", ".\u200b"), { type: "button", onclick: () => {
       const first = [...rows.values()].map(row => sortable(columns.get(key)[1](row))).find(value => value != null);
       [order, descending] = [key, order === key ? !descending : typeof first === "number"];
       table();
