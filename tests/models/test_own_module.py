@@ -51,10 +51,14 @@ def test_every_language_task_trains_it(runs: Runs, task: str, tmp_path: Path) ->
     pairs = tmp_path / "pairs.jsonl"
     row = {"prompt": "What is it?", "chosen": "A tuple.", "rejected": "No idea."}
     pairs.write_text("".join(f"{json.dumps({**row, 'prompt': f'What is {n}?'})}\n" for n in range(16)))
+    rows = ROWS.read_text().splitlines(keepends=True)
+    forget, retain = tmp_path / "forget.jsonl", tmp_path / "retain.jsonl"
+    forget.write_text("".join(rows[:20]))
+    retain.write_text("".join(row for row in rows[20:60] if row not in rows[:20]))
     more = {
         "pretrain": ("data.format=documents", f"data.train={SOURCE.parents[2] / 'docs'}", "data.max_length=64"),
         "dpo": (f"data.train={pairs}", "data.validation=2"),
-        "unlearn": (f"data.forget={ROWS}", f"data.retain={ROWS}", "data.train=null", "data.validation=null"),
+        "unlearn": (f"data.forget={forget}", f"data.retain={retain}", "data.train=null", "data.validation=null"),
     }
     run = runs.trained(*BASE, of("Logits"), f"task={task}", "data.limit=null", "parallel.num_processes=1", *more[task])
     assert len(column(run, "loss")) == 4 and (run / "final" / "own_module.py").is_file()
