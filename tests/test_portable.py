@@ -47,6 +47,7 @@ _ALLOWED = {
     "parallel/test_world.py": "gives ranks unequal memory",
     "watching/test_hostile_runs.py": "shows that hostile runs cost little time",
     "doctor/test_hostile_logs.py": "shows that hostile logs cost seconds",
+    "launch/accelerate/test_machine.py": "gives this machine two GPUs",
     "launch/test_strangers.py": "floods a run for a time, and gives up waiting",
     "launch/test_variables.py": "names variables of jobs",
     "observe/test_ledger.py": "has a launcher count the seconds since a line",
