@@ -22,7 +22,7 @@ NOT_RUN = {
     r"^python bench/": "a bench: minutes, other programs in environments of their own, or rewriting results",
     r"^(torchrun|accelerate|srun|mpirun) |^python -m trainwright\.worker": "other launchers: tests/launch runs them",
     r"^trainwright drill ": "minutes: tests/drilling runs them",
-    r"^trainwright (watch|gpus --watch)": "goes on until Ctrl-C: tests/watching and tests/api/test_gpus.py have it",
+    r"^trainwright (watch|gpus --watch|tensorboard)": "goes on until Ctrl-C: their own tests have it",
     r"^trainwright doctor(?! --explain docs)": "looks at this machine: tests/doctor runs its checks",
     r"s3://": "a bucket: tests/launch/test_stored_runs.py runs such commands",
     r"--compute": "a process that has not imported torch: tests/simulation runs it",
@@ -34,7 +34,7 @@ NOT_RUN = {
         "files of the reader"
     ),
     r"openwebtext|recipes/unlearn/tofu\.yaml|(tofu|muse)-grid|tofu-tiny": "a model or data set of the Hub",
-    r"^trainwright \w+ recipes/.*(quickstart|lora|darkroom|stdlib-tiny)\.yaml(?!.*max_steps=20)": "minutes",
+    r"^trainwright \w+ recipes/.*(quickstart|lora|darkroom|pendulum|stdlib-tiny)\.yaml(?!.*max_steps=20)": "minutes",
 }
 
 
@@ -69,10 +69,14 @@ def commands_of(file: Path) -> list[Command]:
 
 
 def _shell_lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of indented blocks and of fenced ones without a language other than the shell's."""
+    """The lines of indented blocks and of fenced ones without a language other than the shell's, and last columns of
+    tables that begin with a command.
+    """
     fence, blank, inside = None, True, False
     for number, line in enumerate(text.splitlines(), 1):
-        if match := re.match(r"\s*```(\w*)", line):
+        if match := re.match(rf"\|.*\| `((?:{'|'.join(PROGRAMS)}) [^`]+)`[^|]*\|$", line):
+            yield number, match[1]
+        elif match := re.match(r"\s*```(\w*)", line):
             fence = None if fence is not None else match[1]
         elif fence is not None:
             if fence in _SHELL:
