@@ -104,6 +104,11 @@ def metric(value: object) -> str:
     return str(value)
 
 
+def metric_name(name: str) -> str:
+    """Return a metric's name in words, without the module of one of the user's own."""
+    return name.rpartition(":")[2].replace("_", " ")
+
+
 def block(text: str, indent: str, width: int) -> str:
     """Wrap `text` to `width` columns, keeping its own line breaks; every line starts with `indent`."""
     lines: list[str] = []

@@ -105,7 +105,7 @@ def _metrics(events: Sequence[EventRecord]) -> Iterator[str]:
     yield "| --- | --- | --- |"
     for name, value in last["metrics"].items():
         before = first["metrics"].get(name)
-        yield f"| {name.replace('_', ' ')} | {'-' if before is None else text.metric(before)} | {text.metric(value)} |"
+        yield f"| {text.metric_name(name)} | {'-' if before is None else text.metric(before)} | {text.metric(value)} |"
 
 
 def _curve(events: Sequence[EventRecord]) -> Iterator[str]:

@@ -127,7 +127,7 @@ class ConsoleObserver:
             return " ({} to {})".format(*map(text.metric, intervals[name])) if name in intervals else ""
 
         shown = "  ".join(
-            f"{name.replace('_', ' ')} {text.metric(value)}{between(name)}" for name, value in metrics.items()
+            f"{text.metric_name(name)} {text.metric(value)}{between(name)}" for name, value in metrics.items()
         )
         self._write(f"step {event['step']}: validation  {shown}")
 
@@ -160,7 +160,7 @@ class ConsoleObserver:
         for name, last in self._last_metrics.items():
             if (first := self._first_metrics.get(name)) is not None and first != last:
                 by = f"  ({change})" if (change := text.change(first, last)) else ""
-                self._row(f"{name.replace('_', ' ')}", f"{text.metric(first)} -> {text.metric(last)}{by}")
+                self._row(text.metric_name(name), f"{text.metric(first)} -> {text.metric(last)}{by}")
         measured = event.get("measured", {})
         rows = list(compared(self._predicted, measured))
         for label, value in rows:

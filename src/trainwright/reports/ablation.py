@@ -28,7 +28,7 @@ def ablation_page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: st
         [row["name"], row["run"], row["step"], *(text.metric(row["metrics"].get(name, "")) for name in names)]
         for row in rows
     ]
-    page.add(section("Runs", table(["", "Run", "Step", *(name.replace("_", " ") for name in names)], cells)))
+    page.add(section("Runs", table(["", "Run", "Step", *(text.metric_name(name) for name in names)], cells)))
     keys = dict.fromkeys(key for row in rows for key in row["changes"])
     page.add(
         section(f"{metric} by key", page.charts([point_chart(key, metric, _points(rows, key, metric)) for key in keys]))

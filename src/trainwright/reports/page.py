@@ -101,7 +101,7 @@ def _result(run: RunFigures) -> str:
     first, last = run.evaluations[0], run.evaluations[-1]
     events = [first, last] if first["step"] < last["step"] else [last]
     head = [f"After step {event['step']:,}" if event["step"] else "Untrained" for event in events]
-    rows = [(metric.replace("_", " "), *(_metric(event, metric) for event in events)) for metric in last["metrics"]]
+    rows = [(text.metric_name(metric), *(_metric(event, metric) for event in events)) for metric in last["metrics"]]
     return table(["Validation", *head], rows, numbers=range(1, 1 + len(events)))
 
 

@@ -17,7 +17,7 @@ from trainwright.api.studies.variants import Variant, grid, one_at_a_time, runs_
 from trainwright.errors import RequestError, TrainingError
 from trainwright.paths import user_path, write_file
 from trainwright.text import metric as shown
-from trainwright.text import say
+from trainwright.text import metric_name, say
 
 if TYPE_CHECKING:
     from trainwright.recipe.yaml_text import Tree
@@ -57,7 +57,7 @@ class Ablation:
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row["metrics"]))
         steps = len({row["step"] for row in self.rows}) > 1
-        lines = [["", *(["step"] if steps else []), *(name.replace("_", " ") for name in names)]]
+        lines = [["", *(["step"] if steps else []), *(metric_name(name) for name in names)]]
         notes = [""]
         for row in self.rows:
             cells = [f"{row['metrics'][name]:.4f}" if name in row["metrics"] else "-" for name in names]
