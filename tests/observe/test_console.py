@@ -76,6 +76,23 @@ def test_banner_says_what_runs_and_why() -> None:
     assert "parallel.num_processes: 2, one for each core" in output
 
 
+def test_a_terminal_shows_choices_without_reasons_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    reasons = ["parallel.strategy ddp: the fastest that fits; fsdp is slower", "train.compile false: takes a minute"]
+    event = start(
+        reasons=[*reasons, "data.limit: 40 rows are left out"],
+        attention=["plain operations (flash: has no dropout)"],
+        data=["train: rows.jsonl, 40 rows", "train: 1,234 tokens, 99 of them targets", "tokens kept in /cache/1"],
+    )
+    output = shown(event, terminal=True)
+    assert "parallel.strategy ddp, train.compile false (--verbose says why)" in output
+    assert "data.limit: 40 rows are left out" in output and "train: rows.jsonl, 40 rows" in output
+    for detail in ("the fastest that fits", "has no dropout", "1,234 tokens", "kept in"):
+        assert detail not in output and detail in shown(event)
+    monkeypatch.setenv("TRAINWRIGHT_VERBOSE", "1")
+    assert all(reason in shown(event, terminal=True) for reason in reasons)
+
+
 def test_banner_of_a_resumed_run_and_of_one_that_trains_a_part() -> None:
     output = shown(start(resumed_from=7, trainable_parameters=1_345_150))
     assert "resumed at step 7" in output

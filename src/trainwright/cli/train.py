@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,9 @@ def train(
         str | None, typer.Option(metavar="TIME", help="Stop after a checkpoint within this time, such as 4h.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Start even if the plan does not fit.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show on a terminal too, as in logs, why each setting was chosen.")
+    ] = False,
     simulate: Annotated[
         str | None,
         typer.Option(
@@ -108,6 +112,8 @@ def train(
     from trainwright.api.training import TrainingRequest, prepare
     from trainwright.launch.request import split_words
 
+    if verbose:
+        os.environ["TRAINWRIGHT_VERBOSE"] = "1"
     recipe, overrides = split_words(arguments or [])
     if compute and simulate is None:
         raise RequestError("--compute: computes on simulated GPUs; pass --simulate MACHINE")

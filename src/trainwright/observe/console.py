@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import TextIO
 
@@ -20,10 +22,14 @@ _LINE_SECONDS = 5.0
 # A log says that a step takes long only after this time: it has lines of other steps.
 _LONG_STEP = 30.0
 _LABEL = 14
+# Reasons on a terminal too. A variable, because worker processes inherit it.
+_VERBOSE = "TRAINWRIGHT_VERBOSE"
+_CHOICE = re.compile(r"(\w+\.[\w.]+ [^:;]+): .+")  # a key, its value, and why
+_DETAILS = re.compile(r"tokens kept in .*|\w+: [\d,]+ tokens, .*")
 
 
 class ConsoleObserver:
-    """Observer that writes to `stream`, with a progress bar if it is a terminal."""
+    """Observer that writes to `stream`; if that is a terminal, with a progress bar, and without reasons."""
 
     def __init__(self, stream: TextIO, line_seconds: float = _LINE_SECONDS) -> None:
         self._stream = stream
@@ -97,7 +103,8 @@ class ConsoleObserver:
             if past["event"] == "evaluate":
                 self._measured(past["metrics"])
         self._remaining = Remaining(event, self._past.events)
-        for label, value in _banner(event):
+        brief = self._progress.is_drawn and not os.environ.get(_VERBOSE)
+        for label, value in _banner(_brief(event) if brief else event):
             self._write(f"{label:<{_LABEL}} {value}")
         self._write()
         self._progress.begin(self._resumed or 0, self._remaining)
@@ -213,6 +220,19 @@ def _saved_in(model: Path) -> str:
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
     return f"{precision}, {text.size(size)} (model.save_dtype)"
+
+
+def _brief(event: EventRecord) -> EventRecord:
+    """Return a start event without what only explains it."""
+    reasons = event.get("reasons", [])
+    choices = [choice[1] for reason in reasons if (choice := _CHOICE.fullmatch(reason))]
+    remarks = [reason for reason in reasons if not _CHOICE.fullmatch(reason)]
+    return {
+        **event,
+        "attention": [line.partition(" (")[0] for line in event.get("attention", [])],
+        "data": [line for line in event.get("data", []) if not _DETAILS.fullmatch(line)],
+        "reasons": [*([f"{', '.join(choices)} (--verbose says why)"] if choices else []), *remarks],
+    }
 
 
 def _banner(event: EventRecord) -> list[tuple[str, str]]:
