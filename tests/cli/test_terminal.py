@@ -158,7 +158,7 @@ def test_what_an_encoding_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch, enc
     terminal = Terminal(60)
     with os.fdopen(os.dup(terminal.slave), "w", encoding=encoding) as opened:
         console = ConsoleObserver(opened)
-        console({**START, "reasons": ["parallel.strategy ddp: 1.62 × as fast → chosen"]})
+        console({**START, "reasons": ["parallel.strategy: ddp is 1.62 × as fast → chosen"]})
         console({"event": "step", "step": 1, "loss": 2.5, "tokens_per_second": 9_857.0})
         console({"event": "generate", "step": 1, "prompt": "größer…", "text": "日本"})
         console._progress.during("evaluating", ", 40%", 62.0, True)
