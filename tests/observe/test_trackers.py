@@ -6,6 +6,8 @@ import gzip
 import json
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -16,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import environment
+from tests.support.doctor import driver
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from trainwright.errors import RequestError
 from trainwright.observe.trackers import base
@@ -207,6 +211,25 @@ def test_prometheus_reads_the_newest_figures_while_the_run_trains(runs: Runs) ->
     time.sleep(0.1)
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the stand-in for NVML is a library of Linux")
+def test_prometheus_reads_what_gpus_do(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    program = """if True:
+        from prometheus_client import CollectorRegistry, generate_latest
+        from trainwright.observe.trackers.prometheus import GPUCollector
+        registry = CollectorRegistry()
+        registry.register(GPUCollector())
+        print(generate_latest(registry).decode())
+    """
+    command = [*driver(tmp_path), sys.executable, "-c", program]
+    text = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(figures['trainwright_gpu_utilization{gpu="0"}']) == 0.97
+    assert float(figures['trainwright_gpu_memory_total_bytes{gpu="0"}']) == 80 << 30
+    assert float(figures['trainwright_gpu_power_watts{gpu="0"}']) == 350
+    assert float(figures['trainwright_gpu_temperature_celsius{gpu="0"}']) == 91
 
 
 class Collector:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
+from trainwright.machine.usage.gpu import all_gpus
 from trainwright.observe.reader import EventRecord
 from trainwright.observe.trackers.base import check_installed, values_of
 
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+# By name of `all_gpus`: the gauge, and what it is.
+_GPU_GAUGES = {
+    "used": ("utilization", "share of the time in which the GPU computed"),
+    "memory": ("memory_used_bytes", "memory of the GPU in use, of all programs"),
+    "total_memory": ("memory_total_bytes", "memory of the GPU"),
+    "power": ("power_watts", "power that the GPU draws"),
+    "temperature": ("temperature_celsius", "temperature of the GPU"),
+}
+
 
 class PrometheusObserver:
-    """Observer that answers Prometheus in a thread: a gauge for every figure, and ``trainwright_step``.
+    """Observer that answers Prometheus in a thread: a gauge for every figure, ``trainwright_step``, and what the GPUs
+    of this machine do when Prometheus asks.
 
     Args:
         place: a port of this machine alone (127.0.0.1), or HOST:PORT.
@@ -24,6 +40,7 @@ class PrometheusObserver:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._registry = CollectorRegistry()
+        self._registry.register(GPUCollector())
         self._labels = {"run": run.resolve().name}
         self._gauges: dict[str, object] = {}
         host, _, port = str(place).rpartition(":")
@@ -49,3 +66,20 @@ class PrometheusObserver:
         if gauge is None:
             gauge = self._gauges[plain] = Gauge(plain, f"{name} of the run", ["run"], registry=self._registry)
         gauge.labels(**self._labels).set(value)  # type: ignore[attr-defined]
+
+
+class GPUCollector:
+    """What the GPUs of this machine do, by index, as NVML tells when it is collected; nothing without NVML."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield a gauge for each figure."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        gpus = all_gpus()
+        for key, (name, described) in _GPU_GAUGES.items():
+            gauge = GaugeMetricFamily(f"trainwright_gpu_{name}", described, labels=["gpu"])
+            for index, gpu in enumerate(gpus):
+                if key in gpu:
+                    gauge.add_metric([str(index)], float(gpu[key]))
+            if gauge.samples:
+                yield gauge
