@@ -225,7 +225,7 @@ def test_prometheus_reads_what_gpus_do(tmp_path: Path) -> None:
     """
     command = [*driver(tmp_path), sys.executable, "-c", program]
     text = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
-    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] not in ("", "#"))
     assert float(figures['trainwright_gpu_utilization{gpu="0"}']) == 0.97
     assert float(figures['trainwright_gpu_memory_total_bytes{gpu="0"}']) == 80 << 30
     assert float(figures['trainwright_gpu_power_watts{gpu="0"}']) == 350
