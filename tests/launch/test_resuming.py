@@ -78,11 +78,14 @@ def test_a_run_whose_files_lead_elsewhere_is_not_resumed(here: Path, name: str, 
             read_request(words, resume)
 
 
-def test_a_run_with_checkpoints_on_another_disk_is_resumed(here: Path) -> None:
-    run = a_run()
-    (here / "disk").mkdir()
-    (run / "checkpoints").symlink_to(here / "disk")
-    assert read_request([], str(run)).run == run
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "ledger", "tensorboard", "final"])
+def test_a_run_whose_folders_lead_elsewhere_is_not_resumed(here: Path, name: str) -> None:
+    """Those of another run: its checkpoints would be removed as old ones of this run."""
+    run, other = a_run(), a_run(name="other")
+    (other / name).mkdir()
+    (run / name).symlink_to((other / name).absolute())
+    with pytest.raises(RequestError, match=f"--resume: .*{name} is a link"):
+        read_request([], str(run))
 
 
 def refused(run: Path, path: Path | None, *overrides: str) -> list[str]:

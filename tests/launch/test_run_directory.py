@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from trainwright.engine.checkpoints.manifest import CheckpointError
+from trainwright.engine.checkpoints.stored_run import StoredRun, name_in_places
 from trainwright.errors import FaultError, RequestError, Stopped
 from trainwright.launch import run_directory
+from trainwright.launch.ending.failure import error_file, error_records
+from trainwright.launch.relaunch import take_replan
+from trainwright.observe.plan_watch import REPLAN
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 
@@ -63,6 +68,19 @@ def test_a_damaged_plan_is_no_plan() -> None:
         with run_directory.undone_on_error(run, created=False):
             pass
         assert run_directory.stem_of(run / "recipe.yaml") == "recipe"
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{}", '{"strategy": 3}', "7"], ids=lambda each: each[:20])
+def test_what_is_no_record_of_a_run_is_none(content: str) -> None:
+    run = a_run("old")
+    (run / "logs").mkdir(exist_ok=True)
+    for file in (run / "plan.json", run / REPLAN, error_file(run / "logs", 0)):
+        file.write_text(content)
+    assert name_in_places(run) == "old"
+    assert take_replan(run) is None
+    assert error_records(run / "logs", [0]) == {}
+    with pytest.raises(CheckpointError, match=r"run\.json is not the record of a run"):
+        StoredRun.parse(content)
 
 
 def test_existing_directory_is_refused() -> None:

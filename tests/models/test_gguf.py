@@ -6,14 +6,16 @@ import importlib.metadata
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, dequantize, get_tensor_name_map, quantize
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, dequantize, get_tensor_name_map, quantize
 from gguf.constants import MODEL_ARCH
 from transformers import LlamaForCausalLM
 
@@ -167,6 +169,53 @@ def test_damaged_files_are_named(tmp_path: Path, cache: Path) -> None:
             resolve(ModelSection(name=str(file)))
         assert str(caught.value).startswith("model.name: ")
     assert not [p for p in cache.iterdir() if p.is_dir() and p.name != ".fingerprints"]
+
+
+def number(key: str, value: int) -> bytes:
+    """A number in a GGUF file's header."""
+    name = f"llama.{key}".encode()
+    return struct.pack("<Q", len(name)) + name + struct.pack("<II", GGUFValueType.UINT32, value)
+
+
+@pytest.mark.parametrize("value", [0, 3, 2**32 - 1])
+@pytest.mark.parametrize(
+    ("key", "size"),
+    [
+        ("embedding_length", 64),
+        ("feed_forward_length", 96),
+        ("attention.head_count", 4),
+        ("attention.head_count_kv", 2),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_tensors_are_named(
+    tmp_path: Path, cache: Path, key: str, size: int, value: int
+) -> None:
+    file = tmp_path / "small.gguf"
+    write_gguf(file, llama(), GGMLQuantizationType.Q8_0)
+    whole = file.read_bytes()
+    assert whole.count(number(key, size)) == 1
+    file.write_bytes(whole.replace(number(key, size), number(key, value)))
+    with pytest.raises(RequestError, match=r"small\.gguf"):
+        resolve(ModelSection(name=str(file)))
+
+
+def test_tensors_whose_type_does_not_fit_their_shape_are_named(tmp_path: Path, cache: Path) -> None:
+    file = tmp_path / "small.gguf"
+    write_gguf(file, llama(), GGMLQuantizationType.Q8_0)
+    content, name = bytearray(file.read_bytes()), b"token_embd.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8  # after the number of dimensions, and two
+    assert struct.unpack_from("<I", content, place)[0] == GGMLQuantizationType.Q8_0
+    struct.pack_into("<I", content, place, GGMLQuantizationType.Q4_K)
+    file.write_bytes(content)
+    with pytest.raises(RequestError, match="cannot be converted"):
+        resolve(ModelSection(name=str(file)))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "small.gguf")
+    with pytest.raises(RequestError, match="is not a file"):
+        resolve(ModelSection(name=str(tmp_path / "small.gguf")))
 
 
 def _has_smollm2() -> bool:

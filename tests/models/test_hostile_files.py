@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models.test_merging import base, trained
+from trainwright.api.publishing import exported
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
 from trainwright.models.adapters import config as adapters_config
 from trainwright.models.adapters.attaching import attach_adapter
+from trainwright.models.cut import parameter_count
 from trainwright.models.load import check_adapter, load_config, load_model, load_tokenizer
 from trainwright.models.source import resolve
 from trainwright.models.weights import load_empty
@@ -116,6 +118,30 @@ def test_what_is_not_of_the_model_itself_is_left_out_of_its_configuration(model:
 def test_generation_settings_that_are_none_are_told(model: Path, content: str) -> None:
     (model / "generation_config.json").write_text(content)
     assert len(refusals(model)) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"a": ' * 100_000 + "1" + "}" * 100_000, *(json.dumps({"eos_token_id": each}) for each in ("x", [1, None], {}))],
+    ids=["deep", "text", "null in a list", "object"],
+)
+def test_generation_settings_that_cannot_be_read_are_told(model: Path, tmp_path: Path, content: str) -> None:
+    (model / "generation_config.json").write_text(content)
+    with pytest.raises(RequestError, match=r"generation_config\.json: (nested more than|eos_token_id should be)"):
+        exported(str(model), tmp_path / "model.gguf", "gguf", None, None)
+    assert all("generation_config.json: " in line for line in refusals(model)) and len(refusals(model)) == 2
+
+
+def test_a_rotary_embedding_that_does_not_exist_is_told_where_parameters_are_counted(model: Path) -> None:
+    change_json(model / "config.json", rope_parameters={"rope_type": "x", "rope_theta": 1e4})
+    with pytest.raises(RequestError, match="cannot create"):
+        parameter_count(load_config(ModelSection(name=str(model))))
+
+
+def test_sizes_that_a_gguf_file_cannot_hold_are_told(model: Path, tmp_path: Path) -> None:
+    change_json(model / "config.json", max_position_embeddings=2**33)
+    with pytest.raises(RequestError, match="context_length: 8589934592 cannot be written"):
+        exported(str(model), tmp_path / "model.gguf", "gguf", None, None)
 
 
 def sharded(model: Path, files: Callable[[dict[str, str]], Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -18,6 +19,7 @@ import torch
 from tests.models.test_merging import IDS, base, logits_of, trained
 from tests.support.commands import PATIENCE, trainwright
 from tests.support.commands import environment as variables
+from trainwright.errors import RequestError
 from trainwright.models.files.save import save_model
 from trainwright.models.gguf.export import export_gguf
 from trainwright.models.gpt.model import register
@@ -61,6 +63,20 @@ def card_of(directory: Path, weights: Path, model: Mapping[str, Any], task: str 
         "".join(json.dumps({"time": 0.0, "step_time": 1.0, **event}) + "\n" for event in EVENTS)
     )
     return model_card(directory, f"me/{weights.name}", weights)
+
+
+@pytest.mark.parametrize("kind", ["deep", "without a start", "a start of nothing", "a named pipe", "missing"])
+def test_a_run_without_events_that_can_be_read_has_no_card(tmp_path: Path, kind: str) -> None:
+    card_of(tmp_path / "run", tmp_path / "run", {"config": GPT, "tokenizer": "bytes"})
+    file = tmp_path / "run" / "events.jsonl"
+    content = {"deep": "[" * 100_000, "without a start": "", "a start of nothing": '{"event": "start", "time": 1}\n'}
+    file.unlink()
+    if kind in content:
+        file.write_text(content[kind])
+    elif kind == "a named pipe":
+        os.mkfifo(file)
+    with pytest.raises(RequestError, match="no card can be written without its events"):
+        model_card(tmp_path / "run", "me/x", tmp_path / "run")
 
 
 def block_of(card: str) -> str:

@@ -15,7 +15,7 @@ from trainwright.api.merging import check_finished, dtype_of
 from trainwright.api.processes.separate import run_in_process
 from trainwright.data.rows.chat_encoding import install_template
 from trainwright.errors import MachineError, RequestError, TrainwrightError
-from trainwright.observe.reader import read_events
+from trainwright.observe.reader import read_log
 from trainwright.paths import user_path
 from trainwright.text import plural, quoted, say
 
@@ -172,7 +172,7 @@ def _write_model(found: FoundModel, out: Path, dtype: str | None) -> None:
 
 def _trained_on_chats(run: Path) -> bool:
     """Return whether the rows of a run were conversations, not texts to continue."""
-    starts = [event for event in read_events(run / "events.jsonl") if event["event"] == "start"]
+    starts = [event for event in read_log(run / "events.jsonl").history if event["event"] == "start"]
     return bool(starts) and bool(starts[-1].get("chats"))
 
 

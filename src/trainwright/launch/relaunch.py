@@ -96,10 +96,10 @@ def take_replan(run: Path) -> tuple[Recipe, int | None] | None:
     try:
         offer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
-    except (OSError, ValueError):
+        before = load_recipe(run / run_directory.RECIPE)
+        recipe, seconds = _changed(before, offer), float(offer["seconds"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # the run may be anybody's
         return None
-    before = load_recipe(run / run_directory.RECIPE)
-    recipe = _changed(before, offer)
     text = run_directory.recipe_text(recipe)
     for section, keys in (("parallel", _PARALLEL), ("train", _TRAIN)):
         for key in keys:
@@ -107,7 +107,7 @@ def take_replan(run: Path) -> tuple[Recipe, int | None] | None:
             if old != new:
                 why = f"{section}.{key} {new}: {old} was slower than planned (train.replan: auto)"
                 run_directory.change(run, text, why)
-    run_directory.expect(run, {"step_time": offer["seconds"]}, offer)
+    run_directory.expect(run, {"step_time": seconds}, offer)
     return recipe, offer.get("threads")
 
 

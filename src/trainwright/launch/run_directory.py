@@ -98,22 +98,23 @@ def with_directory(overrides: Iterable[str], directory: Path) -> list[str]:
 
 
 def check_files(run: Path) -> None:
-    """Raise RequestError if a file that a resumed run reads or appends to is a link, a pipe or a device.
+    """Raise RequestError if a file or folder that a resumed run reads or writes to is a link, a pipe or a device.
 
-    The run may be anybody's: its events would be added to the file that a link leads to.
+    The run may be anybody's: its events would be added to the file that a link leads to, and the checkpoints of another
+    run removed as old ones of this.
     """
     for folder in (run, run / "logs", run / "ledger"):
         if not folder.is_dir():
             continue
         with os.scandir(folder) as entries:
-            special = [each.name for each in entries if not each.is_file(follow_symlinks=False) and not each.is_dir()]
+            special = [each.name for each in entries if each.is_symlink() or not (each.is_file() or each.is_dir())]
         for name in sorted(special):
             try:
                 open_inside(folder, name).close()
             except OSError as error:
                 raise RequestError(
-                    f"--resume: {folder / name} {error.strerror}; a run writes to its own files only: put the file "
-                    "itself there, or remove it"
+                    f"--resume: {folder / name} {error.strerror}; a run writes to its own files only: put the "
+                    "original there, or remove it"
                 ) from None
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.models.configuration import making
 from trainwright.models.load import load_config
 from trainwright.models.source import resolve
 
@@ -30,7 +31,7 @@ def parameter_count(config: PretrainedConfig, layers: int | None = None) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with making(config), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(cut_config(config, layer_count(config) if layers is None else layers))
     return sum(parameter.numel() for parameter in model.parameters())
 

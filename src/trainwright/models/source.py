@@ -131,6 +131,11 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
         raise RequestError(f"{key}: {directory} has no config.json: {hint}")
     if not weights:
         return
+    if (file := directory / "generation_config.json").is_file():
+        settings = read_json(file, f"{key}: {file}")
+        stops = settings.get("eos_token_id") if isinstance(settings, dict) else None
+        if stops is not None and any(type(stop) is not int for stop in (stops if isinstance(stops, list) else [stops])):
+            raise RequestError(f"{key}: {file}: eos_token_id should be a token's id, or a list of them, not {stops!r}")
     shards = _weight_files(directory, files, key)
     for shard in shards:
         check_safetensors(shard, key)
@@ -190,6 +195,8 @@ def check_safetensors(file: Path, key: str) -> None:
 def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> Located:
     from trainwright.models.gguf.reading import convert_gguf
 
+    if not file.is_file():
+        raise RequestError(f"{key}: {file} is not a file")
     directory, precision = convert_gguf(file, key, say)
     return Located(directory, f"{origin}, dequantized to {precision}", file, package)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trainwright import __version__, text
+from trainwright.errors import RequestError
 from trainwright.models.adapters.base_model import BASE, BaseModel
 from trainwright.models.usage import asking, evaluating, is_in_code, loading
-from trainwright.observe.reader import EventRecord, precision_of, read_events
+from trainwright.observe.reader import EventRecord, precision_of, read_log
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import Recipe
@@ -27,10 +28,14 @@ def model_card(run: Path, name: str, weights: Path) -> str:
         name: the heading of the page.
         weights: the directory to publish: a model, or an adapter.
 
-    Raises OSError if the run has no events.
+    Raises RequestError if the run has no events that can be read.
     """
-    recipe, events = load_recipe(run / "recipe.yaml"), read_events(run / "events.jsonl")
-    start = next((event for event in reversed(events) if event["event"] == "start"), {})
+    recipe, log = load_recipe(run / "recipe.yaml"), read_log(run / "events.jsonl")
+    events = log.history
+    start = next((event for event in reversed(events) if event["event"] == "start" and "max_steps" in event), None)
+    if start is None:
+        why = "; ".join(log.damage[:1]) or "events.jsonl has no start of a run"
+        raise RequestError(f"{run}: no card can be written without its events: {why}")
     is_adapter = (weights / "adapter_config.json").is_file()
     base = BaseModel.read(weights) if is_adapter else None
     sections = [

@@ -67,7 +67,7 @@ class StoredRun:
                 raise CheckpointError("run.json is damaged (its checksum differs)")
             parts = tuple(Part(int(each["start"]), int(each["end"]), str(each["sha256"])) for each in content["events"])
             found = cls(str(content["run"]), str(content["recipe"]), str(content["plan"]), parts)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"run.json is not the record of a run: {error}") from error
         ends = [0, *(part.end for part in parts)]
         if any(part.start != end or not _PART.fullmatch(part.name) for part, end in zip(parts, ends, strict=False)):
@@ -114,7 +114,7 @@ def name_in_places(run: Path) -> str:
     run = run.absolute()
     try:
         stored = json.loads((run / PLAN).read_text(encoding="utf-8")).get(STORED_AS)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         stored = None
     return stored if isinstance(stored, str) and stored else default_name(run)
 

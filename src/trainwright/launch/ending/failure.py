@@ -298,7 +298,7 @@ def is_follow_up(record: dict[str, Any]) -> bool:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and "time" in record else None
 

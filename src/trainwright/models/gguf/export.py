@@ -201,6 +201,8 @@ def _add(writer: Any, key: str, value: object) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
+        if not 0 <= value < 2**32:
+            raise RequestError(f"{key}: {value} cannot be written to a GGUF file")
         writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)

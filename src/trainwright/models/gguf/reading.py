@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.errors import RequestError
+from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.cache import cache_in_words, cache_root, try_write
 from trainwright.machine.sharing.made_once import made_once
+from trainwright.models.configuration import NOT_MADE
 from trainwright.models.gguf.assumed import adds_space, query_scalar
 from trainwright.models.gguf.rope import FREQUENCIES, LONG, SHORT, read_rope
 from trainwright.models.supported import check_supported
@@ -108,6 +109,17 @@ def _digest(file: Path, name: str) -> str:
 
 def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str], None] = lambda line: None) -> None:
     """Write the model in ``file`` to ``directory`` in transformers' format; raise RequestError as ``convert_gguf``."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        _write_converted(file, directory, key, notify)
+    except RequestError:
+        raise
+    except (TrainingError, StrictDataclassError, *NOT_MADE) as error:  # sizes and types that do not fit each other
+        raise RequestError(f"{key}: {file} cannot be converted ({error}); download it again") from error
+
+
+def _write_converted(file: Path, directory: Path, key: str, notify: Callable[[str], None]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
