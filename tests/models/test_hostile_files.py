@@ -18,6 +18,8 @@ from tests.models.test_merging import base, trained
 from trainwright.api.publishing import exported
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
+from trainwright.inference.loading import check_fits
+from trainwright.machine.machine import Machine
 from trainwright.models.adapters import config as adapters_config
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.cut import parameter_count
@@ -136,6 +138,23 @@ def test_a_rotary_embedding_that_does_not_exist_is_told_where_parameters_are_cou
     change_json(model / "config.json", rope_parameters={"rope_type": "x", "rope_theta": 1e4})
     with pytest.raises(RequestError, match="cannot create"):
         parameter_count(load_config(ModelSection(name=str(model))))
+
+
+@pytest.mark.parametrize("values", [{"num_hidden_layers": 99}, {"intermediate_size": 10**6}], ids=str)
+def test_a_configuration_of_a_larger_model_than_its_weights_takes_no_memory(
+    model: Path, values: dict[str, int]
+) -> None:
+    change_json(model / "config.json", **values, layer_types=None)
+    with pytest.raises(RequestError, match=r"has weights of .* numbers, and its config.json is that of a model of"):
+        check_fits(find_model(str(model)), torch.float32, Machine("here", "a CPU", 2, 2**40, ()), 1)
+
+
+@pytest.mark.parametrize("template", [5, [{"name": "default", "template": 5}], {"default": 5}], ids=str)
+def test_a_chat_template_that_is_no_text_is_told(model: Path, template: Any) -> None:
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    change_json(model / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(RequestError, match=r"the tokenizer in .* cannot be loaded"):
+        load_tokenizer(ModelSection(name=str(model)))
 
 
 def test_sizes_that_a_gguf_file_cannot_hold_are_told(model: Path, tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from trainwright.machine.machine import Machine
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
 from trainwright.models.cut import parameter_count
+from trainwright.models.files.safetensors_files import stored_elements
 from trainwright.models.load import load_config, load_model, load_tokenizer
+from trainwright.models.source import resolve, weight_files
 from trainwright.parallel.shards import Shard
 
 if TYPE_CHECKING:
@@ -68,9 +70,23 @@ def load(found: FoundModel, dtype: torch.dtype, device: torch.device) -> Loaded:
 
 
 def check_fits(found: FoundModel, dtype: torch.dtype, machine: Machine, processes: int) -> None:
-    """Raise MachineError if ``processes`` of this machine cannot hold a full copy of the model each."""
+    """Check whether each of ``processes`` of this machine can hold a full copy of the model.
+
+    Raises:
+        MachineError: it cannot.
+        RequestError: the configuration is that of a far larger model than the weights, for which memory would be taken.
+    """
     with for_users():
-        needed = parameter_count(load_config(found.section)) * dtype.itemsize
+        count = parameter_count(load_config(found.section))
+        directory = resolve(found.section, weights=False).directory
+        if directory is not None:
+            stored = sum(sum(stored_elements(file).values()) for file in weight_files(directory))
+            if count > 2 * stored:
+                raise RequestError(
+                    f"model.name: {directory} has weights of {stored:,} numbers, and its config.json is that of a "
+                    f"model of {count:,}; download the model again"
+                )
+    needed = count * dtype.itemsize
     if machine.gpus:
         memory, where = min(gpu.memory_bytes for gpu in machine.gpus), "one GPU"
     else:

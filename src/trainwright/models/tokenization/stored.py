@@ -29,7 +29,13 @@ def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
 
         register()  # transformers also reads the configuration
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        template = tokenizer.chat_template
+        if not all(
+            isinstance(one, str) for one in (template.values() if isinstance(template, dict) else [template or ""])
+        ):
+            raise TypeError("its chat_template is not a text")
+        return tokenizer
     except Exception as error:  # as above: no common base class
         if _needs_sentencepiece(directory):
             raise RequestError(
