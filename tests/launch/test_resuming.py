@@ -78,6 +78,13 @@ def test_a_run_whose_files_lead_elsewhere_is_not_resumed(here: Path, name: str, 
             read_request(words, resume)
 
 
+def test_a_run_with_checkpoints_on_another_disk_is_resumed(here: Path) -> None:
+    run = a_run()
+    (here / "disk").mkdir()
+    (run / "checkpoints").symlink_to(here / "disk")
+    assert read_request([], str(run)).run == run
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "ledger", "tensorboard", "final"])
 def test_a_run_whose_folders_lead_elsewhere_is_not_resumed(here: Path, name: str) -> None:
     """Those of another run: its checkpoints would be removed as old ones of this run."""

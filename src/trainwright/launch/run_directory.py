@@ -101,7 +101,7 @@ def check_files(run: Path) -> None:
     """Raise RequestError if a file or folder that a resumed run reads or writes to is a link, a pipe or a device.
 
     The run may be anybody's: its events would be added to the file that a link leads to, and the checkpoints of another
-    run removed as old ones of this.
+    run removed as old ones of this. ``checkpoints`` may be a link to a folder that is in no run, on another disk.
     """
     for folder in (run, run / "logs", run / "ledger"):
         if not folder.is_dir():
@@ -109,6 +109,8 @@ def check_files(run: Path) -> None:
         with os.scandir(folder) as entries:
             special = [each.name for each in entries if each.is_symlink() or not (each.is_file() or each.is_dir())]
         for name in sorted(special):
+            if name == "checkpoints" and not (Path(os.path.realpath(folder / name)).parent / "recipe.yaml").exists():
+                continue
             try:
                 open_inside(folder, name).close()
             except OSError as error:
