@@ -79,7 +79,7 @@ def check_fits(found: FoundModel, dtype: torch.dtype, machine: Machine, processe
     with for_users():
         count = parameter_count(load_config(found.section))
         directory = resolve(found.section, weights=False).directory
-        if directory is not None:
+        if directory is not None and found.section.gguf_file is None:
             stored = sum(sum(stored_elements(file).values()) for file in weight_files(directory))
             if count > 2 * stored:
                 raise RequestError(
