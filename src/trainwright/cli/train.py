@@ -113,7 +113,9 @@ def train(
     from trainwright.launch.request import split_words
 
     if verbose:
-        os.environ["TRAINWRIGHT_VERBOSE"] = "1"
+        from trainwright.observe.console import VERBOSE
+
+        os.environ[VERBOSE] = "1"
     recipe, overrides = split_words(arguments or [])
     if compute and simulate is None:
         raise RequestError("--compute: computes on simulated GPUs; pass --simulate MACHINE")

@@ -23,7 +23,7 @@ _LINE_SECONDS = 5.0
 _LONG_STEP = 30.0
 _LABEL = 14
 # Reasons on a terminal too. A variable, because worker processes inherit it.
-_VERBOSE = "TRAINWRIGHT_VERBOSE"
+VERBOSE = "TRAINWRIGHT_VERBOSE"
 _CHOICE = re.compile(r"(\w+\.[\w.]+ [^:;]+): .+")  # a key, its value, and why
 _DETAILS = re.compile(r"tokens kept in .*|\w+: [\d,]+ tokens, .*")
 
@@ -103,7 +103,7 @@ class ConsoleObserver:
             if past["event"] == "evaluate":
                 self._measured(past["metrics"])
         self._remaining = Remaining(event, self._past.events)
-        brief = self._progress.is_drawn and not os.environ.get(_VERBOSE)
+        brief = self._progress.is_drawn and not os.environ.get(VERBOSE)
         for label, value in _banner(_brief(event) if brief else event):
             self._write(f"{label:<{_LABEL}} {value}")
         self._write()

@@ -289,8 +289,9 @@ def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
     for events, prefix in ((run.steps, ""), (run.evaluations, "validation/")):
         for event in events:
             for metric, value in event.get("metrics", {}).items():
-                title = f"Validation {metric}" if prefix else metric
-                _take(found.setdefault(f"{prefix}{metric}", Curve(title.replace("_", " "), "")), event["step"], value)
+                words = text.metric_name(metric)
+                curve = found.setdefault(f"{prefix}{metric}", Curve(f"Validation {words}" if prefix else words, ""))
+                _take(curve, event["step"], value)
     for before, after in lost:
         for metric in before.get("metrics", {}).keys() & after.get("metrics", {}).keys():
             found[metric].breaks.append(int(after["step"]))
