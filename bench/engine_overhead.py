@@ -37,8 +37,8 @@ from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import StepGradients, Training
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, prepare_environment, threads_allowed
+from trainwright.launch.supervisor import launch
 from trainwright.parallel.strategy import Setup, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe

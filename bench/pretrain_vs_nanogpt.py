@@ -39,8 +39,8 @@ from trainwright.engine.optimizer import Schedule, optimizer_factory
 from trainwright.engine.policies.base import Training
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.local import launch
 from trainwright.launch.process import keep_freed_memory, run_in_child, threads_allowed
+from trainwright.launch.supervisor import launch
 from trainwright.machine.detect import detect
 from trainwright.models.causal_lm import compile_blocks
 from trainwright.parallel.strategy import Setup, build_strategy

@@ -25,8 +25,8 @@ from trainwright.engine import trainer as engine
 from trainwright.engine.trainer import Trainer
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.local import launch
 from trainwright.launch.process import prepare_environment, run_in_child
+from trainwright.launch.supervisor import launch
 from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe

@@ -17,8 +17,8 @@ from pathlib import Path
 from support.processes import busy_seconds
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.local import launch
 from trainwright.launch.process import run_in_child
+from trainwright.launch.supervisor import launch
 from trainwright.machine.machine import Machine
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe

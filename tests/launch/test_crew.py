@@ -76,7 +76,8 @@ def trains(crew: Crew) -> None:
 
 
 def ranks(crew: Crew) -> tuple[int, int]:
-    return crew.nodes.place()
+    ranks = crew.nodes.ranks()
+    return ranks.first, ranks.size
 
 
 def test_a_lost_node_is_left_out_and_taken_in_again_when_it_is_back(two: Members) -> None:

@@ -14,17 +14,17 @@ from trainwright.launch.ending.failure import (
     Cause,
     Ended,
     MemoryFailure,
-    RankErrorHandler,
     ended_from_outside,
     error_file,
     error_record,
     exit_code_of,
     first_failure,
     new_slot,
+    record_exception,
     slot_records,
 )
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.local import launch_once
+from trainwright.launch.supervisor import run_workers
 
 
 def fail(logs: Path, rank: int, time: float, text: str, known: bool = False, exit_code: int = 4) -> None:
@@ -126,8 +126,9 @@ def test_machine_error_keeps_its_exit_code(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_a_signal_has_ended_is_the_cause_of_what_others_say_of_connections(tmp_path: Path) -> None:
     slots = {rank: new_slot() for rank in range(3)}
-    RankErrorHandler(slots[0]).record_exception(RuntimeError(f"[gloo/transport/tcp/pair.cc:534] {'x' * 200_000}"))
-    RankErrorHandler(slots[2]).record_exception(Ended(ended_from_outside(2, signal.SIGTERM)))
+    record_exception(RuntimeError(f"[gloo/transport/tcp/pair.cc:534] {'x' * 200_000}"), slots[0])
+    record_exception(Ended(ended_from_outside(2, signal.SIGTERM)), slots[2])
+    slots[1].value = b'{"time": 1'  # killed while it wrote
     records = slot_records(slots)
     assert records.keys() == {0, 2}
     failure = first_failure(tmp_path, 3, {0: 4, 1: None, 2: 143}, False, records=records)
@@ -137,11 +138,12 @@ def test_a_rank_that_a_signal_has_ended_is_the_cause_of_what_others_say_of_conne
     assert crashed.message.startswith("rank 1 crashed")
 
 
-def test_what_a_worker_ends_with_is_known_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_what_a_worker_ends_with_is_known_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slot = new_slot()
-    handler = RankErrorHandler(slot)
-    handler._get_error_file_path = lambda: str(tmp_path / "gone" / "rank-0.error.json")  # type: ignore[method-assign]
-    handler.record_exception(ValueError("boom"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "rank-0.error.json"))
+    record_exception(ValueError("boom"), slot)
     assert "ValueError: boom" in first_failure(tmp_path, 1, {0: 4}, False, records=slot_records({0: slot})).message
 
 
@@ -181,4 +183,4 @@ def test_a_lost_node_is_a_fault(tmp_path: Path) -> None:
 def test_logs_that_cannot_be_written_when_workers_start_are_named(tmp_path: Path) -> None:
     (tmp_path / "rank-1.error.json").mkdir()
     with pytest.raises(RequestError, match=f"{tmp_path}: a run cannot be written there: Is a directory"):
-        launch_once(lambda: 0, processes=2, logs=tmp_path, stopping=Stopping())
+        run_workers(lambda: 0, processes=2, logs=tmp_path, stopping=Stopping())

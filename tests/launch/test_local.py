@@ -19,7 +19,6 @@ from tests.support.commands import PATIENCE, ROOT, all_gone, descendants, enviro
 from tests.support.control_groups import real_group
 from tests.support.forked import Finished, Started, fork_server
 from tests.support.slow import slow_but
-from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER
 
 
 def start(kind: str, logs: Path, processes: int = 2, **variables: str) -> Started:
@@ -84,10 +83,14 @@ def test_first_traceback_is_shown_once_with_its_rank(tmp_path: Path) -> None:
 
 
 def test_worker_that_sleeps_is_taken_down_when_another_fails(tmp_path: Path) -> None:
-    result = run("raise-sleeping", tmp_path / "logs")
-    assert result.code == 4
-    assert "boom while the others sleep" in result.stderr
-    assert (tmp_path / "logs" / "left-0").read_text() == str(CLOSED_BY_LAUNCHER)  # by itself: after 30 s it is killed
+    logs = tmp_path / "logs"
+    with running("raise-sleeping", logs) as launcher:
+        ready(logs)
+        ended = launcher.wait()
+    assert ended.code == 4
+    assert ended.stderr.startswith("error: rank 1 failed") and "boom while the others sleep" in ended.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids(logs)[0], 0)
 
 
 def test_known_error_is_a_message_without_traceback(tmp_path: Path) -> None:
@@ -117,6 +120,12 @@ def test_silent_exit_is_explained(tmp_path: Path) -> None:
     result = run("exit", tmp_path / "logs")
     assert result.code == 4
     assert result.stderr.startswith("error: rank 1 exited with code 9"), result.stderr
+
+
+def test_a_worker_that_ends_itself_as_if_it_were_stopped_has_failed(tmp_path: Path) -> None:
+    result = run("exit-stopped", tmp_path / "logs")
+    assert result.code == 4
+    assert result.stderr.startswith("error: rank 1 ended itself with exit code 75"), result.stderr
 
 
 def test_two_launches_at_once_use_different_ports(tmp_path: Path) -> None:

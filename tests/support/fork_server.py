@@ -43,7 +43,7 @@ def main() -> None:
 
 # What runs import by and by, on the way to their first step; transformers' own modules are loaded when they are used.
 _OWN = (
-    *("cli.main", "launch.local", "launch.run_worker", "tasks.sft.task", "worker"),
+    *("cli.main", "launch.supervisor", "launch.run_worker", "tasks.sft.task", "worker"),
     *("observe.tensorboard", "observe.console", "planning.output.table", "data.check"),
 )
 _MODULES = (

@@ -46,14 +46,13 @@ def entry(kind: str, logs: Path) -> int:
         os.kill(os.getpid(), 9)
     if kind == "exit" and rank == 1:
         os._exit(9)
-    if kind in ("raise", "raise-known", "die", "exit"):
+    if kind == "exit-stopped" and rank == 1:
+        os._exit(EXIT_STOPPED)
+    if kind in ("raise", "raise-known", "die", "exit", "exit-stopped"):
         dist.all_reduce(torch.ones(1))
     if kind == "fresh":
         set_fresh(True)
         (logs / f"fresh-{rank}").touch()
-    if kind == "raise-sleeping":
-        leave = os._exit
-        os._exit = lambda code: (_write(logs / f"left-{rank}", str(code)), leave(code))  # type: ignore[assignment]
     if kind in ("sleep", "raise-sleeping", "fresh"):
         time.sleep(600)
     if kind == "hog" and rank == 1:
@@ -118,7 +117,7 @@ def main(kind: str, count: str, directory: str) -> int:
         if kind.startswith("prepare-"):
             run_in_child(functools.partial(prepare, kind.removeprefix("prepare-")), logs / "prepare.log", stopping)
             return 0
-        from trainwright.launch.local import launch
+        from trainwright.launch.supervisor import launch
 
         before = len(os.listdir("/proc/self/task"))
         if kind == "collect":  # what the first launch leaves behind is there when the second one forks

@@ -99,7 +99,7 @@ def _in_processes(
     machine: Machine, count: int, threads: int | None, ends: tuple[float, float], work: Path, stopping: Stopping
 ) -> dict[str, Any]:
     from trainwright.doctor.calibrate_worker import measure
-    from trainwright.launch.local import launch
+    from trainwright.launch.supervisor import launch
 
     output = work / "samples.json"
     work.mkdir()

@@ -177,7 +177,7 @@ def run_side(side: ComparedRun, steps: int, stopping: Stopping, *, is_shown: boo
         TrainingError: a process failed.
         Stopped: a stop was requested.
     """
-    from trainwright.launch.local import launch
+    from trainwright.launch.supervisor import launch
 
     side.run.mkdir()
     run_directory.record(side.run, dump_recipe(side.recipe), side.name, [])

@@ -46,14 +46,14 @@ def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> Prob
     Raises:
         Stopped: a stop was requested meanwhile.
     """
-    from trainwright.launch.local import launch_once
+    from trainwright.launch.supervisor import run_workers
 
     run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
     try:
         run_directory.record(run, recipe, run.name, [])
         processes = processes or int(load_recipe(run / run_directory.RECIPE).parallel.processes)
         work = functools.partial(_work, run)
-        ended = launch_once(work, processes=processes, logs=run / "logs", stopping=stopping)
+        ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
         if stopping.requested:
             raise Stopped()
         memory_bytes, step_time = _measured(run)

@@ -8,21 +8,23 @@ pass, and a process that the kernel kills cannot react. The third is for a plan 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.events import Event
+from trainwright.engine.events import Event, Fault
 from trainwright.engine.policies.halving import halved, reason, rows_of, with_rows
 from trainwright.launch import run_directory
-from trainwright.launch.ending.failure import MemoryFailure
+from trainwright.launch.ending.failure import Failure, MemoryFailure
 from trainwright.launch.ending.restarts import Restarts
-from trainwright.launch.group.elastic import Elastic
+from trainwright.launch.supervisor import raise_failure
 from trainwright.observe.plan_watch import REPLAN
 from trainwright.observe.reader import read_events
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
+from trainwright.text import say
 
 # What a plan changes of a run.
 _PARALLEL = ("strategy", "num_processes", "replicate_size", "reshard_after_forward")
@@ -30,29 +32,38 @@ _TRAIN = ("micro_batch_size", "activation_checkpointing")
 
 
 class Relaunch:
-    """Decide whether to relaunch a run, and what its workers execute.
+    """Decide whether a run that failed goes on.
 
     Args:
-        resumed: what every worker executes then, given the event that rank 0 reports; None where it is not.
         restarts: ``faults.restarts`` of the recipe.
-        elastic: chooses the number of processes; None: it stays.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        resumed: Callable[[Event | None], Callable[[], int]],
-        restarts: str,
-        elastic: Elastic | None = None,
-    ) -> None:
-        self.resumed = resumed
-        self.elastic = elastic
-        self.restarts = Restarts(run, restarts)
+    def __init__(self, run: Path, restarts: str) -> None:
         self._run = run
+        self._restarts = Restarts(run, restarts)
         self._begun = time.time()
 
-    def decide(self, ran_out: MemoryFailure) -> dict[str, Any] | None:
-        """Halve the micro-batch in the run's recipe; return the `fault`, or None if another launch is of no use."""
+    def decide(self, failure: Failure, goes_on: bool) -> Event:
+        """Return the event that the next launch reports.
+
+        Args:
+            goes_on: whether there may be a next one.
+
+        Raises:
+            TrainwrightError: the failure, if there is no next launch.
+        """
+        if not goes_on:
+            raise_failure(failure)
+        if failure.ran_out is not None and (halved := self._halve(failure.ran_out)) is not None:
+            return halved
+        decision = self._restarts.decide(failure)
+        if isinstance(decision, Failure):
+            raise_failure(decision)
+        say(decision.line(), file=sys.stderr)
+        return decision
+
+    def _halve(self, ran_out: MemoryFailure) -> Fault | None:
+        """Halve the micro-batch in the run's recipe; return the event, or None if another launch is of no use."""
         recipe = load_recipe(self._run / run_directory.RECIPE)
         rows = rows_of(recipe, ran_out.rows)
         if rows == 1 or not ran_out.in_training or not self._trained():
@@ -64,12 +75,12 @@ class Relaunch:
             return None
         self._begun = time.time()
         # No field `step`: events of a step are discarded when that step is repeated.
-        return {
-            "kind": "out_of_memory",
-            "rank": ran_out.rank,
-            "detail": ran_out.detail + ("" if ran_out.step is None else f", at step {ran_out.step}"),
-            "action": f"micro-batch {rows} -> {halved(rows)}; started again from the newest checkpoint",
-        }
+        return Fault(
+            kind="out_of_memory",
+            rank=ran_out.rank,
+            detail=ran_out.detail + ("" if ran_out.step is None else f", at step {ran_out.step}"),
+            action=f"micro-batch {rows} -> {halved(rows)}; started again from the newest checkpoint",
+        )
 
     def _trained(self) -> bool:
         """Return whether the last launch reached training: smaller micro-batches do not help a model that does not

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
-from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
+from trainwright.errors import EXIT_FINISHED, EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
 from trainwright.launch.ending.failed import record_failure
 from trainwright.launch.ending.left import left_in_words
 from trainwright.launch.ending.requests import forget_stops, look_before_steps
@@ -32,6 +32,7 @@ from trainwright.machine.usage.sample import process_age
 from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
+    from trainwright.engine.events import Event
     from trainwright.launch.nodes.crew import Crew
     from trainwright.launch.nodes.nodes import LinkedStopping, Nodes
     from trainwright.launch.nodes.place import NodeRendezvous
@@ -243,55 +244,60 @@ class _Launch:
         check_limits(self.processes, self.processes)
 
     def _run_workers(self, run: Path) -> int:
-        """Run the workers to their end; relaunch with another plan if the plan was wrong and the recipe asks for it."""
+        """Run the workers until the run has ended or stopped, launch after launch: after a failure that a restart or a
+        smaller micro-batch may mend, with another number of processes, or with another plan.
+        """
+        from trainwright.launch.ending.failure import Failure
         from trainwright.launch.hangs.watcher import Watched
-        from trainwright.launch.local import launch
-        from trainwright.launch.relaunch import Relaunch, take_replan
+        from trainwright.launch.relaunch import Relaunch
         from trainwright.launch.run_worker import train
+        from trainwright.launch.supervisor import run_workers
 
-        crew = self.crew
-        if not self.processes:
-            assert crew is not None, "only other nodes leave one without"
-            return crew.code
-        may_change = crew is None or crew.changes
-        work = functools.partial(train, run, may_change=may_change, watched=True, deadline=self.request.deadline)
-        again = functools.partial(work, True)
-        recipe = self.resolved.recipe
-        elastic, limit = self.elastic, recipe.faults.restarts
-        relaunch = Relaunch(run, lambda event: functools.partial(again, reported=event), limit, elastic)
-        launched = functools.partial(
-            launch,
-            logs=run / "logs",
-            stopping=self.stopping,
-            crew=crew,
-            relaunch=relaunch,
-            watched=Watched(run, recipe.faults.on_hang, recipe.train.compile is True),
-            looking=functools.partial(self._looking, run),
-        )
-        resumed = self.request.run is not None or (crew is not None and crew.has_launched)
-        code = launched(functools.partial(work, resumed), processes=self.processes)
-        while code == EXIT_STOPPED and not self.stopping.requested:
-            if crew is not None:
-                if not crew.changes:
-                    break
-                with self._looking(run):
-                    processes = crew.next()
-                if not processes:
-                    return crew.code
-            elif elastic is not None:  # nothing else ends its workers
-                with self._looking(run):
-                    processes = elastic.next()
-                if not processes:
-                    break
-            elif (changed := take_replan(run)) is not None:
-                recipe, threads = changed
-                processes = int(recipe.parallel.processes)
-                say(f"continuing with {recipe.parallel.strategy} on {processes}")
-                _set_threads(self.resolved.plan.chosen.choice.threads, threads)
-            else:
-                break
-            code = launched(again, processes=processes)
-        return code
+        crew, recipe = self.crew, self.resolved.recipe
+        watched = Watched(run, recipe.faults.on_hang, recipe.train.compile is True)
+        relaunch = Relaunch(run, recipe.faults.restarts)
+        resume = self.request.run is not None or (crew is not None and crew.has_launched)
+        reported: Event | None = None
+        while self.processes:
+            may_change = crew is None or crew.changes
+            work = functools.partial(train, run, resume, reported=reported, may_change=may_change, watched=True)
+            ended = run_workers(
+                functools.partial(work, deadline=self.request.deadline),
+                processes=self.processes,
+                logs=run / "logs",
+                stopping=self.stopping,
+                nodes=self.nodes,
+                watched=watched,
+                elastic=self.elastic,
+            )
+            resume, reported = True, None
+            if not isinstance(ended, Failure):
+                if ended == EXIT_FINISHED or self.stopping.requested or not may_change:
+                    return ended
+            elif crew is None or crew.leads:
+                goes_on = not self.stopping.flag.value and (crew is None or crew.may_go_on)
+                reported = relaunch.decide(ended, goes_on)
+            with self._looking(run):
+                self.processes = self._next_processes(run, failed=isinstance(ended, Failure))
+        return EXIT_STOPPED if crew is None else crew.code
+
+    def _next_processes(self, run: Path, *, failed: bool) -> int:
+        """Return the number of processes here of the next launch; 0: there is none."""
+        from trainwright.launch.relaunch import take_replan
+
+        if self.crew is not None:
+            return self.crew.next()
+        if self.elastic is not None:
+            return self.elastic.next()
+        if failed:
+            return self.processes
+        if (changed := take_replan(run)) is None:
+            return 0
+        recipe, threads = changed
+        processes = int(recipe.parallel.processes)
+        say(f"continuing with {recipe.parallel.strategy} on {processes}")
+        _set_threads(self.resolved.plan.chosen.choice.threads, threads)
+        return processes
 
     def _devices(self) -> Callable[[], int | None]:
         """Return what counts the devices that work now; a CPU has room for any number of processes."""

@@ -99,7 +99,7 @@ def in_processes(
                 for module in modules:
                     import_module(module)
             run_in_child(partial(_prepare, prepare), work / "prepare.log", stopping)
-            from trainwright.launch.local import launch
+            from trainwright.launch.supervisor import launch
 
             try:
                 code = launch(partial(_work, entry), processes=processes, logs=work / "logs", stopping=stopping)

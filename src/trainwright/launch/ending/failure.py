@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -16,13 +17,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
-
 from trainwright.diagnosis.explain import advice
 from trainwright.diagnosis.table import is_lost_connection, is_machine_fault
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError
-from trainwright.launch.ending.stop import CLOSED_BY_LAUNCHER, START_METHOD
+from trainwright.launch.ending.stop import START_METHOD
 from trainwright.paths import write_file
 from trainwright.text import say
 
@@ -30,7 +29,7 @@ from trainwright.text import say
 # directory deleted.
 Slot = Any
 _SLOT_BYTES = 2**16
-_DONE = b"done"  # in the slot of a worker that has ended its part of the run
+_DONE = b"done "  # in the slot of a worker that has ended its part of the run, before its exit code
 # A program, a user or the kernel sends them; the others follow from what the process does.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -72,22 +71,19 @@ def run_to_end(entry: Callable[[], int], rank: int) -> int:
         raise EndedEarly(rank, 0 if error.code is None else error.code, where) from error
 
 
-class RankErrorHandler(ErrorHandler):
-    """Torch's error handler, extended by what choosing the first failure needs: the exact time and the exit code."""
+def record_exception(error: BaseException, slot: Slot | None = None) -> None:
+    """Record the error that ends this worker where its launcher reads it: in its slot, and in torch's file of errors.
 
-    def __init__(self, slot: Slot | None = None) -> None:
-        self._slot = slot
-
-    def record_exception(self, e: BaseException) -> None:
-        """Record the error where the launcher reads it."""
-        record = error_record(e)
-        if self._slot is not None:
-            self._slot.value = _fitting(record)
-        with suppress(OSError):
-            say(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
-        if path := self._get_error_file_path():
-            with suppress(OSError):  # without space not at all: torch parses it as JSON
-                write_file(Path(path), json.dumps(record))
+    https://docs.pytorch.org/docs/stable/elastic/errors.html
+    """
+    record = error_record(error)
+    if slot is not None:
+        slot.value = _fitting(record)
+    with suppress(OSError):
+        say(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):  # without space not at all: torch parses it as JSON
+            write_file(Path(path), json.dumps(record))
 
 
 def new_slot() -> Slot:
@@ -95,19 +91,23 @@ def new_slot() -> Slot:
     return multiprocessing.get_context(START_METHOD).RawArray(ctypes.c_char, _SLOT_BYTES)
 
 
-def set_done(slot: Slot) -> None:
-    """Note in a worker's slot that its part of the run has ended."""
-    slot.value = _DONE
+def set_done(slot: Slot, code: int) -> None:
+    """Note in a worker's slot that its part of the run has ended, with this exit code."""
+    slot.value = _DONE + str(code).encode()
+
+
+def exit_code_in(slot: Slot, code: int) -> int:
+    """Return the exit code of a worker that has noted it in its slot; ``code``, its process's own, if it has not."""
+    return int(slot.value.removeprefix(_DONE)) if slot.value.startswith(_DONE) else code
 
 
 def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
     """Return the records in the workers' slots, by rank."""
-    return {rank: json.loads(slot.value) for rank, slot in slots.items() if slot.value not in (b"", _DONE)}
-
-
-def early_ends(slots: dict[int, Slot], exit_codes: dict[int, int | None]) -> dict[int, EndedEarly]:
-    """Return an error for each rank that exited with 0 and has not noted that it is done."""
-    return {rank: EndedEarly(rank, 0) for rank, code in exit_codes.items() if code == 0 and not slots[rank].value}
+    records = {}
+    for rank, slot in slots.items():
+        with suppress(ValueError):  # empty, done, or killed while it wrote
+            records[rank] = json.loads(slot.value)
+    return records
 
 
 def _fitting(record: dict[str, Any]) -> bytes:
@@ -206,19 +206,15 @@ def first_failure(
     """Return the failure that caused the others.
 
     `records` are those of `error_records` for all ranks, if not all are in `logs`. `gone` says which machine was lost,
-    and how. `exit_codes` maps ranks to exit codes as far as known, negative for signals. `out_of_memory` says that the
-    kernel killed a process for memory during the launch. An exception about a lost connection counts only if no rank
-    raised another and none was killed.
+    and how. `exit_codes` maps ranks to exit codes, negative for signals; None: it has not ended, or the launcher killed
+    it. `out_of_memory` says that the kernel killed a process for memory during the launch. An exception about a lost
+    connection counts only if no rank raised another and none was killed.
     """
     records = error_records(logs, range(processes)) if records is None else records
     causes = {rank: r for rank, r in records.items() if not is_follow_up(r)}
     if not causes and gone is not None:
         return Failure(f"{gone}; the logs of its ranks are in {logs}", EXIT_FAULT, cause=Cause.NODE)
-    silent = [
-        rank
-        for rank, code in sorted(exit_codes.items())
-        if rank not in records and code not in (None, 0, CLOSED_BY_LAUNCHER, -signal.SIGTERM)
-    ]
+    silent = [rank for rank, code in sorted(exit_codes.items()) if rank not in records and code not in (None, 0)]
     if silent and all(record.get("ended") for record in causes.values()):
         rank = silent[0]
         code = exit_codes[rank]

@@ -30,10 +30,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 # signal within this time is the same request.
 _SAME_REQUEST_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
-# If a worker gets SIGTERM and the launcher does not know of it after this time, the elastic agent is closing the group
-# because another worker failed.
+# A worker that gets SIGTERM waits this long for its launcher, which may have got it too, to decide what it means.
 _LAUNCHER_DECIDES_SECONDS = 1.0
-CLOSED_BY_LAUNCHER = 128 + signal.SIGTERM
 
 _SHELLS = {"bash", "sh", "dash", "zsh", "ksh", "mksh", "csh", "tcsh", "fish", "busybox"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -67,7 +65,6 @@ class Flags:
     Attributes:
         stop: a stop was requested.
         fresh: the workers have not changed their initial state yet, so nothing is lost if they end.
-        closing: a worker has failed, and the launcher ends the others.
         resize: the run is to go on with another number of processes, after its next checkpoint or one written now.
     """
 
@@ -75,7 +72,6 @@ class Flags:
         context = multiprocessing.get_context(START_METHOD)
         self.stop: Flag = context.RawValue(ctypes.c_byte, 0)
         self.fresh: Flag = context.RawValue(ctypes.c_byte, 0)
-        self.closing: Flag = context.RawValue(ctypes.c_byte, 0)
         self.resize: Flag = context.RawValue(ctypes.c_byte, 0)
 
 
@@ -116,7 +112,8 @@ def take_save_to_resize() -> bool:
 class Stopping:
     """The launcher's side: while entered, the first stop signal raises the flag and a second SIGINT kills.
 
-    `kill` is called on that second SIGINT, in the main thread; it may raise. `notice` is shown on the first signal.
+    `kill` is called on that second SIGINT, in the main thread; it may raise. While workers run, they are killed as soon
+    as `killed` is set. `notice` is shown on the first signal.
     """
 
     def __init__(self, notice: str = "stopping: each worker finishes its step and a checkpoint is written") -> None:
@@ -168,6 +165,15 @@ class Stopping:
         finally:
             self._look = None
 
+    @contextmanager
+    def killing(self, kill: Callable[[], None] | None) -> Iterator[None]:
+        """Call ``kill``, or nothing, on the second SIGINT while entered; who runs the workers looks at `killed`."""
+        before, self.kill = self.kill, kill or _nothing
+        try:
+            yield
+        finally:
+            self.kill = before
+
     def end(self, left: str) -> None:
         """Kill the workers now. ``left``: what the run can be resumed from."""
         self.killed, self.left = True, left
@@ -211,10 +217,9 @@ def interruptible() -> Iterator[None]:
 def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> None:
     """Follow the launcher in this worker: its flag decides, and signals to the worker itself are ignored.
 
-    There are two exceptions. SIGTERM ends the process if no stop was requested: it comes from the elastic agent after
-    another worker has failed, or else from outside, and then ``ended`` is called first. A Python handler would not run
-    while the main thread waits inside a collective, so a thread reads the signal from a pipe. SIGXCPU goes to the
-    process that has used up its CPU time, and stops the whole run.
+    There are two exceptions. SIGTERM ends the process if no stop was requested, after ``ended`` was called. A Python
+    handler would not run while the main thread waits inside a collective, so a thread reads the signal from a pipe.
+    SIGXCPU goes to the process that has used up its CPU time, and stops the whole run.
     """
     global _flag, _fresh, _resize
     _flag, _fresh, _resize = flags.stop, flags.fresh, flags.resize
@@ -223,7 +228,6 @@ def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> No
     for number in heeded_signals():
         signal.signal(number, _ignore)
         signal.siginterrupt(number, False)
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=restore_default_signals)
     threading.Thread(target=_watch_termination, args=(read, flags, ended), daemon=True).start()
@@ -249,13 +253,11 @@ def _watch_termination(read: int, flags: Flags, ended: Callable[[signal.Signals]
         if signals[0] != signal.SIGTERM:
             continue
         deadline = time.monotonic() + _LAUNCHER_DECIDES_SECONDS
-        while not (flags.stop.value or flags.closing.value) and time.monotonic() < deadline:
+        while not flags.stop.value and time.monotonic() < deadline:
             time.sleep(0.02)
-        if flags.stop.value and not flags.closing.value:
-            continue
-        if not flags.closing.value:
+        if not flags.stop.value:
             ended(signal.SIGTERM)
-        os._exit(CLOSED_BY_LAUNCHER)
+            os._exit(128 + signal.SIGTERM)
 
 
 def _raise_flag(number: int, frame: FrameType | None) -> None:
@@ -269,6 +271,10 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def _nothing() -> None:
+    pass
 
 
 def _stop_with_shell() -> None:

@@ -19,7 +19,7 @@ from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.launch.ending import oom_killer
 from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.ending.failed import record_failure
-from trainwright.launch.ending.failure import RankErrorHandler, describe_failure, error_file, error_record, is_follow_up
+from trainwright.launch.ending.failure import describe_failure, error_file, error_record, is_follow_up, record_exception
 from trainwright.launch.group.peers import GONE, Message, Peers
 from trainwright.text import say
 
@@ -72,7 +72,7 @@ class FailureReport:
         """Report this process's own exception; return the exit code of the run."""
         record = error_record(error)
         if self._logs is not None:
-            RankErrorHandler().record_exception(error)
+            record_exception(error)
             with contextlib.suppress(OSError):
                 error_file(self._logs, self.rank).write_text(json.dumps(record), encoding="utf-8")
         if is_follow_up(record) and self._peers is not None and self.heard.wait(_HEAR_SECONDS):

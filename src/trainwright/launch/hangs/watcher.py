@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainwright.beats import Beat, heartbeat_directory, heartbeat_file, read
 from trainwright.engine.event_log import append_event
@@ -20,6 +21,9 @@ from trainwright.launch.hangs.machines import Machines
 from trainwright.launch.hangs.processes import Moving, ProcessState, seconds_asleep, state_of
 from trainwright.launch.hangs.stacks import stacks_file, stacks_of, training_thread
 from trainwright.text import say, span
+
+if TYPE_CHECKING:
+    from trainwright.launch.worker_processes import WorkerRanks
 
 _CHECK_SECONDS = 0.25
 # A longer gap between two checks is time in which this process, and probably the workers, did not run.
@@ -108,11 +112,9 @@ class HangWatcher:
         self._asked: dict[int, int] = {}  # ranks that write their collectives
 
     @classmethod
-    def of(
-        cls, watched: Watched, processes: Callable[[], Mapping[int, int]], here: int, size: int, decides: bool
-    ) -> HangWatcher:
-        """Return the watcher of ``here`` of the ``size`` ranks of a run; ``decides``: rank 0 is one of them."""
-        return cls(watched, processes, None if here == size else Machines(watched.run, size, decides))
+    def of(cls, watched: Watched, processes: Callable[[], Mapping[int, int]], ranks: WorkerRanks) -> HangWatcher:
+        """Return the watcher of the ``ranks`` of a run on this machine."""
+        return cls(watched, processes, None if ranks.is_alone else Machines(watched.run, ranks.size, not ranks.first))
 
     def check(self) -> None:
         """Look at the workers, at most a few times a second.

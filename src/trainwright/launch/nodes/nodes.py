@@ -6,15 +6,12 @@ It decides which nodes run each launch of the workers (`crew.py`), as others may
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, Stopped, TrainwrightError
 from trainwright.launch.ending.failure import Failure, first_failure
@@ -37,6 +34,7 @@ from trainwright.launch.nodes.info import (
 )
 from trainwright.launch.nodes.silence import LIMIT, Silence
 from trainwright.launch.nodes.spread import Launch, Spread
+from trainwright.launch.worker_processes import WorkerRanks
 from trainwright.text import say
 
 _STOP, _KILLED, _FAILED, _FINISHED, _RUNS = "stop", "killed", "failed", "finished", "runs"
@@ -84,7 +82,7 @@ class Nodes:
     """All nodes of a run, seen from this one.
 
     Attributes:
-        running: whether workers run here, so that the agent handles a lost node.
+        running: whether workers run here, so that `poll` raises NodesLost.
         launch: the newest launch; None before the first.
         rooms: how many processes each connected node has room for, if it has prepared the run.
         room: returns how many this node has room for, which is told while the run is trained; None: it never changes.
@@ -198,12 +196,12 @@ class Nodes:
 
         Raises:
             NodeFailed: a node that the run needs has failed, and no workers run here.
-            NodesLost: one has failed or node 0 goes on without this one, and workers run here.
+            NodesLost: one has failed, the user kills the run, or node 0 goes on without this one, and workers run here.
             NodeDropped: node 0 goes on without this one, and no workers run here.
         """
         self.listen()
         failed = {index: report for index, report in self._ended.items() if report["kind"] == _FAILED}
-        if self.running and (failed or self._gone or self._dropped):
+        if self.running and (failed or self._gone or self._dropped or self._stopping.killed):
             raise NodesLost
         if self._over is not None:  # node 0 leaves
             return
@@ -277,10 +275,11 @@ class Nodes:
         """Say which node of the launch is gone, and how; None if all are there."""
         return next((f"{self._name(index)} {how}" for index, how in self._gone.items()), None)
 
-    def place(self) -> tuple[int, int]:
-        """Return the lowest rank here, and the number of ranks, in the current launch."""
+    def ranks(self) -> WorkerRanks:
+        """Return the ranks here in the current launch."""
         assert self.launch is not None, "it has begun"
-        return self.launch.spread.first_rank(self.index), self.launch.spread.processes
+        spread, port = self.launch.spread, self.rendezvous.peers.reach(self.launch.port)
+        return WorkerRanks(spread.first_rank(self.index), spread.each, spread.processes, port)
 
     def killed(self) -> None:
         """Report that the user has asked to end without a checkpoint."""
@@ -371,8 +370,6 @@ class Nodes:
         elif kind == _KILLED:
             self._stopping.killed = True
             self._stopping.flag.value = 1
-            if self.running:
-                raise SignalException("killed on another node", sigval=signal.SIGKILL)
 
     def _admit(self, peer: int, message: Message) -> None:
         try:

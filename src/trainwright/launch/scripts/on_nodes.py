@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainwright.activity import Activity
+from trainwright.launch.ending.failure import Failure
 from trainwright.launch.group.addresses import in_words
-from trainwright.launch.local import launch
 from trainwright.launch.nodes.crew import Crew, taking_part
 from trainwright.launch.nodes.info import NodeInfo, NodeRules
 from trainwright.launch.nodes.nodes import LinkedStopping, Nodes
 from trainwright.launch.nodes.place import NodeRendezvous
+from trainwright.launch.supervisor import raise_failure, run_workers
 
 
 def run_as_node(
@@ -42,8 +43,14 @@ def run_as_node(
     with taking_part(nodes):
         logs = nodes.open(lambda: (make(), command), _made)
         crew = Crew(None, nodes, (processes * met.nodes,), lambda: processes, stopping)
-        here = crew.first()
-        return launch(entry, processes=here, logs=logs, stopping=stopping, crew=crew) if here else crew.code
+        if here := crew.first():
+            ended = run_workers(entry, processes=here, logs=logs, stopping=stopping, nodes=nodes)
+            if not isinstance(ended, Failure):
+                return ended
+            if crew.leads:
+                raise_failure(ended)
+            crew.next()
+        return crew.code
 
 
 def _made(logs: Path, command: str, node: int) -> Path:

@@ -246,7 +246,7 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan
     with Stopping(_NOTICE) as stopping:
         # Imports torch, so it comes after the thread limit and before the workers are forked.
         from trainwright.launch.accelerate.script import Script, run_script
-        from trainwright.launch.local import launch as launch_workers
+        from trainwright.launch.supervisor import launch as launch_workers
 
         entry = functools.partial(run_script, Script(script, module, arguments))
         return launch_workers(entry, processes=plan.processes, logs=make(), stopping=stopping)

@@ -40,13 +40,13 @@ def _provoked(
     device = ready(context)
     from trainwright.doctor.checks.processes.watching import watched
     from trainwright.launch.ending.failure import Failure
-    from trainwright.launch.local import launch_once
+    from trainwright.launch.supervisor import run_workers
 
     logs = context.work / fault.__name__
     begun = time.monotonic()
     with watched(what, _SECONDS, context.end):
         entry = functools.partial(_entry, device, fault, logs)
-        ended = launch_once(entry, processes=PROCESSES, logs=logs, stopping=context.stopping)
+        ended = run_workers(entry, processes=PROCESSES, logs=logs, stopping=context.stopping)
     failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else begun
     took = time.monotonic() - failed_at
     message = ended.message if isinstance(ended, Failure) else "the launch ended without an error"

@@ -21,7 +21,7 @@ def check(context: CheckContext) -> CheckResult:
     device = ready(context)
     from trainwright.doctor.checks.processes.watching import watched
     from trainwright.errors import TrainwrightError
-    from trainwright.launch.local import launch
+    from trainwright.launch.supervisor import launch
 
     logs, answer = context.work / "links", context.work / "links.json"
     try:

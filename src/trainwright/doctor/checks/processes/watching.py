@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 import psutil
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from trainwright.doctor.checks.check import Broken, CannotCheck, Finding, Severity
 
@@ -92,7 +91,7 @@ class _Watch:
     def _end_with(self, finding: Finding) -> None:
         if self.finding is None:
             self.finding = finding
-            raise SignalException(finding.what, sigval=signal.SIGKILL)
+            raise Broken(finding)
 
 
 def _status(pid: int) -> str | None:
