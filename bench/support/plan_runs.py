@@ -71,9 +71,7 @@ def _work(directory: Path, cache: Path) -> int:
         _Watched.live = live
         worker.Trainer = _Watched  # type: ignore[misc]
         _Watched.loading.enter_context(live.phase("load"))
-        code = worker.run_worker(
-            directory, cache=cache, resume=False, reasons=(), observers=lambda recipe: (), stop_requested=lambda: False
-        )
+        code = worker.run_worker(worker.Worker(directory, cache=cache))
     rank = int(os.environ.get("RANK", "0"))
     assert not dist.is_initialized()
     found = asdict(live) | {"batches": _Watched.batches, "rank": rank, "device": _device()}

@@ -120,17 +120,9 @@ def _prepare(recipe: Recipe, cache: Path) -> None:
 
 
 def _work(directory: Path, cache: Path, steps: int) -> int:
-    from trainwright.launch.run_worker import run_worker
+    from trainwright.launch.run_worker import Trial, Worker, run_worker
 
-    return run_worker(
-        directory,
-        cache=cache,
-        resume=False,
-        reasons=(),
-        observers=lambda recipe: (),
-        stop_requested=lambda: False,
-        trial_steps=steps,
-    )
+    return run_worker(Worker(directory, cache=cache), trial=Trial(steps))
 
 
 def _children_seconds() -> float:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED
 from trainwright.launch import run_directory
-from trainwright.launch.run_worker import run_worker
-from trainwright.machine.cache import cache_root
+from trainwright.launch.run_worker import Worker, run_worker
 from trainwright.machine.detect import detect
 from trainwright.parallel.world import RankInfo
 from trainwright.planning.resolve import resolve
@@ -47,15 +46,7 @@ def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None
         own.wait([f"ready-{each}" for each in range(size)])
         _reset_groups()
         rank_info = RankInfo(rank, size, rank, size, rank, own)
-        return run_worker(
-            run,
-            cache=cache_root(),
-            resume=resume,
-            reasons=(),
-            observers=lambda recipe: [],
-            stop_requested=stop,
-            rank_info=rank_info,
-        )
+        return run_worker(Worker(run, resume, rank_info), stop_requested=stop)
 
     def never() -> bool:
         nonlocal moments

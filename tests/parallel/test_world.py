@@ -34,8 +34,7 @@ from trainwright.engine.checkpoints.export import export
 from trainwright.engine.checkpoints.read_back import gathered
 from trainwright.inference.answering import batches_of
 from trainwright.launch import run_directory
-from trainwright.launch.run_worker import run_worker
-from trainwright.machine.cache import cache_root
+from trainwright.launch.run_worker import Worker, run_worker
 from trainwright.machine.detect import detect
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.fsdp.fully_sharded import _mesh
@@ -231,7 +230,7 @@ def fail_in_a_group(directory: str) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_worker(run, cache=cache_root(), resume=False, reasons=(), observers=observers, stop_requested=lambda: False)
+        run_worker(Worker(run), observers=observers)
     assert dist.is_initialized()
 
 

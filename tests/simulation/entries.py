@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from trainwright.launch.run_worker import run_worker
+from trainwright.launch.run_worker import Worker, run_worker
 from trainwright.machine.cache import cache_root
 from trainwright.recipe.loading import load_recipe
 from trainwright.simulation.recorders.collectives import CollectiveLog, RecordCollectives
@@ -25,13 +25,5 @@ def record(run: str) -> None:
     phases = Phases()
     log = CollectiveLog(phases)
     with RecordCollectives(log):
-        run_worker(
-            directory,
-            cache=cache_root(),
-            resume=False,
-            reasons=(),
-            observers=lambda recipe: [],
-            stop_requested=lambda: False,
-            watch=phases.watch,
-        )
+        run_worker(Worker(directory), watch=phases.watch)
     (directory / f"collectives-{rank}.json").write_text(json.dumps(log.of_step(phases.finished)))

@@ -51,9 +51,9 @@ def worker(rank: int, mebibytes: int, *arguments: str) -> None:
 
 def work(run: str) -> int:
     """What a launcher has its workers do."""
-    from trainwright.launch.run_worker import train
+    from trainwright.launch.run_worker import Worker, run_worker
 
-    return train(Path(run), False)
+    return run_worker(Worker(Path(run)))
 
 
 class _Fails(torch.autograd.Function):

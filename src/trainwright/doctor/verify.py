@@ -18,8 +18,7 @@ from trainwright.doctor.comparison import TOLERANCES, Comparison
 from trainwright.errors import EXIT_STOPPED, MachineError, RequestError, Stopped, TrainingError, TrainwrightError
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import console, preload_worker, prepare_environment, run_in_child, stop_requested
-from trainwright.machine.cache import cache_root
+from trainwright.launch.process import console, preload_worker, prepare_environment, run_in_child
 from trainwright.machine.machine import Machine
 from trainwright.observe.progress import progress_on
 from trainwright.observe.remaining import Remaining
@@ -189,16 +188,10 @@ def run_side(side: ComparedRun, steps: int, stopping: Stopping, *, is_shown: boo
 
 def _work(side: ComparedRun, steps: int, is_shown: bool) -> int:
     """Run a side in every worker."""
-    from trainwright.launch.run_worker import run_worker
+    from trainwright.launch.run_worker import Trial, Worker, run_worker
 
     return run_worker(
-        side.run,
-        cache=cache_root(),
-        resume=False,
-        reasons=(),
-        observers=lambda recipe: _observers(side.name, steps) if is_shown else (),
-        stop_requested=stop_requested,
-        trial_steps=steps,
+        Worker(side.run), observers=lambda recipe: _observers(side.name, steps) if is_shown else (), trial=Trial(steps)
     )
 
 

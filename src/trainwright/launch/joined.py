@@ -171,13 +171,12 @@ def run_joined(
             from trainwright.launch.ending.failure import run_to_end
             from trainwright.launch.group.rendezvous import prepare_each_machine
             from trainwright.launch.hangs.beside import watching
-            from trainwright.launch.run_worker import prepare, train
+            from trainwright.launch.run_worker import Worker, prepare, train
 
             prepare_each_machine(lambda: prepare(run), rendezvous, opened.firsts)
             with watching(run, rank_info, terminal, lambda: failures.text):
-                training = functools.partial(train, run, opened.resume, rank_info)
-                more = {"watched": True, "deadline": deadline, "launcher": environment.launcher}
-                code = run_to_end(functools.partial(training, **more), rank_info.rank)
+                worker = Worker(run, opened.resume, rank_info, deadline=deadline, launcher=environment.launcher)
+                code = run_to_end(functools.partial(train, worker), rank_info.rank)
         except Exception as error:
             code = failures.fail(error)
             if environment.rank == 0 and code == EXIT_REQUEST and not opened.resume:

@@ -13,8 +13,6 @@ from trainwright.errors import EXIT_FINISHED, MachineError, Stopped
 from trainwright.launch import run_directory
 from trainwright.launch.ending.oom_killer import raise_oom_score
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.process import stop_requested
-from trainwright.machine.cache import cache_root
 from trainwright.observe.reader import read_events
 from trainwright.recipe.loading import load_recipe
 
@@ -94,19 +92,10 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
 
 def _work(run: Path) -> int:
     """Run in every worker."""
-    from trainwright.launch.run_worker import run_worker
+    from trainwright.launch.run_worker import Trial, Worker, run_worker
 
     raise_oom_score(_FIRST_TO_BE_KILLED)
-    return run_worker(
-        run,
-        cache=cache_root(),
-        resume=False,
-        reasons=(),
-        observers=lambda recipe: (),
-        stop_requested=stop_requested,
-        trial_steps=_STEPS,
-        largest=True,
-    )
+    return run_worker(Worker(run), trial=Trial(_STEPS, largest=True))
 
 
 def _measured(run: Path) -> tuple[int | None, float | None]:

@@ -6,9 +6,9 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -100,49 +100,62 @@ class _ActivityHandler(logging.Handler):
         self._activity.say(self.format(record))
 
 
-def train(
-    run: Path,
-    resume: bool,
-    rank_info: RankInfo | None = None,
-    reported: Event | None = None,
-    may_change: bool = False,
-    watched: bool = False,
-    deadline: Deadline | None = None,
-    launcher: str = "trainwright",
-) -> int:
-    """Train this process's share of the run, with the recipe's observers, until it ends or a stop is requested.
+@dataclass(frozen=True)
+class Worker:
+    """What a process does in a run.
 
-    ``watched``: whether the launcher reads heartbeats, and removes them. ``deadline``: when the run has to have
-    stopped. For the other arguments see ``run_worker``.
+    Attributes:
+        run: the run directory; its recipe is resolved.
+        resume: from the newest checkpoint.
+        rank_info: which part is this process's; None: read torchrun's variables.
+        cache: of the machine.
+        reported: why the run was relaunched, recorded as it is.
+        may_change: whether the launcher can relaunch the run with another plan, if train.replan asks for it.
+        deadline: when the run has to have stopped. Rank 0's counts.
+        launcher: what started this process.
     """
-    rank_info = rank_info or RankInfo.from_variables()
-    directory = heartbeat_directory(run) if watched else None
+
+    run: Path
+    resume: bool = False
+    rank_info: RankInfo | None = None
+    cache: Path = field(default_factory=cache_root)
+    reported: Event | None = None
+    may_change: bool = False
+    deadline: Deadline | None = None
+    launcher: str = "trainwright"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a few steps, of which only the events are kept; ``largest``: of the largest micro-batch each."""
+
+    steps: int
+    largest: bool = False
+
+
+def train(worker: Worker) -> int:
+    """Train this process's share of the run, observed as its recipe asks for and with heartbeats for the launcher.
+
+    Returns and raises as ``run_worker``.
+    """
+    run = worker.run
+    rank_info = worker.rank_info or RankInfo.from_variables()
+    directory = heartbeat_directory(run)
     heartbeat.begin(directory, rank_info.rank)
     report_collectives()
-    if watched:
-        keep_collectives(run / "logs", directory)
-        write_stacks_on_signal(run / "logs", rank_info.rank)
+    keep_collectives(run / "logs", directory)
+    write_stacks_on_signal(run / "logs", rank_info.rank)
     with Activity(console(), "looking at the machine"):
         own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert own is not None, "it has begun"
     sampler = Sampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
-    alone, warn = rank_info.size == 1, functools.partial(_stop_warning, launcher)
+    alone, warn = rank_info.size == 1, functools.partial(_stop_warning, worker.launcher)
+
+    def requests(state_bytes: int) -> StopRequests:
+        return StopRequests(run, worker.deadline, state_bytes, request_stop, _say_to_user, warn=warn)
+
     with LedgerWriter(run, rank_info.rank, own, sampler), nullcontext() if alone else Stalls(own):
-        return run_worker(
-            run,
-            cache=cache_root(),
-            resume=resume,
-            reasons=run_directory.reasons(run),
-            predicted=run_directory.predicted(run),
-            reported=reported,
-            observers=functools.partial(_observers, run),
-            stop_requested=stop_requested,
-            rank_info=rank_info,
-            may_change=may_change,
-            launcher=launcher,
-            requests=lambda size: StopRequests(run, deadline, size, request_stop, _say_to_user, warn=warn),
-            stop_after=None if deadline is None else deadline.step,
-        )
+        return run_worker(worker, observers=functools.partial(_observers, run), requests=requests)
 
 
 def _stop_warning(launcher: str, needed: float) -> str | None:
@@ -181,48 +194,32 @@ def _observers(run: Path, recipe: Recipe) -> list[Observer]:
 
 
 def run_worker(
-    run: Path,
+    worker: Worker,
     *,
-    cache: Path,
-    resume: bool,
-    reasons: Sequence[str],
-    observers: Callable[[Recipe], Sequence[Observer]],
-    stop_requested: Callable[[], bool],
-    predicted: Mapping[str, float] | None = None,
-    reported: Event | None = None,
-    trial_steps: int | None = None,
-    largest: bool = False,
-    rank_info: RankInfo | None = None,
-    may_change: bool = False,
-    launcher: str = "trainwright",
-    watch: Callable[[Task, Strategy], None] = lambda task, strategy: None,
+    observers: Callable[[Recipe], Sequence[Observer]] = lambda recipe: (),
     requests: Callable[[int], StopRequests] | None = None,
-    stop_after: int | None = None,
+    stop_requested: Callable[[], bool] = stop_requested,
+    trial: Trial | None = None,
+    watch: Callable[[Task, Strategy], None] = lambda task, strategy: None,
 ) -> int:
-    """Train this process's share of the run in directory ``run``, whose recipe is resolved.
+    """Train this process's share of a run until it ends or a stop is requested.
 
     Args:
         observers: called with the recipe, on rank 0 only; returns the observers of the events.
-        predicted: the plan's predictions for the run.
-        reported: why the run was relaunched, recorded as it is.
-        trial_steps: take only this many steps, and keep only their events.
-        largest: repeat the step with the largest micro-batch.
-        rank_info: rank information of this process; None: read it from the environment.
-        may_change: whether the launcher can relaunch the run with another plan, if train.replan asks for it.
-        launcher: what started this process.
-        watch: called with the task and its strategy before they are used.
         requests: called on rank 0 with the bytes of a checkpoint; looks for stop requests other than signals.
-        stop_after: the step after which the run stops; None: its last one. Rank 0's counts.
+        trial: take a few steps instead.
+        watch: called with the task and its strategy before they are used.
 
     Returns:
         The exit code: finished, or stopped on a signal after a checkpoint.
 
     Raises:
-        RequestError: the run that is resumed is at the step ``stop_after`` already.
+        RequestError: the run that is resumed is at the step of the deadline already.
     """
+    run = worker.run
     set_fresh(True)
     recipe_text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
-    rank_info, machine = rank_info or RankInfo.from_variables(), detect()
+    rank_info, machine = worker.rank_info or RankInfo.from_variables(), detect()
     recipe = load_recipe(run / run_directory.RECIPE)
     elastic = recipe.parallel.num_processes
     if isinstance(elastic, ProcessRange):
@@ -231,7 +228,7 @@ def run_worker(
     # Before any process group: reading and preparing may take long, and no rank should wait in a collective.
     with Activity(console(), "mapping the data and building the model"):
         heartbeat.phase("loading")
-        task = task_module(recipe).build(recipe, cache)
+        task = task_module(recipe).build(recipe, worker.cache)
         if task.weights is not None:
             doing("loading the weights")
             task.weights.load(rank_info.rank)
@@ -248,9 +245,9 @@ def run_worker(
         watch(task, strategy)
     with Activity(console(), "starting the trackers"):
         events = EventLog(run / "events.jsonl", observers(recipe)) if world.is_main else EventLog(None)
-    resized = resize_requested if isinstance(elastic, ProcessRange) and may_change else None
-    may_change = may_change and recipe.train.replan == "auto"
-    if trial_steps is None and world.is_main:
+    resized = resize_requested if isinstance(elastic, ProcessRange) and worker.may_change else None
+    may_change = worker.may_change and recipe.train.replan == "auto"
+    if trial is None and world.is_main:
         gpu = None if world.device.type == "cpu" else world.device.index
         own_process = OwnProcess(torch.get_num_threads(), world.local_size, gpu)
         watched = Watched.of(run, run_directory.plan_of(run), may_change)
@@ -266,7 +263,7 @@ def run_worker(
         keep_best=recipe.checkpoint.keep_best is True,
     )
     keep_recipe = functools.partial(_keep_recipe, run, world, elastic)
-    profiled = recipe.train.profile is not None and trial_steps is None
+    profiled = recipe.train.profile is not None and trial is None
     profiling = [functools.partial(Profiling, run)] if profiled else []
     trainer = Trainer(
         Training(recipe, recipe_text, task, strategy, events, keep_recipe=keep_recipe),
@@ -277,30 +274,30 @@ def run_worker(
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
         policies=[*profiling, *(STEP_POLICIES.get(name) for name in recipe.train.step_policies)],
         save_requested=(lambda: False) if asked is None else functools.partial(_take_save, asked),
-        stop_after=world.broadcast(stop_after),
+        stop_after=world.broadcast(None if worker.deadline is None else worker.deadline.step),
     )
     events.announce("preparing the training")
     task.begin(ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message)))
-    checkpoint = trainer.newest_checkpoint() if resume else None
+    checkpoint = trainer.newest_checkpoint() if worker.resume else None
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
         trainer.resume(checkpoint)
     if (
         trainer.is_over
         and not trainer.progress.pending
-        and world.broadcast(reported is None and os.environ.get(ATTEMPT, "0") == "0")
+        and world.broadcast(worker.reported is None and os.environ.get(ATTEMPT, "0") == "0")
     ):
         raise RequestError(
             f"--until step {trainer.stop_after}: {run} is at step {trainer.progress.step} already; give a later step, "
             "or leave out --until to train it to its end"
         )
     events.announce("comparing the processes")
-    events.emit(start_event(recipe, task, trainer, run, sizes, reasons, predicted or {}, layout, launcher))
-    if reported is not None:
-        events.emit(reported)
+    events.emit(start_event(trainer, run, sizes, layout, worker.launcher))
+    if worker.reported is not None:
+        events.emit(worker.reported)
     with open_files_in_words():
         finished = (
-            trainer.run(run / "final") if trial_steps is None else trainer.run_steps(trial_steps, largest=largest)
+            trainer.run(run / "final") if trial is None else trainer.run_steps(trial.steps, largest=trial.largest)
         )
     if trainer.is_over:
         request_stop()  # so that the launcher does not go on with other processes

@@ -250,7 +250,7 @@ class _Launch:
         from trainwright.launch.ending.failure import Failure
         from trainwright.launch.hangs.watcher import Watched
         from trainwright.launch.relaunch import Relaunch
-        from trainwright.launch.run_worker import train
+        from trainwright.launch.run_worker import Worker, train
         from trainwright.launch.supervisor import run_workers
 
         crew, recipe = self.crew, self.resolved.recipe
@@ -260,9 +260,9 @@ class _Launch:
         reported: Event | None = None
         while self.processes:
             may_change = crew is None or crew.changes
-            work = functools.partial(train, run, resume, reported=reported, may_change=may_change, watched=True)
+            worker = Worker(run, resume, reported=reported, may_change=may_change, deadline=self.request.deadline)
             ended = run_workers(
-                functools.partial(work, deadline=self.request.deadline),
+                functools.partial(train, worker),
                 processes=self.processes,
                 logs=run / "logs",
                 stopping=self.stopping,

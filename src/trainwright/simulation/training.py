@@ -80,16 +80,8 @@ def train(directory: Path, cache: Path, rank: Rank, logs: Logs) -> None:
         TrainwrightError: as for a run.
         RuntimeError: an operation mixes devices or dtypes, or a kernel refuses its arguments.
     """
-    from trainwright.launch.run_worker import run_worker
+    from trainwright.launch.run_worker import Worker, run_worker
     from trainwright.parallel.world import RankInfo
 
-    run_worker(
-        directory,
-        cache=cache,
-        resume=False,
-        reasons=(),
-        observers=lambda recipe: [],
-        stop_requested=lambda: False,
-        rank_info=RankInfo(rank=0, size=rank.world, local_rank=0, local_size=rank.local, gpu=0, alone=True),
-        watch=logs.phases.watch,
-    )
+    rank_info = RankInfo(rank=0, size=rank.world, local_rank=0, local_size=rank.local, gpu=0, alone=True)
+    run_worker(Worker(directory, rank_info=rank_info, cache=cache), watch=logs.phases.watch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from trainwright.engine.events import Start
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
+from trainwright.launch import run_directory
 from trainwright.launch.ending.scheduler_job import scheduler_job
 from trainwright.machine.detect import detect
 from trainwright.models.attention.described import describe_attention
@@ -27,26 +27,15 @@ from trainwright.recipe.schema import Recipe
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def start_event(
-    recipe: Recipe,
-    task: Task,
-    trainer: Trainer,
-    run: Path,
-    sizes: tuple[int, int],
-    reasons: Sequence[str],
-    predicted: Mapping[str, float],
-    layout: ModelLayout,
-    launcher: str,
-) -> Start:
+def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: ModelLayout, launcher: str) -> Start:
     """Return the event of the start of a run or of its resumption. A collective of all ranks.
 
     Args:
         run: its directory.
         sizes: the parameters of the model, and those that are trained.
-        reasons: of the plan's choices.
-        predicted: by the plan.
         launcher: what started this process.
     """
+    recipe, task = trainer.training.recipe, trainer.task
     world = trainer.world
     hosts: list[str] = world.gather(socket.gethostname())
     first, steps = task.stream.global_batch(0), recipe.train.gradient_accumulation_steps
@@ -71,8 +60,8 @@ def start_event(
         checkpoint_every=recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,
         threads=torch.get_num_threads(),
         run_directory=str(run),
-        reasons=list(reasons),
-        predicted=predicted,
+        reasons=run_directory.reasons(run),
+        predicted=run_directory.predicted(run),
         layout=layout.line(),
         launcher=launcher,
         job=scheduler_job(),
