@@ -76,7 +76,7 @@ def run_workers(
     stopping.flags.fresh.value = stopping.flags.resize.value = 0
     killed_for_memory = oom_killer.kills()
     hang: dict[int, dict[str, Any]] = {}
-    with stopping.killing(None if nodes is None else nodes.killed):
+    with stopping.workers_run():
         workers = Workers(entry, ranks, logs, stopping.flags)
         hangs = None if watched is None else HangWatcher.of(watched, lambda: workers.alive, ranks)
         watchers = [each for each in (StopWatcher(stopping, lambda: workers.alive), hangs, elastic) if each is not None]
@@ -101,6 +101,8 @@ def run_workers(
             workers.kill()
             conflict = None if hangs is None else hangs.close()
     if stopping.killed:
+        if nodes is not None:
+            nodes.kill()
         return EXIT_STOPPED
     out_of_memory = oom_killer.kills() > killed_for_memory
     early = {rank: error_record(error) for rank, error in workers.early_ends.items()}

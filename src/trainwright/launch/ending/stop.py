@@ -112,8 +112,7 @@ def take_save_to_resize() -> bool:
 class Stopping:
     """The launcher's side: while entered, the first stop signal raises the flag and a second SIGINT kills.
 
-    `kill` is called on that second SIGINT, in the main thread; it may raise. While workers run, they are killed as soon
-    as `killed` is set. `notice` is shown on the first signal.
+    `kill` is called on that second SIGINT, in the main thread; it may raise. `notice` is shown on the first signal.
     """
 
     def __init__(self, notice: str = "stopping: each worker finishes its step and a checkpoint is written") -> None:
@@ -166,9 +165,9 @@ class Stopping:
             self._look = None
 
     @contextmanager
-    def killing(self, kill: Callable[[], None] | None) -> Iterator[None]:
-        """Call ``kill``, or nothing, on the second SIGINT while entered; who runs the workers looks at `killed`."""
-        before, self.kill = self.kill, kill or _nothing
+    def workers_run(self) -> Iterator[None]:
+        """While entered, only set `killed` on the second SIGINT: who runs the workers looks at it."""
+        before, self.kill = self.kill, _nothing
         try:
             yield
         finally:

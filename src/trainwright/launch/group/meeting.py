@@ -22,10 +22,9 @@ import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.launch.group.addresses import LOOPBACK, is_loopback
+from trainwright.launch.group.addresses import LOOPBACK
 from trainwright.launch.group.environment import LaunchEnvironment
 from trainwright.launch.group.identity import job_of
-from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import NotPeerZero, Peers, Unreachable
 from trainwright.launch.group.rendezvous import (
     DEFAULT_TIMEOUT,
@@ -59,8 +58,6 @@ def meet_ranks(
         fix = "set MASTER_PORT to a free one, the same for every process of the job"
         return meet("rank", environment.rank, environment.size, (address, port), job, seconds, fix, shared=shared)
     if address is not None and port is not None:
-        if not is_loopback(address):
-            skip_reverse_lookups()
         store = join_store(address, port, seconds, "rank 0")
     else:
         store, port = _meet_by_file(environment, seconds)

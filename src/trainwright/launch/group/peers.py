@@ -45,12 +45,18 @@ class _Line:
     socket: socket.socket
     peer: int | None = None  # unknown until its first message
     pending: bytes = b""
+    outgoing: bytearray = field(default_factory=bytearray)  # what the socket's buffer had no room for
     messages: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.socket.setblocking(False)
 
     def receive(self) -> bool:
         """Read available data into `messages`; return False when the connection has ended."""
         try:
             data = self.socket.recv(_RECEIVE)
+        except BlockingIOError:  # it was ready to be written to
+            return True
         except OSError:
             return False
         self.pending += data
@@ -63,8 +69,18 @@ class _Line:
         return bool(data) and len(self.pending) <= _LONGEST
 
     def send(self, message: Message) -> None:
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        self.outgoing += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for; the rest, of which a peer that does not read may leave much, waits."""
+        try:
+            while self.outgoing:
+                del self.outgoing[: self.socket.send(self.outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:  # receiving tells that the connection has ended
+            self.outgoing.clear()
 
 
 class Unreachable(Exception):
@@ -214,15 +230,17 @@ class Peers:
         with self._lock:
             if self._closed:
                 return []
-            watched: list[Any] = [line.socket for line in self._lines] + [self._wake[0]]
+            out = {True: select.POLLIN | select.POLLOUT, False: select.POLLIN}
+            watched: dict[Any, int] = {line.socket: out[bool(line.outgoing)] for line in self._lines}
+            watched[self._wake[0]] = select.POLLIN
             if self._door is not None:
                 self._door.tell()
             if any(line.messages for line in self._lines):  # they arrived with the welcome
                 seconds = 0
         poller = select.poll()
-        for each in watched:
+        for each, events in watched.items():
             with contextlib.suppress(ValueError):  # closed meanwhile
-                poller.register(each, select.POLLIN)
+                poller.register(each, events)
         ready = {number for number, _ in poller.poll(seconds * 1000)}
         with self._lock:
             return [] if self._closed else self._read(ready)
@@ -235,8 +253,11 @@ class Peers:
             self.send(_BYE)
             self._closed = True
             os.write(self._wake[1], b"x")
+            until = time.monotonic() + _SEND_SECONDS
             for line in self._lines:
                 with contextlib.suppress(OSError):
+                    line.socket.settimeout(max(0.01, until - time.monotonic()))
+                    line.socket.sendall(line.outgoing)
                     line.socket.shutdown(socket.SHUT_WR)
                 line.socket.close()
             if self._door is not None:
@@ -266,6 +287,7 @@ class Peers:
                 self._lines.append(_Line(connection))
         received: list[Message] = []
         for line in [line for line in self._lines if line.socket.fileno() in ready or line.messages]:
+            line.flush()
             alive = line.socket.fileno() not in ready or line.receive()
             for message in line.messages:
                 received += self._handle(line, message)
@@ -324,6 +346,8 @@ class Peers:
             for line in self._lines:
                 if line is not origin and line.peer is not None:
                     line.send(message)
+            if any(line.outgoing for line in self._lines):
+                os.write(self._wake[1], b"x")  # to wait for room
 
     def _arrive(self, connection: socket.socket) -> None:
         """Take a connection of a member, in the door's thread."""

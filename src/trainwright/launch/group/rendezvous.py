@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +19,8 @@ from typing import Any
 from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, is_loopback, to_listen_at
+from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
 from trainwright.launch.group.identity import WORDS, Job
-from trainwright.launch.group.names import skip_reverse_lookups
 from trainwright.launch.group.peers import ANSWER_SECONDS, Message, NotPeerZero, Peers, Unreachable
 from trainwright.launch.group.trust.secret import VARIABLE, Unproven, secret_of
 from trainwright.launch.group.waiting import Waiting
@@ -171,8 +171,9 @@ def meet(
         FaultError: member 0 does not know the same secret.
     """
     address, port = place
-    if not is_loopback(address):
-        skip_reverse_lookups()
+    # torch looks up a name for the address of every connection (torch/csrc/distributed/c10d/socket.cpp), which by
+    # default takes 10 s each if no DNS server answers (resolv.conf(5)).
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     if index == 0:
         listener = _listen(address, port, fix, seconds, meanwhile)
         secret, file = secret_of(place, shared)  # once this process has the port, nobody else removes the file

@@ -281,8 +281,8 @@ class Nodes:
         spread, port = self.launch.spread, self.rendezvous.peers.reach(self.launch.port)
         return WorkerRanks(spread.first_rank(self.index), spread.each, spread.processes, port)
 
-    def killed(self) -> None:
-        """Report that the user has asked to end without a checkpoint."""
+    def kill(self) -> None:
+        """Have all nodes end without a checkpoint, as the user has asked for."""
         self.rendezvous.peers.send(_KILLED)
 
     def finish(self, codes: dict[int, int | None]) -> list[int]:
