@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.commands import descendants, started, wait_for
+from tests.support.commands import descendants, wait_for
 from tests.support.runs import TINY, Finished, Runs, Started, column, difference, events
 
 STEPS = "train.max_steps=6"
 LONG = "train.max_steps=5000"
-# The command line, in a process whose clock is late.
-LATE = """
-import runpy, time
-now = time.time
-time.time = lambda: now() - 100
-runpy.run_module("trainwright", run_name="__main__", alter_sys=True)
-"""
 
 
 @pytest.fixture
@@ -110,18 +101,6 @@ def test_node_0_on_another_machine_than_it_says_is_refused(runs: Runs) -> None:
     (finished,) = ended(start(runs, "192.0.2.1:29511", "--num-processes", "2", ranks=(0,)))
     assert finished.code == 3
     assert "192.0.2.1 is not an address of this machine" in finished.stderr
-
-
-@pytest.mark.slow
-def test_clocks_that_differ_are_told(runs: Runs, place: str, tmp_path: Path) -> None:
-    (first,) = start(runs, place, STEPS, "--num-processes", "2", ranks=(0,))
-    words = ("train", str(TINY), f"logging.run_directory={first.run}", "logging.tensorboard=false", STEPS)
-    nodes = ("--num-processes", "2", "--nodes", "2", "--rendezvous", place, "--node-rank", "1")
-    cache = {"TRAINWRIGHT_CACHE": str(runs.directory / "cache")}
-    with started("-c", LATE, *words, *nodes, cwd=tmp_path, **cache):
-        ended = first.wait()
-    assert ended.code == 0, ended.stderr
-    assert re.search(r"warning: the clock of node 1 \(.*\) is (9\d|10\d) s behind that of node 0", ended.stderr)
 
 
 def test_nodes_with_different_recipes_are_refused(runs: Runs, place: str) -> None:

@@ -20,7 +20,6 @@ from trainwright.launch.group.addresses import set_interfaces
 from trainwright.launch.group.identity import job_of
 from trainwright.launch.group.peers import GONE, Message
 from trainwright.launch.group.rendezvous import SHARED, Rendezvous, meet
-from trainwright.launch.nodes.clocks import Clocks
 from trainwright.launch.nodes.info import (
     NodeDropped,
     NodeFailed,
@@ -48,7 +47,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     _DROPPED: {},
     _FAILED: {"number": int, "code": int},
     _FINISHED: {"number": int, "codes": dict},
-    _RUNS: {"time": float},
+    _RUNS: {},
     _READY: {"room": int, "host": str, "gpus": int, "version": str},
     _LAUNCH: {"number": int, "nodes": list, "each": int, "port": int},
     _REFUSED: {"node": int, "code": int, "text": str},
@@ -109,7 +108,7 @@ class Nodes:
         self._store = rendezvous.store  # of the workers, if it is hosted here
         self._opened: list[str] = []  # the run directory
         self._late = self.index != 0 and rendezvous.is_published("begun")
-        self._silence, self._clocks, self._warned = Silence(), Clocks(), set[int]()
+        self._silence, self._warned = Silence(), set[int]()
         stopping.nodes = self
 
     @classmethod
@@ -335,7 +334,7 @@ class Nodes:
             self.rendezvous.peers.send(_STOP)
         if self._silence.is_time():
             room = {} if self.room is None else {"room": self.room()}
-            self.rendezvous.peers.send_direct(_RUNS, time=time.time(), **room)
+            self.rendezvous.peers.send_direct(_RUNS, **room)
         watched = self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
         for index in self._silence.silent(watched) if self.launch is not None else ():
             self._is_silent(index)
@@ -352,7 +351,6 @@ class Nodes:
             if message["number"] == self._number and peer in self._expected and not self._late:
                 self._ended[peer] = message
         elif kind == _RUNS and self.index == 0:
-            self._clocks.hear(self._name(peer), self._name(0), float(message["time"]))
             if peer in self.rooms:
                 self.rooms[peer] = int(message.get("room", self.rooms[peer]))
         elif kind == _READY and self.index == 0:
