@@ -20,7 +20,7 @@ from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.copies import Copies, Place
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.storage.stored_runs import bring_up_to_date
+from trainwright.launch.stored_runs import bring_up_to_date
 from trainwright.parallel.shards import Shard
 from trainwright.parallel.world import World
 

@@ -512,7 +512,7 @@ def test_under_keeps_a_launcher_from_dying_of_the_signals_that_schedulers_send()
     ("handled", "warns"), [("", True), ("signal.signal(10, print); signal.signal(12, print)", False)]
 )
 def test_a_launcher_that_dies_of_slurms_signal_is_named_at_the_start(handled: str, warns: bool) -> None:
-    child = "from trainwright.launch.without_launcher import signal_warning; print(signal_warning('torchrun'))"
+    child = "from trainwright.launch.joined import signal_warning; print(signal_warning('torchrun'))"
     parent = f"import signal, subprocess, sys; {handled or 'pass'}; subprocess.run([sys.executable, '-c', {child!r}])"
     done = subprocess.run(
         [sys.executable, "-c", parent], env=environment(SLURM_JOB_ID="7"), capture_output=True, text=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import MachineError
-from trainwright.launch.group.members import Member, Place, places
+from trainwright.launch.group.device_slots import Member, Place, places
 
 
 def member(local_rank: int, gpus: tuple[str, ...] = (), cores: tuple[int, ...] = (0, 1), host: str = "a") -> Member:

@@ -16,7 +16,7 @@ import pytest
 from tests.support.commands import PATIENCE, all_gone, descendants, environment, started, wait_for
 from trainwright.errors import MachineError
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.nodes.info import NodeFailed
+from trainwright.launch.nodes.nodes import NodeFailed
 from trainwright.launch.process import prepare_environment, run_in_child, threads_allowed
 from trainwright.launch.run_worker import _set_precision_of_fp32_products
 

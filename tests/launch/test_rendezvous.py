@@ -20,7 +20,7 @@ import pytest
 from tests.support.commands import PATIENCE, environment, wait_for
 from trainwright.errors import MachineError
 from trainwright.launch.group.addresses import in_words, interface_of, to_listen_at
-from trainwright.launch.group.identity import Job, job_of
+from trainwright.launch.group.peers import Job, job_of
 from trainwright.launch.group.rendezvous import Rendezvous, meet
 
 FIX = "take another port"
@@ -233,7 +233,7 @@ shift; exec "$@"
 PROGRAM = """
 import json, socket, time
 silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); silent.bind(("10.99.0.53", 53))
-from trainwright.launch.group.identity import job_of
+from trainwright.launch.group.peers import job_of
 from trainwright.launch.group.addresses import interface_of
 from trainwright.launch.group.rendezvous import meet
 begun = time.monotonic()

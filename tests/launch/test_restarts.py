@@ -16,7 +16,7 @@ from trainwright.beats import heartbeat_directory, heartbeat_file, read
 from trainwright.engine.events import Restart
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.launch.ending.failure import Cause, Failure
-from trainwright.launch.ending.restarts import Restarts
+from trainwright.launch.relaunch import Restarts
 
 SETTINGS = ("parallel.num_processes=2", ON_ROWS, "data.validation=null", "train.max_steps=40", "checkpoint.every=4")
 

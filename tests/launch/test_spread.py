@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.launch.nodes.silence import LIMIT, Silence
-from trainwright.launch.nodes.spread import Spread, spread
+from trainwright.launch.nodes.nodes import LIMIT, Silence, Spread, spread
 
 
 @pytest.mark.parametrize(

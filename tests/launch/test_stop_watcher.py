@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.commands import wait_for
-from trainwright.launch.ending.stop import BEFORE_FIRST_STEP, NEWEST, Stopping
-from trainwright.launch.ending.stop_watcher import StopWatcher, _is_suspended
+from trainwright.launch.ending.stop import BEFORE_FIRST_STEP, NEWEST, Stopping, StopWatcher, _is_suspended
 
 
 class Killed(Exception):

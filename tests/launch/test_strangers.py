@@ -22,10 +22,9 @@ from tests.launch.test_nodes import STEPS, ended, start
 from tests.support.commands import wait_for
 from tests.support.runs import Runs, column, difference
 from trainwright.errors import EXIT_FAULT, FaultError
-from trainwright.launch.group.identity import job_of
+from trainwright.launch.group.peers import job_of
 from trainwright.launch.group.rendezvous import Rendezvous, meet
-from trainwright.launch.group.trust.door import PEERS
-from trainwright.launch.group.trust.secret import BYTES, VARIABLE, prove, secret_of
+from trainwright.launch.group.trust import BYTES, PEERS, VARIABLE, prove, secret_of
 from trainwright.parallel import objects
 
 JOB = job_of(3, ["recipe.yaml"], "slurm-7-0", {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.launch.clusters.variables import captured
+from trainwright.launch.clusters.job import captured
 from trainwright.launch.hosts.starting import exports
 
 NEEDED = {

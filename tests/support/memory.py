@@ -120,8 +120,8 @@ def abandon(where: str) -> None:
 def probe(recipe: str, mebibytes: int | None, answer: str) -> None:
     """Probe a resolved recipe, limited if so; what was found goes to the file `answer`."""
     from trainwright.launch.ending.stop import Stopping
-    from trainwright.launch.probe import probe
     from trainwright.launch.process import preload_libraries
+    from trainwright.launch.start import probe
 
     preload_libraries()
     if mebibytes is not None:

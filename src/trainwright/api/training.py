@@ -16,7 +16,7 @@ from trainwright.api.run import Run
 from trainwright.errors import Interrupted, RequestError, Stopped, TrainwrightError
 
 if TYPE_CHECKING:
-    from trainwright.launch.nodes.place import NodeRendezvous
+    from trainwright.launch.group.environment import NodeRendezvous
     from trainwright.launch.request import RunRequest
     from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
@@ -225,10 +225,9 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
         MachineError: the machine lacks what is asked for. Too little memory is not reported here.
     """
     from trainwright.activity import doing
-    from trainwright.launch.ending.deadline import deadline_of
-    from trainwright.launch.group.environment import refuse_worker
+    from trainwright.launch.ending.requests import deadline_of
+    from trainwright.launch.group.environment import NodeRendezvous, refuse_worker
     from trainwright.launch.ignored_settings import refuse_more_nodes
-    from trainwright.launch.nodes.place import NodeRendezvous
     from trainwright.launch.request import check_nodes, check_request, request_of, resolve_request
     from trainwright.machine.accelerators import with_device
     from trainwright.machine.detect import detect

@@ -2,6 +2,9 @@
 
 Only rank 0 reads the recipe, rejects it or creates the run directory, and prepares data and weights. The others do not
 wait in a collective meanwhile but poll the store, without a time limit.
+
+Slurm sends the signal of `--signal=USR1@N` to every process of a step. torchrun neither handles nor passes on SIGUSR1
+and SIGUSR2 by default (`--signals-to-handle`, torch/distributed/run.py), and dies of them.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from trainwright.errors import (
+    EXIT_FAULT,
     EXIT_REQUEST,
     EXIT_STOPPED,
     EXIT_TRAINING,
@@ -30,25 +36,17 @@ from trainwright.errors import (
     TrainwrightError,
 )
 from trainwright.launch import run_directory
-from trainwright.launch.ending.attempts import refuse_stopped, seconds_since_launch
-from trainwright.launch.ending.deadline import Deadline, deadline_of
-from trainwright.launch.ending.exit_code import record_begun, record_exit_code
+from trainwright.launch.ending.exit_code import record_begun, record_exit_code, refuse_stopped, seconds_since_launch
 from trainwright.launch.ending.left import left_in_words
+from trainwright.launch.ending.requests import Deadline, deadline_of
 from trainwright.launch.ending.stop import STOP_SIGNALS, follow_signals, heeded_signals
 from trainwright.launch.group.environment import LaunchEnvironment, read_environment
-from trainwright.launch.group.report_once import should_report
-from trainwright.launch.group.waiting import Waiting
+from trainwright.launch.group.failure_report import should_report
+from trainwright.launch.group.rendezvous import Waiting
 from trainwright.launch.limits import check_limits
-from trainwright.launch.process import (
-    die_with_parent,
-    enter_process,
-    lossy_text,
-    prepare_environment,
-    threads_allowed,
-)
+from trainwright.launch.process import die_with_parent, enter_process, lossy_text, prepare_environment, threads_allowed
 from trainwright.launch.request import AUTO, RunRequest, check_request, for_started, request_of, resolve_request
-from trainwright.launch.storage.stored_runs import is_url
-from trainwright.launch.without_launcher import signal_warning, stop_without_launcher
+from trainwright.launch.stored_runs import is_url
 from trainwright.machine.detect import detect
 from trainwright.paths import appears
 from trainwright.recipe.loading import load_recipe
@@ -56,11 +54,12 @@ from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.translation import Translation
-    from trainwright.launch.group.first_failure import FailureReport
-    from trainwright.launch.group.members import Place
+    from trainwright.launch.group.device_slots import Place
+    from trainwright.launch.group.failure_report import FailureReport
     from trainwright.launch.group.rendezvous import Rendezvous
     from trainwright.parallel.world import RankInfo
     from trainwright.recipe.yaml_text import Tree
+
 
 # How long rank 0, which may host the store, waits for the others at the end; after a rejected request some may never
 # arrive.
@@ -133,7 +132,7 @@ def run_joined(
     own_threads = "OMP_NUM_THREADS" in os.environ
     prepare_environment(detect().cpu_cores, environment.local_size)
     # Imports torch from here on.
-    from trainwright.launch.group.first_failure import FailureReport
+    from trainwright.launch.group.failure_report import FailureReport
 
     try:
         rendezvous = _meet(environment, options)
@@ -206,8 +205,8 @@ def _accelerate() -> Translation | None:
 
 def _meet(environment: LaunchEnvironment, options: JoinRequest) -> Rendezvous | None:
     from trainwright.launch.group.addresses import LOOPBACK, set_interfaces
+    from trainwright.launch.group.device_slots import Member
     from trainwright.launch.group.meeting import meet_ranks
-    from trainwright.launch.group.members import Member
 
     if environment.size == 1:
         return None
@@ -251,7 +250,7 @@ class _Participant:
         self, translation: Translation | None, held: ExitStack, begun: float, deadline: Deadline | None
     ) -> tuple[Opened, Place]:
         """Do on rank 0 everything before the first step that has to be done once."""
-        from trainwright.launch.group.members import Member, first_ranks, places
+        from trainwright.launch.group.device_slots import Member, first_ranks, places
 
         environment, rendezvous, failures = self.environment, self.rendezvous, self.failures
         if rendezvous is None:
@@ -304,7 +303,7 @@ class _Participant:
     def follow(self) -> tuple[Opened, Place]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
         from trainwright.launch.group.addresses import in_words
-        from trainwright.launch.group.members import Place
+        from trainwright.launch.group.device_slots import Place
 
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
@@ -422,3 +421,53 @@ def _parent(environment: LaunchEnvironment) -> int | None:
 def _threads(place: Place) -> int:
     cores = detect().cpu_cores
     return max(1, cores if place.own_cores else cores // place.local_size) if cores else threads_allowed()
+
+
+_LAUNCHERS = ("torchrun", "accelerate launch")
+_CHECK_SECONDS = 1.0
+# How long a worker may take for its step and the checkpoint; one that hangs must not keep its GPU.
+_GRACE_SECONDS = 600.0
+
+
+def stop_without_launcher(launcher: str) -> None:
+    """Let the death of this process's launcher request a stop, instead of killing this process at once.
+
+    SIGTERM must request a stop already, as after ``follow_signals``.
+    """
+    parent = os.getppid()
+    if launcher not in _LAUNCHERS:
+        return
+    die_with_parent(parent, signal.SIGTERM)
+    threading.Thread(target=_end_after, args=(parent,), daemon=True, name="launcher").start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_CHECK_SECONDS)
+    time.sleep(_GRACE_SECONDS)
+    os._exit(record_exit_code(EXIT_FAULT))
+
+
+def signal_warning(launcher: str) -> str | None:
+    """Return a warning for a job of Slurm whose launcher would die of SIGUSR1 or SIGUSR2; otherwise None."""
+    if launcher not in _LAUNCHERS or "SLURM_JOB_ID" not in os.environ:
+        return None
+    handled = _handled(os.getppid())
+    fatal = [number.name for number in (signal.SIGUSR1, signal.SIGUSR2) if not handled >> (number - 1) & 1]
+    if not fatal:
+        return None
+    return (
+        f"{launcher} (process {os.getppid()}) dies of {' and '.join(fatal)}: with #SBATCH --signal=USR1@SECONDS, Slurm "
+        "may end this run before its last checkpoint is written; start it with trainwright under, or export "
+        "PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 in the job script"
+    )
+
+
+def _handled(pid: int) -> int:
+    """Return the signals that a process handles or ignores as bits (proc(5)); all if that is unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return -1
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:"))]
+    return masks[0] | masks[1] if len(masks) == 2 else -1

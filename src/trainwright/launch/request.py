@@ -17,9 +17,9 @@ from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightE
 from trainwright.extensions import Registry, check_named, modules_of_user
 from trainwright.installation import FIRST, install_command
 from trainwright.launch import run_directory
-from trainwright.launch.ending.deadline import Deadline
+from trainwright.launch.ending.requests import Deadline
 from trainwright.launch.resuming import resumed_recipe
-from trainwright.launch.storage.stored_runs import is_url
+from trainwright.launch.stored_runs import is_url
 from trainwright.machine.machine import Machine
 from trainwright.paths import user_path
 from trainwright.planning.processes import in_words, usable_processes
@@ -83,7 +83,7 @@ class RunRequest:
             yield run
 
     def _bring_up_to_date(self, run: Path, recipe: Recipe) -> None:
-        from trainwright.launch.storage.stored_runs import bring_up_to_date, place_of, places_of
+        from trainwright.launch.stored_runs import bring_up_to_date, place_of, places_of
 
         places = [*([place_of(self.url)] if self.url else []), *places_of(recipe.checkpoint.copies, run)]
         if places:
@@ -92,7 +92,7 @@ class RunRequest:
     def discard_fetched(self) -> None:
         """Remove what was fetched for a request that trains nothing."""
         if self.fetched and self.run is not None:
-            from trainwright.launch.storage.stored_runs import discard_fetched
+            from trainwright.launch.stored_runs import discard_fetched
 
             discard_fetched(self.run)
 
@@ -163,7 +163,7 @@ def request_of(
 
 def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:
     """Return the request for a run in a place, in `logging.run_directory` or runs/<its name> of this machine."""
-    from trainwright.launch.storage.stored_runs import fetch, place_of
+    from trainwright.launch.stored_runs import fetch, place_of
 
     place = place_of(url)
     path = ("logging", "run_directory")
@@ -186,7 +186,7 @@ def _begun_or_new(recipe: Path | Tree | None, overrides: list[str], translation:
     there = run_directory.with_directory(overrides, run)
     begun, fetched = (run / run_directory.RECIPE).is_file(), False
     if not begun and asked.checkpoint.copies:
-        from trainwright.launch.storage.stored_runs import fetch, places_of
+        from trainwright.launch.stored_runs import fetch, places_of
 
         begun = fetched = fetch(places_of(asked.checkpoint.copies, run), run)
     if not begun:
@@ -206,7 +206,7 @@ def _discarded_on_error(
         return replace(request_of(recipe, overrides, str(run), translation), fetched=fetched, url=url)
     except TrainwrightError:
         if fetched:
-            from trainwright.launch.storage.stored_runs import discard_fetched
+            from trainwright.launch.stored_runs import discard_fetched
 
             discard_fetched(run)
         raise

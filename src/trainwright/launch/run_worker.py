@@ -28,15 +28,13 @@ from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
 from trainwright.launch import run_directory
-from trainwright.launch.clusters.grace import stop_warning, torchrun_warning
-from trainwright.launch.ending.deadline import Deadline
+from trainwright.launch.clusters.job import stop_warning, torchrun_warning
 from trainwright.launch.ending.exit_code import ATTEMPT
-from trainwright.launch.ending.requests import STATE_BYTES, StopRequests
+from trainwright.launch.ending.requests import STATE_BYTES, Deadline, StopRequests
 from trainwright.launch.ending.stop import resize_requested, take_save_to_resize
 from trainwright.launch.group.contract import agree, check_layout, usable_device
 from trainwright.launch.group.start_event import DTYPES, start_event
-from trainwright.launch.hangs.flight_recorder import keep_collectives
-from trainwright.launch.hangs.stacks import write_stacks_on_signal
+from trainwright.launch.hangs.evidence import keep_collectives, write_stacks_on_signal
 from trainwright.launch.limits import open_files_in_words
 from trainwright.launch.process import (
     console,

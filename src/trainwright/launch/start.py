@@ -6,9 +6,13 @@ while the run lasts.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -16,26 +20,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.activity import Activity
-from trainwright.errors import EXIT_FINISHED, EXIT_REQUEST, EXIT_STOPPED, Stopped, TrainingError, TrainwrightError
+from trainwright.engine.policies.halving import halved, with_rows
+from trainwright.errors import (
+    EXIT_FINISHED,
+    EXIT_REQUEST,
+    EXIT_STOPPED,
+    MachineError,
+    Stopped,
+    TrainingError,
+    TrainwrightError,
+)
+from trainwright.launch import run_directory
 from trainwright.launch.ending.failed import record_failure
+from trainwright.launch.ending.failure import raise_oom_score
 from trainwright.launch.ending.left import left_in_words
 from trainwright.launch.ending.requests import forget_stops, look_before_steps
 from trainwright.launch.ending.stop import Stopping, job_script_warning
 from trainwright.launch.group.addresses import in_words
-from trainwright.launch.group.answering_gpus import show_answering_gpus
+from trainwright.launch.group.device_slots import show_answering_gpus
 from trainwright.launch.group.elastic import Elastic, devices_for
 from trainwright.launch.limits import check_limits
 from trainwright.launch.process import ignore_closed_output, preload_worker, prepare_environment, run_in_child
 from trainwright.launch.run_directory import folder_of
-from trainwright.launch.slurm.orphaned import end_orphaned_step
 from trainwright.machine.usage.sample import process_age
+from trainwright.observe.reader import read_events
+from trainwright.recipe.loading import load_recipe
 from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.engine.events import Event
-    from trainwright.launch.nodes.crew import Crew
+    from trainwright.launch.group.environment import NodeRendezvous
+    from trainwright.launch.nodes.launches import Crew
     from trainwright.launch.nodes.nodes import LinkedStopping, Nodes
-    from trainwright.launch.nodes.place import NodeRendezvous
     from trainwright.launch.request import RunRequest
     from trainwright.machine.machine import Machine
     from trainwright.planning.resolve import Resolved
@@ -89,9 +105,8 @@ def _as_node(
     here: int,
 ) -> Path:
     """Train as one of several nodes, with at most ``here`` processes; raise NodeDropped if the others go on without."""
-    from trainwright.launch.nodes.crew import taking_part
-    from trainwright.launch.nodes.info import NodeInfo, NodeRules
-    from trainwright.launch.nodes.nodes import Nodes
+    from trainwright.launch.nodes.launches import taking_part
+    from trainwright.launch.nodes.nodes import NodeInfo, NodeRules, Nodes
     from trainwright.recipe.loading import dump_recipe
 
     mine = NodeInfo.here(here, len(machine.gpus), dump_recipe(request.recipe), request.run is not None)
@@ -202,14 +217,12 @@ class _Launch:
                 self.elastic = Elastic(run, self.resolved.usable, devices_for(self._devices()), self.stopping)
                 self.processes = self.elastic.first()
             if request.run is None and self.resolved.plan.is_close:
-                from trainwright.launch.probe import fit
-
                 fit(run, self.stopping, self.processes)
         return run
 
     def _gather(self, run: Path, nodes: Nodes) -> None:
         """Wait for the other nodes, and begin the first launch with them."""
-        from trainwright.launch.nodes.crew import Crew
+        from trainwright.launch.nodes.launches import Crew
 
         most, usable, devices = self.processes, self.resolved.usable, self._devices()
 
@@ -319,3 +332,122 @@ def _set_threads(before: int | None, threads: int | None) -> None:
 
 def _next(run: Path) -> str:
     return f"continue with: trainwright train --resume {quoted(run)}"
+
+
+_STEPS = 2  # the second step also has the optimizer state in memory
+_FIRST_TO_BE_KILLED = 1000
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The result of a probe. `memory_bytes` is the largest peak of any rank and `step_time` that of the last step, in
+    seconds; both None if no step was finished. `error` describes why not, whether memory ran out or for another reason.
+    """
+
+    fits: bool
+    memory_bytes: int | None = None
+    step_time: float | None = None
+    out_of_memory: bool = False
+    error: str | None = None
+
+
+def probe(recipe: str, stopping: Stopping, processes: int | None = None) -> ProbeResult:
+    """Take the step with the largest micro-batch twice, for the resolved `recipe` (YAML) on this machine.
+
+    Data and weights must be in the cache and the libraries imported, as before `launch`; nothing is kept.
+
+    Args:
+        processes: number of workers; by default, as many as the recipe has.
+
+    Raises:
+        Stopped: a stop was requested meanwhile.
+    """
+    from trainwright.launch.supervisor import run_workers
+
+    run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
+    try:
+        run_directory.record(run, recipe, run.name, [])
+        processes = processes or int(load_recipe(run / run_directory.RECIPE).parallel.processes)
+        work = functools.partial(_work, run)
+        ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
+        if stopping.requested:
+            raise Stopped()
+        memory_bytes, step_time = _measured(run)
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+    if not isinstance(ended, int):
+        ran_out = ended.ran_out is not None
+        return ProbeResult(False, memory_bytes, step_time, ran_out, ended.message)
+    assert ended == EXIT_FINISHED, "a trial run that nobody stops is finished"
+    return ProbeResult(True, memory_bytes, step_time)
+
+
+def fit(run: Path, stopping: Stopping, processes: int) -> None:
+    """Try the largest step of a new run in `processes`, and halve its micro-batch until it fits.
+
+    Data and weights must be in the cache and the libraries imported, as before `launch`. Other failures are left to the
+    run itself to report.
+
+    Raises:
+        MachineError: even one row per micro-batch does not fit.
+        Stopped: a stop was requested meanwhile.
+    """
+    while True:
+        text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
+        found = probe(text, stopping, processes)
+        if found.fits or not found.out_of_memory:
+            return
+        recipe = load_recipe(run / run_directory.RECIPE)
+        rows = recipe.train.micro_batch_size
+        if not isinstance(rows, int) or rows == 1:
+            raise MachineError(
+                f"the run's largest step was tested and does not fit: {found.error}; `trainwright plan` shows what "
+                "would fit"
+            )
+        why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"
+        run_directory.change(run, run_directory.recipe_text(with_rows(recipe, halved(rows))), why)
+
+
+def _work(run: Path) -> int:
+    """Run in every worker."""
+    from trainwright.launch.run_worker import Trial, Worker, run_worker
+
+    raise_oom_score(_FIRST_TO_BE_KILLED)
+    return run_worker(Worker(run), trial=Trial(_STEPS, largest=True))
+
+
+def _measured(run: Path) -> tuple[int | None, float | None]:
+    """Return the peak memory in bytes and the time in seconds of the last finished step."""
+    try:
+        steps = [event for event in read_events(run / "events.jsonl") if event["event"] == "step"]
+    except OSError:
+        return None, None
+    return (steps[-1]["memory_bytes"], steps[-1]["step_time"]) if steps else (None, None)
+
+
+_SUPERVISOR = "slurmstepd"
+_SECONDS = 60  # for Slurm's answer
+
+
+def end_orphaned_step() -> None:
+    """When this process ends, have Slurm end its job step if what supervises it has died by then."""
+    job, step, parent = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"), os.getppid()
+    if job and step and _program(parent) == _SUPERVISOR:
+        atexit.register(_end, f"{job}.{step}", os.getpid(), parent)
+
+
+def _end(step: str, process: int, parent: int) -> None:
+    if os.getpid() != process or os.getppid() == parent:  # a child of it, or all is well
+        return
+    say(f"{_SUPERVISOR} of step {step} has died on this node, so the step is ended by scancel", file=sys.stderr)
+    try:
+        subprocess.run(["scancel", step], capture_output=True, timeout=_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        say(f"scancel {step} failed: {error}", file=sys.stderr)
+
+
+def _program(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/comm").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, error_of, writes_to
-from trainwright.launch.ending import oom_killer
 from trainwright.launch.ending.failure import (
     Cause,
     Failure,
+    count_memory_kills,
     error_file,
     error_record,
     error_records,
     first_failure,
     slot_records,
 )
-from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.ending.stop_watcher import StopWatcher
+from trainwright.launch.ending.stop import Stopping, StopWatcher
 from trainwright.launch.group.addresses import LOOPBACK
 from trainwright.launch.group.elastic import Elastic
 from trainwright.launch.group.rendezvous import host_store
@@ -74,7 +73,7 @@ def run_workers(
         for rank in ranks:
             error_file(logs, rank).unlink(missing_ok=True)
     stopping.flags.fresh.value = stopping.flags.resize.value = 0
-    killed_for_memory = oom_killer.kills()
+    killed_for_memory = count_memory_kills()
     hang: dict[int, dict[str, Any]] = {}
     with stopping.workers_run():
         workers = Workers(entry, ranks, logs, stopping.flags)
@@ -104,7 +103,7 @@ def run_workers(
         if nodes is not None:
             nodes.kill()
         return EXIT_STOPPED
-    out_of_memory = oom_killer.kills() > killed_for_memory
+    out_of_memory = count_memory_kills() > killed_for_memory
     early = {rank: error_record(error) for rank, error in workers.early_ends.items()}
     records = error_records(logs, ranks) | slot_records(workers.slots) | early | hang
     if nodes is None:

@@ -23,7 +23,7 @@ from trainwright.errors import TrainingError
 from trainwright.heartbeat import Heartbeat
 from trainwright.launch.hangs import machines
 from trainwright.launch.hangs.beside import _workers, watching
-from trainwright.launch.hangs.flight_recorder import (
+from trainwright.launch.hangs.evidence import (
     keep_collectives,
     remove_pipes,
     wait_for_collectives,

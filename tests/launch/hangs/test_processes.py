@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.support.commands import environment, wait_for
-from trainwright.launch.hangs.processes import Moving, ProcessState, bytes_moved, state_of
+from trainwright.launch.hangs.watcher import Moving, ProcessState, bytes_moved, state_of
 
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17  # linux/ptrace.h
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, MachineError, RequestError
-from trainwright.launch.hosts.asking import check_clocks
-from trainwright.launch.hosts.names import Host, parse_hosts, processes_of, read_hostfile
+from trainwright.launch.hosts.names import Host, check_clocks, parse_hosts, processes_of, read_hostfile
 from trainwright.launch.hosts.starting import exit_code
 
 

@@ -17,7 +17,7 @@ from tests.support.commands import ROOT, environment, wait_for
 from tests.support.fake_slurm import clusters, commands
 from tests.support.runs import ON_ROWS, ROWS, TINY
 from trainwright.errors import MachineError, RequestError
-from trainwright.launch.clusters.attempts import failures_in_a_row, may_continue
+from trainwright.launch.clusters.job_attempts import failures_in_a_row, may_continue
 from trainwright.launch.slurm import requeue, scheduler
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds
@@ -374,7 +374,7 @@ def test_a_task_whose_supervisor_has_died_ends_its_step(here: Path, monkeypatch:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     task = (
-        "import pathlib, time; from trainwright.launch.slurm.orphaned import end_orphaned_step; end_orphaned_step(); "
+        "import pathlib, time; from trainwright.launch.start import end_orphaned_step; end_orphaned_step(); "
         "pathlib.Path('ready').touch()\nwhile not pathlib.Path('go').exists(): time.sleep(0.02)\n"
         "pathlib.Path('over').touch()"
     )

@@ -35,8 +35,7 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
         Stopped: a stop was requested after a host was lost, before the run was started again.
     """
     from trainwright.launch import run_directory
-    from trainwright.launch.hosts.asking import ask
-    from trainwright.launch.hosts.names import processes_of
+    from trainwright.launch.hosts.names import ask, processes_of
     from trainwright.launch.hosts.starting import exports, run_on
     from trainwright.launch.process import ignore_closed_output
     from trainwright.launch.request import request_of
@@ -68,7 +67,7 @@ def train_on_hosts(asked: TrainingRequest, hosts: str | None, hostfile: Path | N
         stopped = ended.stopped or was_asked_to_stop(run, within=process_age())
         if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and found[0] not in ended.lost):
             break
-        from trainwright.launch.hosts.again import Again  # imports torch
+        from trainwright.launch.hosts.starting import Again  # imports torch
 
         restarts = restarts or Again(run, request.recipe.faults.restarts, may_lose, begun)
         try:
@@ -106,8 +105,7 @@ def launch_on_hosts(
         RequestError: the request is wrong or a host unknown; nothing is started.
         MachineError: a host cannot take part; nothing is started.
     """
-    from trainwright.launch.hosts.asking import ask
-    from trainwright.launch.hosts.names import processes_of
+    from trainwright.launch.hosts.names import ask, processes_of
     from trainwright.launch.hosts.starting import exports, run_on
     from trainwright.launch.process import ignore_closed_output
     from trainwright.launch.scripts.starting import check_script, make_logs
@@ -150,7 +148,7 @@ def _hosts_of(
 
 def _words(asked: TrainingRequest, run: Path, *, begun: bool) -> list[str]:
     """Return the command of every host, without what differs: it begins or resumes the run in its directory."""
-    from trainwright.launch.ending.scheduler_job import STARTS_AGAIN
+    from trainwright.launch.ending.stop import STARTS_AGAIN
     from trainwright.launch.run_directory import override_of
 
     key = "logging.run_directory="

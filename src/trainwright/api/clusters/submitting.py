@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _WRITERS = {
     "slurm": "trainwright.launch.slurm.job",
-    "kubernetes": "trainwright.launch.kubernetes.manifests",
-    "skypilot": "trainwright.launch.skypilot.task",
-    "ray": "trainwright.launch.ray.script",
+    "kubernetes": "trainwright.launch.clusters.kubernetes",
+    "skypilot": "trainwright.launch.clusters.skypilot",
+    "ray": "trainwright.launch.clusters.ray",
 }
 # What takes a file that is printed.
 _USE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
 from trainwright.launch.clusters.settings import Cluster, settings_of
+from trainwright.launch.ending.exit_code import SHUTDOWN_TIMEOUT
 from trainwright.recipe.loading import load_recipe
 
 ELEMENT = "{element}"
@@ -113,3 +115,63 @@ def _first(overrides: Sequence[str], array: str | None) -> list[str]:
         return list(overrides)
     first = re.split(r"[-,%:]", array, maxsplit=1)[0]
     return [each.replace(ELEMENT, first) for each in overrides]
+
+
+# What decides how a run computes and where it finds its files, by name: a list of what to leave out would let through
+# the secrets that nobody thought of. Libraries of kernels and communication have settings only.
+_PASSED = re.compile(
+    r"(TORCH|TORCHINDUCTOR|PYTORCH|NCCL|GLOO|OMP|MKL|TRITON|UCX|FI|DS)_\w+|"
+    r"HF_(HOME|ENDPOINT|ASSETS_CACHE|MODULES_CACHE|DATASETS_(CACHE|OFFLINE)|XET_(CACHE|HIGH_PERFORMANCE)|"
+    r"HUB_(CACHE|OFFLINE|DISABLE_XET|DOWNLOAD_TIMEOUT|ETAG_TIMEOUT))|"
+    r"TRANSFORMERS_(CACHE|OFFLINE|VERBOSITY)|"
+    r"TRAINWRIGHT_(CACHE|MACHINE|QUIET|GRACE_SECONDS|EXIT_CODES|FAULT|FAULT_TRIAL)|"
+    r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX|XDG_CACHE_HOME|TMPDIR"
+)
+_SECRET = re.compile(r"(^|_)(AUTH|CREDENTIALS?|KEY|PASS|PASSWD|PASSWORD|PAT|SECRET|TOKEN)(_|$)")
+_LOGIN = re.compile(r"://[^/\s]*@")  # the user and the password in a URL
+
+
+def captured(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables whose values decide how a run computes and where it finds its files, without secrets."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if _PASSED.fullmatch(name) and not _SECRET.search(name) and not _LOGIN.search(value)
+    }
+
+
+GRACE = "TRAINWRIGHT_GRACE_SECONDS"
+_SHUTDOWN_SECONDS = "30"  # torch/distributed/launcher/api.py, LaunchConfig
+
+
+def stop_warning(needed: float) -> str | None:
+    """Return a warning if the variable GRACE gives this process less time than a stop needs; otherwise None.
+
+    Args:
+        needed: the seconds from a signal to the end of the run, with a step and a checkpoint.
+    """
+    own = os.environ.get(GRACE, "")
+    if not own.isdigit() or needed <= int(own):
+        return None
+    return (
+        f"a stop takes about {needed:.0f} s (step, checkpoint, end), and the cluster kills the run {own} s after its "
+        "signal: what was done since the last checkpoint is done again; submit with a longer launch.grace, or set "
+        "checkpoint.every so that this is little"
+    )
+
+
+def torchrun_warning(needed: float, launcher: str) -> str | None:
+    """Return a warning if ``launcher`` is torchrun, or starts it, and gives its processes less time than a stop needs;
+    otherwise None.
+
+    Args:
+        needed: the seconds from a signal to the end of the run, with a step and a checkpoint.
+    """
+    own = os.environ.get(SHUTDOWN_TIMEOUT, _SHUTDOWN_SECONDS)
+    if launcher not in ("torchrun", "accelerate launch") or not own.isdigit() or needed <= int(own):
+        return None
+    return (
+        f"a stop takes about {needed:.0f} s (step, checkpoint, end), and {launcher} kills the processes {own} s after "
+        f"a signal, before the last checkpoint is written; start it with trainwright under, or set {SHUTDOWN_TIMEOUT} "
+        "to more seconds"
+    )

@@ -13,14 +13,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
+import psutil
+
 from trainwright.errors import Interrupted
-from trainwright.launch.ending.scheduler_job import scheduler_job
+from trainwright.text import say
 
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 # Schedulers send SIGUSR1 or SIGUSR2 before the end, if configured, and the kernel SIGXCPU (ulimit -t).
@@ -301,3 +303,84 @@ def _is_shell(pid: int) -> bool:
         return Path(f"/proc/{pid}/exe").resolve().name in _SHELLS
     except OSError:
         return False
+
+
+# Time from the request until anything is forced: the first step may be over in a moment.
+_FRESH_SECONDS = 5.0
+# How long a process may be suspended after the request, and again after it was told to continue.
+_STILL_SECONDS, _WOKEN_SECONDS = 3.0, 10.0
+
+
+class StopWatcher:
+    """Ensure that a stop ends a launch in bounded time. Call ``check`` repeatedly.
+
+    Args:
+        processes: pid of the worker of every rank.
+    """
+
+    def __init__(
+        self,
+        stopping: Stopping,
+        processes: Callable[[], Mapping[int, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stopping = stopping
+        self._processes = processes
+        self._clock = clock
+        self._since: float | None = None  # when the request was seen
+        self._still: dict[int, float] = {}  # by rank: the time since it was found suspended
+        self._woken: dict[int, float] = {}
+
+    def check(self) -> None:
+        """Wake suspended workers (SIGSTOP), and end the launch if that does not help or nothing is lost."""
+        if not self._stopping.flag.value:
+            return
+        now = self._clock()
+        self._since = now if self._since is None else self._since
+        if self._stopping.flags.fresh.value and now - self._since >= _FRESH_SECONDS:
+            self._stopping.end(BEFORE_FIRST_STEP)
+        for rank, pid in self._processes().items():
+            if not _is_suspended(pid):
+                self._still.pop(rank, None)
+            elif now - self._still.setdefault(rank, now) >= _STILL_SECONDS:
+                self._wake(rank, pid, now)
+
+    def _wake(self, rank: int, pid: int, now: float) -> None:
+        if rank not in self._woken:
+            self._woken[rank] = now
+            say(f"rank {rank} (process {pid}) is stopped; sending SIGCONT", file=sys.stderr)
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+        elif now - self._woken[rank] >= _WOKEN_SECONDS:
+            say(f"rank {rank} (process {pid}) does not continue, so all workers are killed", file=sys.stderr)
+            self._stopping.end(NEWEST)
+
+
+def _is_suspended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.Error:
+        return False
+
+
+# Set in every job of Slurm, PBS (and Torque), LSF, Grid Engine, Flux and Cobalt.
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID", "COBALT_JOBID")
+# Set by what starts a run again after a fault of a machine, and is no scheduler that sets one of these.
+STARTS_AGAIN = "TRAINWRIGHT_STARTS_AGAIN"
+
+
+def scheduler_job() -> str | None:
+    """Return the number of the scheduler's job of this process, with Slurm's index in an array; None outside of one.
+
+    Without its index, the element of an array that starts last has the number of the array, which Slurm's commands take
+    for all of its elements.
+    """
+    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array and element:
+        return f"{array}_{element}"
+    return next((os.environ[name] for name in _JOBS if os.environ.get(name)), None)
+
+
+def is_started_again() -> bool:
+    """Return whether what has started this process may start it again when a machine has failed (exit code 5)."""
+    return scheduler_job() is not None or bool(os.environ.get(STARTS_AGAIN))

@@ -24,20 +24,19 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.addresses import LOOPBACK
 from trainwright.launch.group.environment import LaunchEnvironment
-from trainwright.launch.group.identity import job_of
-from trainwright.launch.group.peers import NotPeerZero, Peers, Unreachable
+from trainwright.launch.group.peers import NotPeerZero, Peers, Unreachable, job_of
 from trainwright.launch.group.rendezvous import (
     DEFAULT_TIMEOUT,
     POLL_SECONDS,
     SHARED,
     Rendezvous,
+    Waiting,
     host_store,
     join_store,
     meet,
     unproven,
 )
-from trainwright.launch.group.trust.secret import Unproven, secret_of
-from trainwright.launch.group.waiting import Waiting
+from trainwright.launch.group.trust import Unproven, secret_of
 
 
 def meet_ranks(

@@ -11,6 +11,7 @@ says the connection, never the message.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import select
@@ -18,14 +19,12 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainwright.launch.group.identity import Job, differences
-from trainwright.launch.group.trust.door import PEERS, Door, Relay
-from trainwright.launch.group.trust.secret import Unproven, prove
+from trainwright.launch.group.trust import PEERS, Door, Relay, Unproven, prove
 
 Message = dict[str, Any]
 
@@ -391,3 +390,46 @@ def _keep_alive(connection: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20000)):
         if hasattr(socket, name):  # not available on all systems
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+# Names of one job by a scheduler or launcher, the same in all of its processes.
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "TORCHELASTIC_RUN_ID")
+
+
+Job = dict[str, str]
+
+
+# Descriptions of the fields in which two jobs differ.
+WORDS = {"user": "another user's", "job": "another job's", "size": "of another size", "arguments": "of another recipe"}
+
+
+def job_of(
+    size: int,
+    arguments: Sequence[str] = (),
+    start: str | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Job:
+    """Return what all members of a start have in common.
+
+    Args:
+        size: the number of members.
+        arguments: of the command line, if they must be the same for all.
+        start: the launcher's own name for this start.
+    """
+    known = os.environ if variables is None else variables
+    ids = [known[name] for name in _JOB_IDS if known.get(name)]
+    return {
+        "user": str(os.getuid()),
+        "job": _digest([*ids, start or ""]),
+        "size": str(size),
+        "arguments": _digest(list(arguments)),
+    }
+
+
+def differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """Return the keys in which two jobs differ."""
+    return [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
+
+
+def _digest(values: list[str]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:20]

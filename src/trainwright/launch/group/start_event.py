@@ -14,7 +14,7 @@ from trainwright.engine.events import Start
 from trainwright.engine.task import Task
 from trainwright.engine.trainer import Trainer
 from trainwright.launch import run_directory
-from trainwright.launch.ending.scheduler_job import scheduler_job
+from trainwright.launch.ending.stop import scheduler_job
 from trainwright.machine.detect import detect
 from trainwright.models.attention.described import describe_attention
 from trainwright.models.attention.packs import platform_of

@@ -1,4 +1,7 @@
-"""Run one command on several hosts over ssh: output gathered, signals passed on, ended together."""
+"""Run one command on several hosts over ssh: output gathered, signals passed on, ended together.
+
+The launchers on the hosts go on by themselves after everything else.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
-from trainwright.errors import EXIT_FAULT, EXIT_STOPPED
-from trainwright.launch.clusters.variables import captured
+from trainwright.engine.event_log import append_event
+from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, FaultError
+from trainwright.launch.clusters.job import captured
+from trainwright.launch.ending.failure import Cause, Failure
 from trainwright.launch.ending.stop import STOP_SIGNALS
-from trainwright.launch.hosts.asking import SSH_FAILED, in_shell, ssh
-from trainwright.launch.hosts.names import Host
-from trainwright.text import encodable, say
+from trainwright.launch.hosts.names import SSH_FAILED, Answer, Host, answers_of, in_shell, ssh
+from trainwright.launch.relaunch import Restarts
+from trainwright.text import encodable, quoted, say
 
 # The nodes of a run notice by themselves that one has ended; what has not noticed after this time is ended from here.
 _ENDS_BY_ITSELF, _ENDS_AFTER_SIGNAL = 90.0, 60.0
@@ -259,3 +264,47 @@ def exit_code(codes: Sequence[int]) -> int:
     if causes:
         return causes[0]
     return next((code for code in (EXIT_FAULT, EXIT_STOPPED) if code in codes), 0)
+
+
+# A host whose command was killed, or that restarts its network, may answer again soon.
+_TRIES, _TRY_SECONDS = 6, 10.0
+
+
+class Again:
+    """Decide whether and where a run is started again.
+
+    Args:
+        allowed: ``faults.restarts``.
+        may_lose: whether the run can go on with some of its hosts.
+        begun: when it was started on them, in seconds since the epoch.
+    """
+
+    def __init__(self, run: Path, allowed: str, may_lose: bool, begun: float) -> None:
+        self._run, self._may_lose = run, may_lose
+        self._restarts = Restarts(run, allowed, begun=begun)
+
+    def decide(self, hosts: Sequence[Host], lost: Mapping[Host, str]) -> tuple[list[Host], int]:
+        """Return the hosts in their new order, those that answer first, and a free port of the first.
+
+        Raises:
+            FaultError: the run has been restarted too often, or too few hosts answer.
+        """
+        told = "; ".join(f"{host.name}: {how}" for host, how in lost.items())
+        found = self._restarts.decide(Failure(f"{told}; logs: {self._run}/logs", EXIT_FAULT, cause=Cause.NODE))
+        if isinstance(found, Failure):
+            raise FaultError(found.message)
+        for _ in range(_TRIES):
+            answers = dict(zip(hosts, answers_of(hosts, exports()), strict=True))
+            there = [host for host, answer in answers.items() if isinstance(answer, Answer)]
+            if len(there) == len(hosts) or (there and self._may_lose):
+                say(found.line(), file=sys.stderr)
+                with suppress(OSError):
+                    append_event(self._run / "events.jsonl", found)
+                first = answers[there[0]]
+                assert isinstance(first, Answer), "it is there"
+                return [*there, *(host for host in hosts if host not in there)], first.port
+            time.sleep(_TRY_SECONDS)
+        missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, Answer))
+        raise FaultError(
+            f"{told}\nnot restarted: {missing}; resume the run on other hosts with --resume {quoted(self._run)}"
+        )

@@ -2,39 +2,171 @@
 
 The user numbers the nodes. Node 0 hosts the store at host:port and creates the run directory, which all nodes can see.
 It decides which nodes run each launch of the workers (`crew.py`), as others may be lost and come back.
+
+The kernel of such a machine may still answer for its programs, so each launcher says now and then that it runs.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, Stopped, TrainwrightError
+from trainwright import __version__
+from trainwright.errors import (
+    EXIT_FAULT,
+    EXIT_TRAINING,
+    MachineError,
+    RequestError,
+    Stopped,
+    TrainwrightError,
+)
+from trainwright.launch import run_directory
 from trainwright.launch.ending.failure import Failure, first_failure
 from trainwright.launch.ending.stop import Stopping
-from trainwright.launch.group.addresses import set_interfaces
-from trainwright.launch.group.identity import job_of
-from trainwright.launch.group.peers import GONE, Message
+from trainwright.launch.group.addresses import in_words, set_interfaces
+from trainwright.launch.group.environment import node_of_srun
+from trainwright.launch.group.peers import GONE, Message, job_of
 from trainwright.launch.group.rendezvous import SHARED, Rendezvous, meet
-from trainwright.launch.nodes.info import (
-    NodeDropped,
-    NodeFailed,
-    NodeInfo,
-    NodeRules,
-    NodesLost,
-    check_machine,
-    check_same,
-    port_fix,
-    visible,
-)
-from trainwright.launch.nodes.silence import LIMIT, Silence
-from trainwright.launch.nodes.spread import Launch, Spread
 from trainwright.launch.worker_processes import WorkerRanks
+from trainwright.paths import appears
 from trainwright.text import say
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What a node reports before anything is created; all fields but `host` must be the same on all nodes.
+
+    `processes`: how many it is to run at most.
+    """
+
+    host: str
+    processes: int
+    gpus: int
+    recipe: str
+    resume: bool
+    version: str = __version__
+
+    @classmethod
+    def here(cls, processes: int, gpus: int, recipe: str, resume: bool) -> NodeInfo:
+        """Describe this node."""
+        return cls(socket.gethostname(), processes, gpus, recipe, resume)
+
+
+class NodeFailed(TrainwrightError):
+    """Another node failed while no workers run here; it reports the reason itself."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class NodesLost(Exception):
+    """Another node failed while workers run here."""
+
+
+class NodeDropped(Exception):
+    """Node 0 has taken this node for gone, and goes on without it. It can arrive once more."""
+
+
+@dataclass(frozen=True)
+class NodeRules:
+    """What the recipe says about nodes that are lost.
+
+    Attributes:
+        may_lose: whether the run can go on with fewer nodes than it began with.
+        on_hang: ``faults.on_hang``, for a node that does not answer though its connection stands.
+    """
+
+    may_lose: bool
+    on_hang: str
+
+
+def check_same(nodes: Mapping[int, NodeInfo]) -> None:
+    """Raise an error that names a node that differs from node 0."""
+    for index in nodes:
+        check_machine(nodes[0], index, nodes[index])
+    for index in nodes:
+        _check_request(nodes[0], index, nodes[index])
+
+
+def check_machine(first: NodeInfo, index: int, node: NodeInfo) -> None:
+    """Raise MachineError if the machine or the installation of a node differs from that of node 0."""
+    if node.version != first.version:
+        raise MachineError(
+            f"node 0 ({first.host}) has trainwright {first.version}, and node {index} ({node.host}) has "
+            f"{node.version}; install the same on both"
+        )
+    if node.gpus != first.gpus:
+        raise MachineError(
+            f"all nodes must have the same number of GPUs: node 0 ({first.host}) has {first.gpus} and node "
+            f"{index} ({node.host}) has {node.gpus}; hide the others with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_request(first: NodeInfo, index: int, node: NodeInfo) -> None:
+    if (node.processes, node.recipe, node.resume) != (first.processes, first.recipe, first.resume):
+        raise RequestError(
+            f"node {index} ({node.host}) was started with another recipe, other overrides or other options than "
+            f"node 0 ({first.host}); only --node-rank may differ"
+        )
+
+
+def visible(run: Path, recipe: str, node: int) -> Path:
+    """Return the run directory. Raises MachineError if ``node``, this one, does not see it with this recipe."""
+    if not appears(run / run_directory.RECIPE, recipe):
+        raise MachineError(
+            f"node {node} ({socket.gethostname()}) does not see the run directory {run}, which node 0 "
+            "created; set logging.run_directory to a file system that all nodes share"
+        )
+    return run
+
+
+def port_fix(index: int, count: int, place: tuple[str, int]) -> str:
+    """Return what to do if the port at which the nodes meet is taken."""
+    if node_of_srun(count) == (index, in_words(*place)):
+        return "set MASTER_PORT to another one, or unset it for one of the job's own"
+    return "choose another one with --rendezvous, on every node"
+
+
+LIMIT = 30.0
+_EVERY = 2.0
+# A longer gap between two calls is time in which this process did not run, and has not heard of anybody.
+_LONGEST_GAP = 5.0
+
+
+class Silence:
+    """Count how long the other nodes have been silent; call `silent` repeatedly."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard: dict[int, float] = {}
+        self._looked = self._said = clock()
+
+    def hear(self, node: int) -> None:
+        """Note a message of a node."""
+        self._heard[node] = self._clock()
+
+    def is_time(self) -> bool:
+        """Return whether this node is to say that it runs."""
+        now = self._clock()
+        if now - self._said < _EVERY:
+            return False
+        self._said = now
+        return True
+
+    def silent(self, nodes: Iterable[int]) -> list[int]:
+        """Return which of these nodes have been silent for `LIMIT` seconds in which this process ran."""
+        now, watched = self._clock(), list(nodes)
+        if now - self._looked > _LONGEST_GAP:
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked = now
+        return [node for node in watched if now - self._heard.setdefault(node, now) > LIMIT]
+
 
 _STOP, _KILLED, _FAILED, _FINISHED, _RUNS = "stop", "killed", "failed", "finished", "runs"
 # The messages between launches: a node waits for one, node 0 begins or refuses one, or the run is over.
@@ -432,3 +564,46 @@ def _is_valid(message: Message) -> bool:
         and all(type(node) is int for node in message.get("nodes", ()))
         and 0 <= message.get("port", 0) < 2**16
     )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The nodes that take part in a launch, in the order of their ranks, and the number of processes on each."""
+
+    nodes: tuple[int, ...]
+    each: int
+
+    @property
+    def processes(self) -> int:
+        """Return the number of processes on all nodes."""
+        return self.each * len(self.nodes)
+
+    def first_rank(self, node: int) -> int:
+        """Return the lowest rank on a node."""
+        return self.each * self.nodes.index(node)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of the workers: its number, its nodes, and the port of the workers' store at node 0."""
+
+    number: int
+    spread: Spread
+    port: int
+
+
+def spread(usable: Collection[int], rooms: Mapping[int, int]) -> Spread | None:
+    """Return the spread of the largest usable number of processes, over as many nodes as possible; None if there is
+    room for none.
+
+    Args:
+        rooms: how many processes each node has room for, by its index.
+    """
+    best: Spread | None = None
+    for each in range(max(rooms.values(), default=0), 0, -1):
+        able = sorted(index for index, room in rooms.items() if room >= each)
+        for count in range(len(able), 0, -1):
+            number = count * each
+            if able[0] == 0 and number in usable and (best is None or number >= best.processes):
+                best = Spread(tuple(able[:count]), each)
+    return best

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainwright.errors import RequestError
-from trainwright.launch.clusters.job import ELEMENT, Job
-from trainwright.launch.clusters.variables import captured
+from trainwright.launch.clusters.job import ELEMENT, Job, captured
 from trainwright.launch.run_directory import ARRAY_ELEMENT, SUBMITTED, override_of
 from trainwright.recipe.sections.launch import job_seconds
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.launch.clusters.attempts import MOST_FAILURES, failures_in_a_row, may_continue
+from trainwright.launch.clusters.job_attempts import MOST_FAILURES, failures_in_a_row, may_continue
 from trainwright.launch.ending.requests import STOP_FILE, was_asked_to_stop
-from trainwright.launch.ending.scheduler_job import scheduler_job
+from trainwright.launch.ending.stop import scheduler_job
 from trainwright.launch.run_directory import SUBMITTED
 from trainwright.launch.slurm import scheduler
 from trainwright.observe.reader import status_of

@@ -1,6 +1,6 @@
-"""One attempt at a run, in a job that is started again by its exit code.
+"""Whether a run that has ended is worth another start, and how often it has had one without getting further.
 
-    python -m trainwright.launch.clusters.attempt RUN [--node-rank N] [--add CODE] [--count-in PLACE] -- WORDS OF train
+    python -m trainwright.launch.clusters.job_attempts RUN [--node-rank N] [--add CODE] [--count-in PLACE] -- WORDS
 
 A run that its user asked to stop ends with 0, as the job is over; after several attempts in a row without a new
 checkpoint the code is that of a run that would fail again. Other codes are those of the run.
@@ -9,25 +9,90 @@ checkpoint the code is that of a run that would fail again. Other codes are thos
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, RequestError
-from trainwright.launch.clusters.attempts import MOST_FAILURES, failures_in_a_row, may_continue
+from trainwright.engine.checkpoints.manifest import checkpoints_in
+from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
 from trainwright.launch.ending.requests import forget_stops, was_asked_to_stop
-from trainwright.launch.ending.scheduler_job import STARTS_AGAIN
-from trainwright.launch.ending.stop import STOP_SIGNALS
+from trainwright.launch.ending.stop import STARTS_AGAIN, STOP_SIGNALS
 from trainwright.launch.program import started
 from trainwright.machine.usage.sample import process_age
+from trainwright.paths import write_file
 from trainwright.text import say
 
-MODULE = "trainwright.launch.clusters.attempt"
+if TYPE_CHECKING:
+    from trainwright.engine.checkpoints.places import Place
+
+
+MOST_FAILURES = 3  # in a row, without a new checkpoint
+_SIGNAL = 128  # a shell's code of a process that a signal ended is this and its number
+
+
+def may_continue(code: int) -> bool:
+    """Return whether a run that ended with this code may go on when it is started again."""
+    return code in (EXIT_STOPPED, EXIT_FAULT) or code > _SIGNAL
+
+
+def failures_in_a_row(run: Path, file: Path, count_in: str | None = None) -> int:
+    """Return how often the run has now ended without a checkpoint that it did not have the time before; 0 after one.
+
+    The count is kept in ``file``. Raises RequestError if it cannot be written.
+
+    Args:
+        count_in: a place of the run's copies, where the count is kept too: the next time may be on another machine.
+    """
+    if count_in is not None:
+        with _place(count_in, run) as place:
+            _take(place.read_attempts(), file)
+    newest = max(checkpoints_in(run / "checkpoints"), default=0)
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        step, failures = int(before["step"]), int(before["failures"])
+    except (OSError, ValueError, KeyError, TypeError):
+        step, failures = 0, 0
+    failures = 0 if newest > step else failures + 1
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, json.dumps({"step": newest, "failures": failures}) + "\n")
+    except OSError as error:  # without a count there is no bound
+        raise RequestError(f"{file} cannot be written: {error.strerror}") from None
+    if count_in is not None:
+        with _place(count_in, run) as place:
+            place.write_attempts(file.read_text(encoding="utf-8"))
+    return failures
+
+
+def _take(found: str | None, file: Path) -> None:
+    if found is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, found)
+
+
+@contextmanager
+def _place(where: str, run: Path) -> Iterator[Place]:
+    """Yield the place of the run's copies. If it cannot be used, the count is that of this machine."""
+    from trainwright.engine.checkpoints.places import Place
+    from trainwright.engine.checkpoints.stored_run import name_in_places
+
+    try:
+        place = Place(where, name_in_places(run))
+        with place.in_words():
+            yield place
+    except (RequestError, MachineError) as error:
+        say(f"warning: attempts are counted on this machine only: {error}", file=sys.stderr)
+
+
+MODULE = "trainwright.launch.clusters.job_attempts"
 RESTARTS = "TRAINWRIGHT_JOB_RESTARTS"  # how often the cluster has started the job again
 # Operators set these for a process of torch; here is the command that starts such processes.
 _OF_WORKERS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|PET_\w+")

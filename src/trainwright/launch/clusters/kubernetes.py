@@ -7,14 +7,37 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING, RequestError
-from trainwright.launch.clusters.attempt import MODULE
-from trainwright.launch.clusters.grace import GRACE
-from trainwright.launch.clusters.job import Job
+from trainwright.launch.clusters.job import GRACE, Job
+from trainwright.launch.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.launch.run_directory import override_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.launch import job_seconds
 from trainwright.recipe.sections.parallel import ProcessRange
+
+_VERSION = "trainer.kubeflow.org/v1alpha1"
+_TRAINJOB_CONTAINER = "node"  # prescribed, as the label is
+_TRAINER = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+
+
+def trainjob(job: Job) -> list[dict[str, Any]]:
+    """Return the TrainingRuntime and the TrainJob of a job."""
+    nodes = job.settings.nodes or 1
+    spec: dict[str, Any] = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name_of(job)},
+        "trainer": {"numNodes": nodes},
+    }
+    if job.settings.time is not None:
+        spec["activeDeadlineSeconds"] = job_seconds(job.settings.time)
+    template = jobset_spec(job, container=_TRAINJOB_CONTAINER, job_labels=_TRAINER, limited=False)
+    runtime = {"mlPolicy": {"numNodes": nodes}, "template": {"spec": template}}
+    return [
+        {"apiVersion": _VERSION, "kind": "TrainingRuntime", "metadata": metadata(job), "spec": runtime},
+        {"apiVersion": _VERSION, "kind": "TrainJob", "metadata": metadata(job), "spec": spec},
+    ]
+
 
 WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)
 MOST_RESTARTS = 100
@@ -116,3 +139,113 @@ def _arguments(job: Job, first: str, rank: str, add: int) -> list[str]:
 
 def _literal(word: str) -> str:
     return word.replace("$", "$$")  # Kubernetes replaces $(NAME), and $$ by $
+
+
+_NODES = "node"
+_RANK = "$(JOB_COMPLETION_INDEX)"  # replaced by Kubernetes
+_ATTEMPT = {
+    "name": RESTARTS,
+    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}},
+}
+
+
+def jobset(job: Job) -> dict[str, Any]:
+    """Return the JobSet of a job."""
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata(job),
+        "spec": jobset_spec(job, container="train"),
+    }
+
+
+def jobset_spec(
+    job: Job, *, container: str, job_labels: dict[str, str] | None = None, limited: bool = True
+) -> dict[str, Any]:
+    """Return the specification of a JobSet.
+
+    Args:
+        container: name of the container that trains.
+        job_labels: of the Job in it.
+        limited: whether it has the job's time limit itself.
+    """
+    nodes = job.settings.nodes or 1
+    first = f"{name_of(job)}-{_NODES}-0-0.{name_of(job)}"  # the host name that JobSet gives the first pod
+    fails = {"containerName": container, "operator": "In", "values": list(WOULD_FAIL_AGAIN)}
+    spec: dict[str, Any] = {
+        "parallelism": nodes,
+        "completions": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": fails}]},
+        "template": {
+            "metadata": {"labels": labels(job)},
+            "spec": pod(job, container=container, first=first, rank=_RANK, env=(_ATTEMPT,)),
+        },
+    }
+    if limited and job.settings.time is not None:
+        spec["activeDeadlineSeconds"] = job_seconds(job.settings.time)
+    template = {"metadata": {"labels": job_labels}, "spec": spec} if job_labels else {"spec": spec}
+    return {
+        # Whatever else ends a pod (75, 5, a lost node) starts all of them again, and they resume the run.
+        "failurePolicy": {
+            "maxRestarts": MOST_RESTARTS,
+            "rules": [
+                {
+                    "name": "wouldFailAgain",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"],
+                }
+            ],
+        },
+        "replicatedJobs": [{"name": _NODES, "replicas": 1, "template": template}],
+    }
+
+
+_CONTAINER = "pytorch"  # prescribed
+_RETRIED = 128  # from this code on
+
+
+def pytorchjob(job: Job) -> dict[str, Any]:
+    """Return the PyTorchJob of a job: its master is the first node, its workers are the others."""
+    nodes = job.settings.nodes or 1
+    policy: dict[str, Any] = {"backoffLimit": MOST_RESTARTS, "cleanPodPolicy": "Running"}
+    if job.settings.time is not None:
+        policy["activeDeadlineSeconds"] = job_seconds(job.settings.time)
+    replicas = {"Master": _replicas(job, 1)} | ({"Worker": _replicas(job, nodes - 1)} if nodes > 1 else {})
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": metadata(job),
+        "spec": {"runPolicy": policy, "pytorchReplicaSpecs": replicas},
+    }
+
+
+def _replicas(job: Job, count: int) -> dict[str, Any]:
+    first = f"{name_of(job)}-master-0"
+    # The operator sets RANK to that of the pod. It reads restartPolicy here, and sets the pods' own.
+    spec = pod(job, container=_CONTAINER, first=first, rank="$(RANK)", add=_RETRIED)
+    del spec["restartPolicy"]
+    return {
+        "replicas": count,
+        "restartPolicy": "ExitCode",
+        "template": {"metadata": {"labels": labels(job)}, "spec": spec},
+    }
+
+
+_WRITERS = {"jobset": lambda job: [jobset(job)], "trainjob": trainjob, "pytorchjob": lambda job: [pytorchjob(job)]}
+
+
+def text(job: Job) -> str:
+    """Return the manifest of a job. Raises RequestError for settings that the pods cannot have."""
+    check(job)
+    objects = _WRITERS[job.settings.manifest or "jobset"](job)
+    return yaml.dump_all(objects, Dumper=_Plain, sort_keys=False, width=1000)
+
+
+class _Plain(yaml.SafeDumper):
+    """Write what occurs twice twice: kubectl knows anchors, people who read it might not."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Return True."""
+        return True

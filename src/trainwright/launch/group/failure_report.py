@@ -1,4 +1,4 @@
-"""Failures under another launcher: the first error is reported once, and no process is left waiting.
+"""Report a rejection once per machine, although every process that a launcher started there meets it.
 
 The process that succeeds in creating the file logs/first-failure reports it. All others are informed by their peers and
 end too, even if they hang in a collective that will never complete.
@@ -7,21 +7,85 @@ end too, even if they hang in a collective that will never complete.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
-from trainwright.launch.ending import oom_killer
 from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.ending.failed import record_failure
-from trainwright.launch.ending.failure import describe_failure, error_file, error_record, is_follow_up, record_exception
+from trainwright.launch.ending.failure import (
+    count_memory_kills,
+    describe_failure,
+    error_file,
+    error_record,
+    is_follow_up,
+    record_exception,
+)
 from trainwright.launch.group.peers import GONE, Message, Peers
 from trainwright.text import say
+
+_PREFIX = "trainwright-reported-"
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+# How long to wait for rank 0 to report; and how long a report counts as one of this start.
+_WAIT_SECONDS, _VALID_SECONDS = 3.0, 20.0
+
+
+def should_report(rank: int, what: str) -> bool:
+    """Return whether this process reports `what`: rank 0, or the first of the others if rank 0 does not.
+
+    The processes that a launcher starts on one machine have the same parent.
+    """
+    directory = Path(tempfile.gettempdir())
+    digest = hashlib.sha256(f"{os.getuid()} {os.getppid()} {what}".encode()).hexdigest()[:20]
+    marker = directory / f"{_PREFIX}{digest}"
+    if rank == 0:
+        _remove_old(directory)
+        with suppress(OSError):
+            marker.touch()
+        return True
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < deadline:
+        if _is_fresh(marker):
+            return False
+        time.sleep(0.1)
+    try:
+        marker.unlink(missing_ok=True)
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def rank_from_variables(variables: Mapping[str, str]) -> int:
+    """Return the rank that a launcher sets, even if its other variables are invalid; 0 if it sets none."""
+    texts = (variables.get(name, "").strip() for name in _RANKS)
+    return next((int(text) for text in texts if text.isascii() and text.isdigit()), 0)
+
+
+def _is_fresh(marker: Path) -> bool:
+    try:
+        return time.time() - marker.stat().st_mtime < _VALID_SECONDS
+    except OSError:
+        return False
+
+
+def _remove_old(directory: Path) -> None:
+    for marker in directory.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if marker.stat().st_uid == os.getuid() and not _is_fresh(marker):
+                marker.unlink()
+
 
 _FAILED = "failed"
 _FIRST = "first-failure"
@@ -46,7 +110,7 @@ class FailureReport:
         self.rank = rank
         self.heard = threading.Event()
         self.text, self.exit_code = "", EXIT_TRAINING  # of the failure received
-        self._killed_for_memory = oom_killer.kills()
+        self._killed_for_memory = count_memory_kills()
         self.terminal = terminal
         self._peers = peers
         self._report = tell
@@ -111,7 +175,7 @@ class FailureReport:
 
     def _code_of_gone(self) -> int:
         """Return the exit code for a rank that ended without a word: memory that ran out here will run out again."""
-        return EXIT_TRAINING if oom_killer.kills() > self._killed_for_memory else EXIT_FAULT
+        return EXIT_TRAINING if count_memory_kills() > self._killed_for_memory else EXIT_FAULT
 
     def _gone(self, peer: int) -> str:
         log = f"; its log: {self._logs / f'rank-{peer}.log'}" if self._logs is not None else ""

@@ -1,4 +1,4 @@
-"""Which nodes run the next launch, and with how many processes: node 0 decides, the others follow.
+"""How a number of processes is spread over nodes: the same number on each, and rank 0 on node 0.
 
 A launch begins when every node that is still there has ended the one before. Nodes that come back, or for which there
 is no use, wait for the next one.
@@ -15,8 +15,7 @@ from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, FaultError, Stopped,
 from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.group.elastic import Elastic
-from trainwright.launch.nodes.nodes import Nodes
-from trainwright.launch.nodes.spread import Spread, spread
+from trainwright.launch.nodes.nodes import Nodes, Spread, spread
 
 
 @dataclass

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainwright.engine.checkpoints.places import Place
     from trainwright.engine.checkpoints.stored_run import StoredRun
 
+
 EVENTS = "events.jsonl"
 # What a fetch writes before recipe.yaml, which makes the directory a run.
 _FETCHED = (EVENTS, run_directory.PLAN)

@@ -1,4 +1,4 @@
-"""The task file of a managed job of SkyPilot: each node trains as one node of the run.
+"""New.
 
 SkyPilot gives a task SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS, SKYPILOT_NUM_NODES and SKYPILOT_NUM_GPUS_PER_NODE
 (docs.skypilot.co, "Environment variables").
@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, RequestError
-from trainwright.launch.clusters.attempt import MODULE
 from trainwright.launch.clusters.job import Job
+from trainwright.launch.clusters.job_attempts import MODULE
 from trainwright.launch.run_directory import override_of
 from trainwright.recipe.loading import load_recipe
 

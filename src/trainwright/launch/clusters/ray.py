@@ -1,6 +1,6 @@
-"""What a job of Ray runs: on each node one process, which trains there as one node of the run.
+"""New.
 
-    python -m trainwright.launch.ray.entry --nodes 2 --gpus-per-node 8 RUN -- WORDS OF trainwright train
+    python -m trainwright.launch.clusters.ray --nodes 2 --gpus-per-node 8 RUN -- WORDS OF trainwright train
 
 Each attempt has a placement group with a bundle on each node, all on different nodes. A lost node, 5 and 75 are
 followed by another attempt. Needs Ray, which runs it.
@@ -9,6 +9,7 @@ followed by another attempt. Needs Ray, which runs it.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 import time
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
-from trainwright.launch.clusters.attempt import MODULE, RESTARTS
+from trainwright.launch.clusters.job import Job
+from trainwright.launch.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.launch.program import started
+from trainwright.launch.run_directory import override_of
 from trainwright.text import say
 
 _MOST_ATTEMPTS = 100
@@ -27,7 +30,7 @@ _PAUSE_SECONDS = 2.0  # in which Ray notices that a node is lost
 
 def main() -> None:
     """Train until the run is done; exit with its code."""
-    parser = argparse.ArgumentParser(prog="python -m trainwright.launch.ray.entry", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m trainwright.launch.clusters.ray", description=__doc__)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=0)
     parser.add_argument("--cpus-per-node", type=int, default=1)
@@ -119,3 +122,33 @@ def _train(directory: str, command: Sequence[str], attempt: int) -> int:
 
 if __name__ == "__main__":
     main()
+
+
+ENTRY = "trainwright.launch.clusters.ray"
+_TEXT = '''\
+"""Train {recipe} on a Ray cluster, at RAY_ADDRESS. Written by trainwright submit."""
+
+import shlex
+
+from ray.job_submission import JobSubmissionClient
+
+WORDS = [
+{words}]
+
+# Ray gives the entry point to a shell.
+job = JobSubmissionClient().submit_job(entrypoint="python -m {entry} " + shlex.join(WORDS))
+print(f"job {{job}}", {run!r}, sep="\\n")
+'''
+
+
+def text(job: Job) -> str:
+    """Return the script."""
+    asked = job.settings
+    words = [f"--nodes={asked.nodes or 1}"]
+    words += [f"--gpus-per-node={asked.gpus_per_node}"] if asked.gpus_per_node else []
+    words += [f"--cpus-per-node={asked.cpus_per_node}"] if asked.cpus_per_node else []
+    words += [f"--directory={os.getcwd()}", str(job.run), "--"]
+    words += [str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto"]
+    lines = "".join(f"    {word!r},\n" for word in words)
+    recipe = ascii(Path(job.recipe).name)[1:-1].replace('"', "'")
+    return _TEXT.format(recipe=recipe, words=lines, entry=ENTRY, run=f"run {job.run}")

@@ -1,1 +1,0 @@
-"""Who belongs to a job: its secret, and the door behind which its members talk."""

@@ -1,1 +1,0 @@
-"""SkyPilot: task files."""

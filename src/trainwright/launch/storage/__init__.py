@@ -1,1 +1,0 @@
-"""Runs that are stored in a place for copies."""
