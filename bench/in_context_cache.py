@@ -25,13 +25,12 @@ from support.machine import describe, use_cores
 from support.results import results_directory
 from support.runs import write_results
 
-from trainwright.models.history.context import Context
-from trainwright.models.history.model import HistoryModel, Steps
 from trainwright.recipe.loading import load_recipe
 from trainwright.reinforcement.environments import Environment
 from trainwright.tasks.algorithm_distillation.evaluation import AgentRequest, find_agent, load_agent
 from trainwright.tasks.algorithm_distillation.goals import tasks_tried
-from trainwright.tasks.algorithm_distillation.in_context import context_stride, play
+from trainwright.tasks.algorithm_distillation.in_context import Context, context_stride, play
+from trainwright.tasks.algorithm_distillation.model import HistoryModel, Steps
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import environment_of, shape_of
 

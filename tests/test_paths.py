@@ -17,7 +17,7 @@ import pytest
 from tests.support.commands import PATIENCE, trainwright
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
-from trainwright.machine.sharing.file_lock import is_locked, lock_directory, remove_locked
+from trainwright.machine.sharing import is_locked, lock_directory, remove_locked
 from trainwright.paths import appears, run_path, user_path, write_file
 
 

@@ -59,7 +59,7 @@ _MEASURING = {
     "doctor/calibrate.py": "what other programs use while this machine is measured",
     "doctor/checks/network/interfaces.py": "where the name of this machine leads",
     "doctor/checks/system/cores.py": "the speed of each core",
-    "engine/measured.py": "what a run has had",
+    "engine/trainer.py": "what a run has had",
     "launch/run_worker.py": "the threads that the plan is compared with",
     "engine/policies/stragglers.py": "whether a slow rank computes with fewer threads than the others",
     "engine/out_of_memory.py": "what was free when memory ran out",

@@ -15,8 +15,7 @@ from tests.support.commands import ROOT, environment, trainwright
 from tests.support.learners import write_histories
 from trainwright import registries
 from trainwright.cli.main import app
-from trainwright.models.history.files import save_history_model
-from trainwright.models.history.model import HistoryModel, HistoryShape
+from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, save_history_model
 
 TINY = ROOT / "recipes" / "sft" / "tiny.yaml"
 # Commands that run the user's own recipe, or read no recipe.

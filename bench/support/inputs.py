@@ -23,7 +23,7 @@ def find_model(name: str) -> Path:
     """A directory with the model as safetensors: ``name`` itself, or where Trainwright finds that id."""
     if Path(name).is_dir():
         return Path(name).resolve()
-    from trainwright.models.source import resolve
+    from trainwright.models.resolve_model import resolve
     from trainwright.recipe.sections.model import ModelSection
 
     directory = resolve(ModelSection(name=name)).directory

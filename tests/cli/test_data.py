@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import trainwright
 from tests.support.slow import slow_but
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 SHAPES: dict[str, dict[str, Any]] = {

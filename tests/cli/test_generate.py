@@ -18,8 +18,8 @@ from tests.support.commands import ROOT, trainwright
 from tests.support.runs import Runs
 from trainwright.inference.chat import ChatSession, chat
 from trainwright.inference.finding import find_model
+from trainwright.inference.generation import Sampling
 from trainwright.inference.loading import Loaded, load
-from trainwright.inference.sampling import Sampling
 
 SHAPES: list[dict[str, Any]] = [
     {"question": "What is a tuple?"},

@@ -11,7 +11,7 @@ from tests.support.commands import environment
 from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 
 
@@ -141,7 +141,7 @@ import json, sys
 from pathlib import Path
 from tests.support.memory import limit
 from trainwright.data.stream.dataset_cache import prepare
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 import datasets, pyarrow.parquet, torch
 

@@ -17,14 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from trainwright.data.preflight import check_data
+from trainwright.data.check import check_data
 from trainwright.data.rows.preparing import prepare_raw
 from trainwright.data.rows.texts import pieces
 from trainwright.data.sources import opening
 from trainwright.data.sources.reading import check_source, iterate_source, place_of, read_rows, source_notes
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.data import DataSection, SourceSection
 

@@ -12,7 +12,7 @@ from trainwright.data.stream.stream import Stream
 from trainwright.data.tokens.dataset import MixturePart, drawn, parts_of, shares
 from trainwright.data.tokens.lengths import lengths_of
 from trainwright.errors import RequestError
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 
 

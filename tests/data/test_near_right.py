@@ -16,7 +16,7 @@ from trainwright.data.rows.texts import pieces
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import read
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection, SourceSection
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.preflight import check_data
+from trainwright.data.check import check_data
 from trainwright.errors import RequestError
 from trainwright.recipe.schema import Recipe
 
@@ -81,7 +81,7 @@ def test_a_chat_template_for_plain_text_is_refused(data: dict[str, Any]) -> None
 def test_looking_imports_nothing_heavy() -> None:
     written("a.jsonl", ROW)
     code = (
-        "import sys; from trainwright.data.preflight import check_data\n"
+        "import sys; from trainwright.data.check import check_data\n"
         "from trainwright.recipe.schema import Recipe\n"
         "check_data(Recipe.model_validate({'task': 'sft', 'model': {'name': 'a/b'}, 'data': {'train': 'a.jsonl'}}))\n"
         "assert not {'torch', 'datasets', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules)"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.schema import DataSection
 
 ROWS = [{"question": f"What is {i}?", "answer": f"It is {i}, and {i * i} is its square."} for i in range(40)]
@@ -168,7 +168,7 @@ def test_a_second_run_reads_nothing(tmp_path: Path) -> None:
     first = run(tmp_path, train=name)
     code = (
         "import sys; from pathlib import Path; from trainwright.data.stream.dataset_cache import prepare\n"
-        "from trainwright.models.tokenization.bytes import bytes_tokenizer\n"
+        "from trainwright.models.tokenization import bytes_tokenizer\n"
         "from trainwright.recipe.schema import DataSection\n"
         "opened = []; sys.addaudithook(lambda event, args: event == 'open' and opened.append(args[0]))\n"
         f"found = prepare(DataSection(train={name!r}), bytes_tokenizer(), seed=0, "
@@ -223,7 +223,7 @@ def test_one_process_builds_and_the_others_wait(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", ROWS * 50)
     code = (
         "from pathlib import Path; from trainwright.data.stream.dataset_cache import prepare\n"
-        "from trainwright.models.tokenization.bytes import bytes_tokenizer\n"
+        "from trainwright.models.tokenization import bytes_tokenizer\n"
         "from trainwright.recipe.schema import DataSection\n"
         f"found = prepare(DataSection(train={name!r}), bytes_tokenizer(), seed=0, "
         f"cache=Path({str(tmp_path / 'cache')!r}))\n"

@@ -22,8 +22,8 @@ from tests.support.commands import wait_for
 from tests.support.forked import Finished, Started, fork_server
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import MachineError
-from trainwright.machine.sharing.made_once import made_once
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.machine.sharing import made_once
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.schema import DataSection
 
 ROWS = "".join(json.dumps({"question": f"What is {i}?", "answer": f"It is {i}."}) + "\n" for i in range(300))

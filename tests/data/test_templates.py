@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, encode_messages
 from trainwright.data.rows.formats import TurnsError
-from trainwright.data.rows.text_encoding import TextEncoder
+from trainwright.data.rows.texts import TextEncoder
 from trainwright.errors import RequestError
 
 SYSTEM = {"role": "system", "content": "Be brief."}

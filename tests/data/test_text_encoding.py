@@ -7,7 +7,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.test_templates import CHATML, GEMMA, HELLO, IM, LLAMA_3, byte_level
-from trainwright.data.rows.text_encoding import TextEncoder
+from trainwright.data.rows.texts import TextEncoder
 from trainwright.inference.prompts import PromptEncoder
 
 

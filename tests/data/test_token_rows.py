@@ -16,7 +16,7 @@ from trainwright.data.sources.shards import tokenizer_fingerprint
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.data.stream.windows import WindowDataset, divided, everything
 from trainwright.data.tokens.token_rows import windows_of
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 
 

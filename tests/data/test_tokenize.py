@@ -28,8 +28,7 @@ from trainwright.data.sources.shards import INDEX, Shards
 from trainwright.data.tokens.shard_writer import tokenize
 from trainwright.data.tokens.token_worker import WordTokens
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.tokenization.bytes import bytes_tokenizer
-from trainwright.models.tokenization.trained import make_tokenizer, trained_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer, make_tokenizer, trained_tokenizer
 from trainwright.recipe.sections.data import SourceSection
 
 WORDS = "the quick brown fox jumps over it\n\n  lazily, 12 times — ein Fuchs\nnot a dog's\t\tday\n".splitlines(True)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from trainwright.data.rows.formats import to_example
+from trainwright.data.rows.kinds import style
 from trainwright.data.rows.preparing import prepare_raw
-from trainwright.data.rows.style import style
 from trainwright.data.rows.tool_calls import arguments_of
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 
 # In the manner of Qwen 2.5's.

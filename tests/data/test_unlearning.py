@@ -12,10 +12,10 @@ import torch
 from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import collate
 from trainwright.data.stream.stream import Stream
-from trainwright.data.stream.unlearning import joined, some_of, with_roles
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import lengths_of
-from trainwright.tasks.unlearn.selection import only, places
+from trainwright.tasks.unlearn.losses import only, places
+from trainwright.tasks.unlearn.stream import joined, some_of, with_roles
 
 FORGOTTEN, KEPT = 6, 10
 

@@ -14,7 +14,7 @@ from trainwright.data.rows.pairs import ANY
 from trainwright.data.sources.reading import check_source, iterate_source
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -9,7 +9,7 @@ from trainwright.doctor import calibrate_passes as passes
 from trainwright.machine.describe import cluster_of
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Exchanged, InStep, ProcessRates
-from trainwright.planning.step_time.rates_nominal import nominal_setting
+from trainwright.planning.step_time.rates import nominal_setting
 
 MACHINE = Machine("here", "Some CPU", 2, 2**34, ())
 USUAL, BETWEEN = InStep(*passes._IN_STEP), Exchanged(*passes._EXCHANGE)

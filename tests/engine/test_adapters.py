@@ -24,8 +24,8 @@ from trainwright.engine.checkpoints.read_back import check_checkpoint, check_exp
 from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.load import load_config
-from trainwright.models.tokenization.bytes import bytes_tokenizer
-from trainwright.parallel.shards import Shard
+from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World, join, leave
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe

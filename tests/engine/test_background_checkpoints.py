@@ -24,7 +24,7 @@ from trainwright.engine.checkpoints.background import Background
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.engine.checkpoints.writer import Writer
 from trainwright.observe.reader import read_events
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))

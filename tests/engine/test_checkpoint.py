@@ -18,7 +18,7 @@ from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointErro
 from trainwright.engine.checkpoints.directories import checksum
 from trainwright.engine.checkpoints.tensor_files import write_tensors
 from trainwright.errors import RequestError
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))

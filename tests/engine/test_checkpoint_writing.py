@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))

@@ -18,10 +18,10 @@ from tests.support.commands import PATIENCE, trainwright, wait_for
 from tests.support.runs import TINY, Runs, column, events
 from tests.support.unreliable_store import UnreliableStore
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.checkpoints.copies import Copies, Place
+from trainwright.engine.checkpoints.uploader import Copies, Place
 from trainwright.errors import MachineError, RequestError
 from trainwright.launch.stored_runs import bring_up_to_date
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))

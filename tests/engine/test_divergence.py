@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from trainwright.engine.passes import Divergence
 from trainwright.engine.policies.base import StepGradients
-from trainwright.engine.policies.divergence import Divergence
 from trainwright.recipe.schema import OptimizerSection
 
 

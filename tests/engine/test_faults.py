@@ -23,7 +23,7 @@ from tests.support.runs import ON_ROWS, ROWS, TINY, Finished, Runs, column, diff
 from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.observe.reader import read_log
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 
 

@@ -17,7 +17,7 @@ import torch
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))

@@ -12,7 +12,7 @@ import torch
 from tests.support.runs import ON_ROWS, TINY, Finished, Runs, difference, events
 from trainwright.drilling.faults.planted import flip
 from trainwright.engine.policies.replay import Passes, _mismatches, _odd_ones
-from trainwright.models.files.save import checksum
+from trainwright.models.files import checksum
 
 SETTINGS = (ON_ROWS, "train.max_steps=12", "checkpoint.every=2", "evaluate.every=null", "faults.replay_every=3")
 

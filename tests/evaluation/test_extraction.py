@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.evaluation.metrics.extraction import AnswerMatch, extractor, same
+from trainwright.evaluation.metrics import AnswerMatch, extractor, same
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from trainwright.evaluation.columns import Column, difference, estimate
 from trainwright.evaluation.measure import likelihood_columns
+from trainwright.evaluation.rows import Column, difference, estimate
 from trainwright.inference.scoring import TokenScores
 
 

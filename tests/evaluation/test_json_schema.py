@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.evaluation.metrics.json_schema import JsonSchema
+from trainwright.evaluation.metrics import JsonSchema
 
 SCHEMA = {
     "type": "object",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainwright.evaluation.metrics.overlap import exact_match, rouge_l, word_f1
+from trainwright.evaluation.metrics import exact_match, rouge_l, word_f1
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "Dogs", "running", "quickly", "18", "mat."]
 

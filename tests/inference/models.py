@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 
 TOKENIZER = bytes_tokenizer()
 PROMPTS = [

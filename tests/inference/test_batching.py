@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainwright.errors import MachineError
-from trainwright.inference.batching import by_length, over_ranks
+from trainwright.inference.answering import by_length, over_ranks
 from trainwright.parallel.world import World
 from trainwright.spent import Use
 

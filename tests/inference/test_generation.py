@@ -10,8 +10,7 @@ import torch
 from tests.inference.models import ARCHITECTURES, PROMPTS, TOKENIZER, model_of
 from tests.support.slow import slow_but
 from trainwright.errors import RequestError
-from trainwright.inference.generation import answer_batch
-from trainwright.inference.sampling import Sampling
+from trainwright.inference.generation import Sampling, answer_batch
 from trainwright.inference.stopping import Stop
 from trainwright.spent import Use
 

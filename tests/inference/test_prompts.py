@@ -11,7 +11,7 @@ import pytest
 from trainwright.data.rows.chat_encoding import encode_messages
 from trainwright.errors import RequestError
 from trainwright.inference.prompts import PromptEncoder, read_questions
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 
 
 def written(directory: Path, *rows: Any) -> str:

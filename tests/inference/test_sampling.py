@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from trainwright.inference.sampling import Sampler, Sampling
+from trainwright.inference.generation import Sampler, Sampling
 
 # Probabilities 0.5, 0.25, 0.15, 0.1, in another order.
 LOGITS = torch.tensor([math.log(0.15), math.log(0.5), math.log(0.1), math.log(0.25)])

@@ -7,7 +7,7 @@ from typing import Any
 from tests.data.test_templates import CHATML, byte_level
 from tests.inference.models import TOKENIZER, model_of
 from trainwright.inference.stopping import Stop, stop_of
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 
 
 def test_the_models_own_ends_and_that_of_the_templates_turns() -> None:

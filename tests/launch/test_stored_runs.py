@@ -17,8 +17,8 @@ from tests.support.commands import PATIENCE, trainwright, wait_for
 from tests.support.object_store import GoogleStore, ObjectStore, google_store, object_store
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
 from tests.support.unreliable_store import UnreliableStore
-from trainwright.engine.checkpoints.copies import Copies
-from trainwright.engine.checkpoints.places import Place
+from trainwright.engine.checkpoints.remote_store import Place
+from trainwright.engine.checkpoints.uploader import Copies
 from trainwright.errors import FaultError, RequestError
 
 pytest.importorskip("s3fs")

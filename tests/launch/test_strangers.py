@@ -25,7 +25,7 @@ from trainwright.errors import EXIT_FAULT, FaultError
 from trainwright.launch.group.peers import job_of
 from trainwright.launch.group.rendezvous import Rendezvous, meet
 from trainwright.launch.group.trust import BYTES, PEERS, VARIABLE, prove, secret_of
-from trainwright.parallel import objects
+from trainwright.parallel import world
 
 JOB = job_of(3, ["recipe.yaml"], "slurm-7-0", {})
 HELLO = json.dumps({"kind": "hello", "peer": 1, "job": JOB}).encode() + b"\n"
@@ -214,23 +214,23 @@ def test_no_object_of_another_rank_runs_anything(tmp_path: Path, monkeypatch: py
     types = (b'{"__type__": "Shell", "fields": {}}', b'{"__type__": "os", "fields": {}}', b"[" * 100_000, b'"' + b"x")
     for content in (pickled, *types, b'{"__type__": "array", "dtype": "torch.object", "shape": [1], "data": ""}'):
         with pytest.raises(ValueError):
-            objects.loads(content)
+            world.loads(content)
     assert not list(tmp_path.iterdir())
     with pytest.raises(TypeError, match="no Shell"):
-        objects.dumps([Shell()])
+        world.dumps([Shell()])
 
 
 def test_objects_arrive_as_they_were() -> None:
     plain = [None, True, 3, -(2**70), 0.1, 5e-324, float("inf"), "é\ud800", [(), (1, ("a",))], {1: 2, (3, "b"): None}]
     tagged = {"__type__": "tuple", "items": [1]}
-    assert objects.loads(objects.dumps([*plain, tagged])) == [*plain, tagged]
-    assert isinstance(objects.loads(objects.dumps(np.float64(0.1))), float)
+    assert world.loads(world.dumps([*plain, tagged])) == [*plain, tagged]
+    assert isinstance(world.loads(world.dumps(np.float64(0.1))), float)
     generator = np.random.default_rng(0)
     for array in (generator.normal(size=(3, 2)), generator.integers(0, 9, 5), np.zeros((0, 4), np.float32)):
-        found = objects.loads(objects.dumps(array))
+        found = world.loads(world.dumps(array))
         assert found.dtype == array.dtype and found.shape == array.shape and (found == array).all()
     tensor = torch.randn(2, 3, dtype=torch.bfloat16)
-    assert torch.equal(objects.loads(objects.dumps(tensor)), tensor)
+    assert torch.equal(world.loads(world.dumps(tensor)), tensor)
 
 
 class Flood:

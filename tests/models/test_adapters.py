@@ -19,7 +19,7 @@ from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters.attaching import Adapter, attach_adapter
 from trainwright.models.load import check_adapter, load_config, load_model
 from trainwright.models.quantization import QuantizedLinear, count_parameters
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
 LLAMA: dict[str, Any] = {

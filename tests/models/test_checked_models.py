@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.cli import main
 from trainwright.errors import TrainwrightError
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

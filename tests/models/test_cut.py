@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from trainwright.models.cut import cut_config, cut_model, layer_count, parameter_count, varied_layers
 from trainwright.models.load import load_model, load_tokenizer
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.truncate_config import cut_config, cut_model, layer_count, parameter_count, varied_layers
 from trainwright.recipe.sections.model import ModelSection
 
 SMALL = {

@@ -7,7 +7,7 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 
 from tests.support.slow import slow_but
-from trainwright.models.attention import flex
+from trainwright.models.attention import packs
 from trainwright.models.attention.call import Call
 from trainwright.models.attention.sequences import Sequences, allowed_blocks, first_allowed
 
@@ -18,7 +18,7 @@ LENGTHS = ([1, 7, 33, 2, 50], [300, 129, 1, 128, 77], [128, 128, 256])
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
-    monkeypatch.setattr(flex, "compiled", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(packs, "compiled", lambda: torch_flex.flex_attention)
 
 
 def sequences(lengths: list[int]) -> Sequences:
@@ -56,7 +56,7 @@ def test_it_is_attention(lengths: list[int], window: int | None, softcap: float 
     weights = torch.randn(6, generator=random).requires_grad_() if sinks else None
     packed = sequences(lengths)
     call = Call(*inputs, packed.boundaries, max(lengths), 0.25, window, 0.0, softcap, weights)
-    found, want = flex.attend(call, packed.block_mask(window)), expected(call, lengths)
+    found, want = packs.attend(call, packed.block_mask(window)), expected(call, lengths)
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
     factor = torch.randn(found.shape, generator=random)
     given = inputs if weights is None else [*inputs, weights]

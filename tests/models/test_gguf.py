@@ -23,8 +23,8 @@ from tests.support.commands import PATIENCE, wait_for
 from trainwright.errors import RequestError
 from trainwright.models.gguf.reading import convert_gguf
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.source import resolve
-from trainwright.models.tokenization.bytes import byte_letters
+from trainwright.models.resolve_model import resolve
+from trainwright.models.tokenization import byte_letters
 from trainwright.recipe.sections.model import ModelSection
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from tests.support.slow import slow_but
 from trainwright.errors import RequestError
-from trainwright.models.files.save import save_model
+from trainwright.models.files import save_model
 from trainwright.models.gguf.export import export_gguf
 from trainwright.models.gguf.reading import write_converted
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -221,7 +221,7 @@ def test_what_a_file_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_real_model_and_its_tokenizer(tmp_path: Path) -> None:
-    from trainwright.models.source import resolve
+    from trainwright.models.resolve_model import resolve
     from trainwright.recipe.sections.model import ModelSection
 
     directory = resolve(ModelSection(name="HuggingFaceTB/SmolLM2-135M-Instruct")).directory

@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from trainwright.errors import RequestError
-from trainwright.models.history.files import load_history_model, save_history_model
-from trainwright.models.history.model import HistoryModel, HistoryShape
+from trainwright.tasks.algorithm_distillation.model import (
+    HistoryModel,
+    HistoryShape,
+    load_history_model,
+    save_history_model,
+)
 
 SHAPE = HistoryShape((4, 4), 5, 16, 1, 2, "transition", "learned", steps=16, latents=2)
 

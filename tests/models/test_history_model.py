@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright.models.history.context import Context
-from trainwright.models.history.model import HistoryModel, HistoryShape, Steps
-from trainwright.models.history.objective import SUMS, HistoryBatch, HistoryObjective, LossWeights
+from trainwright.tasks.algorithm_distillation.in_context import Context
+from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, Steps
+from trainwright.tasks.algorithm_distillation.objective import SUMS, HistoryBatch, HistoryObjective, LossWeights
 
 PLAIN = HistoryShape(
     observations=(5, 5), actions=4, width=32, layers=2, heads=4, layout="transition", positions="rotary", steps=12

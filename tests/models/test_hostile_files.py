@@ -22,9 +22,9 @@ from trainwright.inference.loading import check_fits
 from trainwright.machine.machine import Machine
 from trainwright.models.adapters import config as adapters_config
 from trainwright.models.adapters.attaching import attach_adapter
-from trainwright.models.cut import parameter_count
 from trainwright.models.load import check_adapter, load_config, load_model, load_tokenizer
-from trainwright.models.source import resolve
+from trainwright.models.resolve_model import resolve
+from trainwright.models.truncate_config import parameter_count
 from trainwright.models.weights import load_empty
 from trainwright.planning.facts import architecture_of
 from trainwright.recipe.sections.model import ModelSection

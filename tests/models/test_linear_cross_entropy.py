@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainwright.models.losses import linear_cross_entropy as module
-from trainwright.models.losses.linear_cross_entropy import Head, linear_cross_entropy, token_statistics
+from trainwright.models import linear_losses as module
+from trainwright.models.linear_losses import Head, linear_cross_entropy, token_statistics
 
 
 def plain(

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainwright.models.losses import linear_cross_entropy as chunked
-from trainwright.models.losses.linear_cross_entropy import Head
-from trainwright.models.losses.linear_logit_loss import linear_logit_loss
+from trainwright.models import linear_losses as chunked
+from trainwright.models.linear_losses import Head, linear_logit_loss
 
 
 def head(seed: int, softcap: float | None, scale: float) -> Head:

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from trainwright.errors import RequestError
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.tokenization.bytes import bytes_tokenizer
-from trainwright.models.tokenization.stored import tokenizer_from
+from trainwright.models.tokenization import bytes_tokenizer, tokenizer_from
 from trainwright.models.weights import empty_model
 from trainwright.recipe.sections.model import ModelSection
 

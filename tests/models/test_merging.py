@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.slow import slow_but
 from trainwright.errors import RequestError
 from trainwright.models.adapters.attaching import attach_adapter, lora_layers
-from trainwright.models.files.save import save_model
+from trainwright.models.files import save_model
 from trainwright.models.load import load_model, load_tokenizer
 from trainwright.models.merging import merge
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
 LLAMA: dict[str, Any] = {

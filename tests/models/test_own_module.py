@@ -18,7 +18,7 @@ from trainwright.data.stream.batch import collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.load import load_model
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.planning.facts import facts_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.model import ModelSection

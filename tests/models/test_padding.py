@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainwright.data.stream.batch import Batch, flat_layout, padded_layout
 from trainwright.models.causal_lm import CausalLM
-from trainwright.models.losses.linear_cross_entropy import Head, linear_cross_entropy, token_statistics
+from trainwright.models.linear_losses import Head, linear_cross_entropy, token_statistics
 from trainwright.parallel.constants import padded_size
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.support.slow import slow_but
 from trainwright.models.load import load_model
 from trainwright.models.quantization import DoubleNF4Linear, Int8Linear, NF4Linear, QuantizedLinear, count_parameters
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
 KINDS: dict[str, type[QuantizedLinear]] = {"nf4": NF4Linear, "double nf4": DoubleNF4Linear, "int8": Int8Linear}

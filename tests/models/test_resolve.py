@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from trainwright.errors import RequestError
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.source import resolve
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.resolve_model import resolve
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
 CONFIG = {

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainwright.errors import TrainingError
-from trainwright.models.files.save import save_model
+from trainwright.models.files import save_model
 from trainwright.models.load import load_model, load_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 

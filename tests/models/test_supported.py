@@ -15,7 +15,7 @@ from tests.support.commands import PATIENCE, ROOT, environment
 from trainwright.cli.main import app
 from trainwright.errors import RequestError
 from trainwright.models.configuration import config_from
-from trainwright.models.source import check_directory
+from trainwright.models.resolve_model import check_directory
 from trainwright.models.supported import check_supported
 from trainwright.planning.facts import architecture_of, check_model
 from trainwright.recipe.sections.model import ModelSection

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.models.losses.tied_embedding import shared_gradient
+from trainwright.models.linear_losses import shared_gradient
 
 TOKENS = torch.tensor([[3, 1, 3, 7], [0, 3, 7, 2]])
 

@@ -15,8 +15,7 @@ from trainwright.cli.main import app
 from trainwright.data.check import check_sources
 from trainwright.data.rows.formats import EXAMPLES
 from trainwright.errors import RequestError
-from trainwright.inference.generation import answer_batch
-from trainwright.inference.sampling import Sampling
+from trainwright.inference.generation import Sampling, answer_batch
 from trainwright.inference.stopping import Stop
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.loading import dump_recipe, recipe_of

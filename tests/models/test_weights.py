@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainwright.errors import RequestError
-from trainwright.models.files.save import save_model
+from trainwright.models.files import save_model
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.weights import FileWeights, GivenWeights, empty_model, load_empty
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.sections.model import ModelSection
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.parallel.generation import step
 from tests.support.training import DTYPES, built
-from trainwright.models.losses import linear_cross_entropy
+from trainwright.models import linear_losses
 from trainwright.parallel.world import join, leave
 
 TOKENS = [[72, 101, 108, 108, 111, 32, 116, 104, 101, 114, 101]]
@@ -84,7 +84,7 @@ def the_head_is_gathered_once(strategy: str) -> None:
         found = []
         # The first passes are those in which DeepSpeed sees what is used when. One chunk, and one for eight targets.
         for chunk_bytes in (2**30, 2**30, 2**30, 4 * 311 * 8):
-            linear_cross_entropy._CHUNK_BYTES = chunk_bytes
+            linear_losses._CHUNK_BYTES = chunk_bytes
             sizes.clear()
             loss = task.loss(spread.module, micro, world.device).total
             forward = list(sizes)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parallel.odd_models import RATE, strategy_over
 from trainwright.engine.optimizer import optimizer_factory
-from trainwright.parallel.matrices.owners import assign, operations
+from trainwright.parallel.matrix_owners import assign, operations
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.schema import OptimizerSection

@@ -16,9 +16,8 @@ from torch import nn
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference
 from tests.support.training import Case, train
 from trainwright.errors import MachineError, RequestError
+from trainwright.parallel.zero.deepspeed_config import DEFAULTS, read_file, settings
 from trainwright.parallel.zero.deepspeed_config import check_file as check
-from trainwright.parallel.zero.deepspeed_config import read_file, settings
-from trainwright.parallel.zero.deepspeed_defaults import DEFAULTS
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.strategy_spec import check_library

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import Runs
-from trainwright.parallel.matrices.owners import assign, operations, rows_of, slowest
+from trainwright.parallel.matrix_owners import assign, operations, rows_of, slowest
 from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.memory.inventory import inventory
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.parallel.objects import dumps, loads
+from trainwright.parallel.world import dumps, loads
 
 TENSORS = {
     "scalar": torch.tensor(3.0),

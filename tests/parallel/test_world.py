@@ -38,10 +38,9 @@ from trainwright.launch.run_worker import Worker, run_worker
 from trainwright.machine.detect import detect
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.fsdp.fully_sharded import _mesh
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import backends, join, leave
-from trainwright.parallel.zero.partitions import ParameterPiece, chunks
-from trainwright.parallel.zero.rows import row_blocks
+from trainwright.parallel.zero.partitions import ParameterPiece, chunks, row_blocks
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import Recipe

@@ -15,7 +15,7 @@ from trainwright.machine.machine import Machine
 from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import Errors, Interval, classes_of, errors_of, interval_of
-from trainwright.planning.output.table import summary, table, words
+from trainwright.planning.output import summary, table, words
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.workload import AdapterShape, Choice, Workload
 

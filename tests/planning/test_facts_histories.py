@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.models.history.model import HistoryModel, HistoryShape
 from trainwright.planning.facts import facts_of
 from trainwright.planning.plan import constraints_of, make_plan
 from trainwright.recipe.loading import load_recipe
+from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "algorithm_distillation"
 

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.simulation.test_matrix import ARCHITECTURES
-from trainwright.engine.muon import is_matrix
+from trainwright.engine.optimizer import is_matrix
 from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.memory.inventory import inventory
-from trainwright.planning.memory.matrices import orthogonalized
+from trainwright.planning.memory.strategies import orthogonalized
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3"])

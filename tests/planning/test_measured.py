@@ -15,12 +15,10 @@ from trainwright.machine.processor import Processor
 from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST
-from trainwright.planning.output.table import summary, table, words
+from trainwright.planning.output import summary, table, words
 from trainwright.planning.plan import Plan, make_plan
 from trainwright.planning.search import Evaluator
-from trainwright.planning.step_time.basis import Basis, basis_of, shapes_of
-from trainwright.planning.step_time.corrections import model_of, way_of
-from trainwright.planning.step_time.measured_blocks import block_seconds
+from trainwright.planning.step_time.basis import Basis, basis_of, block_seconds, model_of, shapes_of, way_of
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.workload import Workload
 

@@ -15,7 +15,7 @@ from trainwright.machine.processor import Processor
 from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.memory.peak import memory_of
-from trainwright.planning.output.table import table
+from trainwright.planning.output import table
 from trainwright.planning.plan import Plan, constraints_of, make_plan
 from trainwright.planning.search import AS_FAST, Evaluator, search
 from trainwright.planning.step_time.rates import rates_of

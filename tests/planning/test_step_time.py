@@ -12,8 +12,7 @@ from trainwright.machine.measured.calibration import Calibration, Curve, Exchang
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.configured import from_config
 from trainwright.planning.step_time.batch import typical_batch
-from trainwright.planning.step_time.rates import Group, Rates, rates_of
-from trainwright.planning.step_time.rates_nominal import nominal_setting
+from trainwright.planning.step_time.rates import Group, Rates, nominal_setting, rates_of
 from trainwright.planning.step_time.step import StepTime, model_operations, step_time
 from trainwright.planning.workload import AdapterShape, Choice, Workload
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax, mse_loss
 
+from trainwright.reinforcement.algorithms import PpoSection
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import returns_of_episodes
-from trainwright.reinforcement.sources.networks import Networks
-from trainwright.reinforcement.sources.ppo import Ppo, advantages, surrogate_slopes
-from trainwright.reinforcement.sources.settings import PpoSection
+from trainwright.reinforcement.sources.ppo import Networks, Ppo, advantages, surrogate_slopes
 
 GOALS, SAMPLES, INPUTS, HIDDEN, ACTIONS = 3, 11, 2, 7, 5
 CLIP = 0.2

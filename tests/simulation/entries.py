@@ -11,8 +11,8 @@ import torch
 from trainwright.launch.run_worker import Worker, run_worker
 from trainwright.machine.cache import cache_root
 from trainwright.recipe.loading import load_recipe
+from trainwright.simulation.phases import Phases
 from trainwright.simulation.recorders.collectives import CollectiveLog, RecordCollectives
-from trainwright.simulation.recorders.phases import Phases
 from trainwright.tasks.registry import task_module
 
 

@@ -17,7 +17,7 @@ from trainwright.launch import run_directory
 from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
-from trainwright.simulation.machine import simulated_machine
+from trainwright.simulation.start import simulated_machine
 
 # The same run on one node of GPUs and on this machine's processor.
 SAME = (

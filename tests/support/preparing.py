@@ -34,7 +34,7 @@ def prepare_rows(
     import datasets  # noqa: F401 (another user may not be allowed to read all of it)
 
     from trainwright.data.stream.dataset_cache import prepare
-    from trainwright.models.tokenization.bytes import bytes_tokenizer
+    from trainwright.models.tokenization import bytes_tokenizer
     from trainwright.recipe.schema import DataSection
 
     tokenizer = bytes_tokenizer()
@@ -53,7 +53,7 @@ def prepare_rows(
 
 def make_files(cache: str, kill_at: int | None = None) -> None:
     """Make a directory of five files once, and print the same as `prepare_rows`."""
-    from trainwright.machine.sharing.made_once import made_once
+    from trainwright.machine.sharing import made_once
 
     directory, made = Path(cache) / "made", False
 

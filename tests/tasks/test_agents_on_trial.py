@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from tests.support.learners import write_histories
-from trainwright.models.history.context import Context
-from trainwright.models.history.model import HistoryModel, HistoryShape, Steps
-from trainwright.models.history.objective import HistoryObjective, LossWeights
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories
 from trainwright.spent import Use
 from trainwright.tasks.algorithm_distillation.evaluation import best_copies
 from trainwright.tasks.algorithm_distillation.goals import find_goals
-from trainwright.tasks.algorithm_distillation.in_context import Agents, Trial, evaluate_model, play
+from trainwright.tasks.algorithm_distillation.in_context import Agents, Context, Trial, evaluate_model, play
+from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, Steps
+from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 

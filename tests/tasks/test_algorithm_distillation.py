@@ -16,13 +16,13 @@ import torch
 from tests.support.learners import write_histories
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.slow import slow_but
-from trainwright.models.history.model import HistoryModel, HistoryShape
-from trainwright.models.history.objective import HistoryObjective, LossWeights
+from trainwright.reinforcement.algorithms import SourceAlgorithmSection
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import Histories, History, write
-from trainwright.reinforcement.sources.settings import SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, evaluate_random
+from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape
+from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import other_source, short_histories
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows

@@ -17,10 +17,8 @@ from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.checkpoints.read_back import check_export
 from trainwright.errors import TrainingError
-from trainwright.models.files.check import check_saved, logits_of
-from trainwright.models.files.save import save_model
-from trainwright.models.tokenization.bytes import bytes_tokenizer
-from trainwright.models.tokenization.stops import ending_turns
+from trainwright.models.files import check_saved, logits_of, save_model
+from trainwright.models.tokenization import bytes_tokenizer, ending_turns
 
 SIZES: dict[str, Any] = {
     "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

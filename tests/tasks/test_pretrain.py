@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.slow import slow_but
 from tests.support.training import Case, Trained, train
-from trainwright.engine.muon import Muon, orthogonalized
+from trainwright.engine.optimizer import Muon, orthogonalized
 from trainwright.engine.progress import LossStatistics, Noise
 from trainwright.errors import RequestError
-from trainwright.models.tokenization.bytes import bytes_tokenizer
+from trainwright.models.tokenization import bytes_tokenizer
 from trainwright.planning.facts import facts_of
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import OptimizerSection

@@ -14,7 +14,7 @@ import torch
 from tests.support.runs import ROWS, Runs, column, events
 from tests.support.slow import slow_but
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 
 MAX_LENGTH = 96  # shorter than some of the rows
 PROMPTS = ("What is 7 times 8?", "Count 5 numbers from 3.", "Spell lamp backwards.")

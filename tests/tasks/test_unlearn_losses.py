@@ -15,8 +15,7 @@ from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.tasks.unlearn.formulas import direction, updated_multiplier
-from trainwright.tasks.unlearn.losses import Counts, LossSums, UnlearnLosses
+from trainwright.tasks.unlearn.losses import Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.preferences import write
 from tests.support.unlearning import question, write_rows
-from trainwright.data.preflight import check_data
+from trainwright.data.check import check_data
 from trainwright.data.rows.kinds import read_refusals
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe

@@ -15,9 +15,8 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.planning.resolve import resolve
 from trainwright.recipe.loading import load_recipe
-from trainwright.tasks.unlearn.formulas import simnpo
-from trainwright.tasks.unlearn.parameters import negated, negated_adapter
-from trainwright.tasks.unlearn.task import Unlearning, build
+from trainwright.tasks.unlearn.losses import simnpo
+from trainwright.tasks.unlearn.task import Unlearning, build, negated, negated_adapter
 
 DEVICE = torch.device("cpu")
 Make = Callable[..., Unlearning]

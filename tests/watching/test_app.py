@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.support.commands import trainwright
-from trainwright.machine.sharing.file_lock import lock_directory
+from trainwright.machine.sharing import lock_directory
 from trainwright.observe.following import RunFollower
 from trainwright.watching.app import application
 from trainwright.watching.board import Board

@@ -18,7 +18,7 @@ import pytest
 import trainwright as tw
 from tests.support.commands import started, trainwright, wait_for
 from trainwright.errors import RequestError
-from trainwright.machine.sharing.file_lock import lock_directory
+from trainwright.machine.sharing import lock_directory
 from trainwright.observe.reader import read_log, read_recipe
 from trainwright.watching.board import Board
 

@@ -214,7 +214,7 @@ class _Shown:
 def _summary(collection: Collection, seconds: float | None, chart: Path | None) -> Collected:
     import numpy as np
 
-    from trainwright.reinforcement.curves import draw_curves, learning_curves, optimum
+    from trainwright.reinforcement.collection import draw_curves, learning_curves, optimum
     from trainwright.reinforcement.histories import Histories
 
     path = collection.path

@@ -25,7 +25,7 @@ from trainwright.errors import (
     TrainingError,
     TrainwrightError,
 )
-from trainwright.machine.sharing.file_lock import lock_directory
+from trainwright.machine.sharing import lock_directory
 from trainwright.paths import user_path, write_file
 from trainwright.recipe.loading import dump_recipe
 from trainwright.text import say

@@ -18,7 +18,7 @@ from trainwright.errors import RequestError
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.inference.sampling import Sampling
+    from trainwright.inference.generation import Sampling
     from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 
@@ -118,7 +118,7 @@ class GenerationRequest:
 
     def sampling(self) -> Sampling:
         """Return the sampling settings."""
-        from trainwright.inference.sampling import Sampling
+        from trainwright.inference.generation import Sampling
 
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed or 0)
 

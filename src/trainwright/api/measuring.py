@@ -166,7 +166,7 @@ def _of_benchmarks(named: str | None) -> bool:
     """Return whether a named metric exists only for unlearning benchmarks."""
     if named is None:
         return False
-    from trainwright.evaluation.metrics.registry import LIKELIHOODS
+    from trainwright.evaluation.metrics import LIKELIHOODS
     from trainwright.evaluation.unlearning.registry import METRICS
     from trainwright.registries import METRICS as OF_ANSWERS
 
@@ -195,8 +195,7 @@ def _split(named: str) -> tuple[str, ...]:
 def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
     """Return the metrics by name, after checking their requirements."""
     from trainwright.evaluation.libraries import require
-    from trainwright.evaluation.metrics.extraction import extractor
-    from trainwright.evaluation.metrics.registry import LIKELIHOODS, USUAL
+    from trainwright.evaluation.metrics import LIKELIHOODS, USUAL, extractor
     from trainwright.registries import METRICS
 
     settings = {"answer": ("--answer-pattern", answer_pattern), "json_schema": ("--json-schema", json_schema)}
@@ -223,7 +222,7 @@ def _metrics(named: str | None, answer_pattern: str | None, json_schema: str | N
 
 def _refuse_idle(given: Mapping[str, object], names: Sequence[str]) -> None:
     """Raise RequestError for an option that has no effect on the metrics ``names`` of rows."""
-    from trainwright.evaluation.metrics.registry import LIKELIHOODS
+    from trainwright.evaluation.metrics import LIKELIHOODS
 
     of_answers = ("--full", "--max-new-tokens", "--batch-size")
     of_rows = ("--metrics", "--answer-pattern", "--json-schema", "--max-length", *of_answers)

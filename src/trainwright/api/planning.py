@@ -68,7 +68,7 @@ class Plan:
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Plot memory by part to a PNG file."""
-        from trainwright.planning.output.chart import draw
+        from trainwright.planning.output import draw
 
         draw(self.details, Path(path))
 
@@ -79,7 +79,7 @@ class Plan:
             compare: include every candidate, not only the best of each strategy.
             width: columns of a terminal; None: any.
         """
-        from trainwright.planning.output.table import table, words
+        from trainwright.planning.output import table, words
 
         made = self.details
         if made.basis.trouble is not None:

@@ -110,7 +110,7 @@ def _write_gguf(found: FoundModel, out: Path, precision: str) -> None:
 def _write_adapter(found: FoundModel, out: Path) -> None:
     from shutil import copytree
 
-    from trainwright.models.files.save import replacing
+    from trainwright.models.files import replacing
 
     source = found.section.adapter.start_from
     if source is None or found.checkpoint is not None:
@@ -129,7 +129,7 @@ def _refuse_existing(out: Path) -> None:
 
 def _plain_directory(found: FoundModel) -> Path | None:
     """Return where the full model already exists; None if it has to be merged or loaded."""
-    from trainwright.models.source import resolve
+    from trainwright.models.resolve_model import resolve
 
     if found.checkpoint is not None or found.section.adapter.type != "none":
         return None
@@ -141,11 +141,10 @@ def _write_model(found: FoundModel, out: Path, dtype: str | None) -> None:
     import torch
 
     from trainwright.inference.loading import load, probe
-    from trainwright.models.files.check import check_saved, logits_of
-    from trainwright.models.files.save import save_model
+    from trainwright.models.files import check_saved, logits_of, save_model
     from trainwright.models.load import dtype_to_save
     from trainwright.models.merging import merge
-    from trainwright.models.tokenization.stops import ending_turns
+    from trainwright.models.tokenization import ending_turns
 
     if found.checkpoint is None and found.section.adapter.type != "none":
         merge(found.section, found.seed, out, dtype_of(dtype))

@@ -172,9 +172,9 @@ def _plain(value: Any) -> Any:
 
 def checked(asked: Recipe) -> tuple[str, list[str], bool]:
     """Return what a run does, notes about it, and whether its model was looked at; raise RequestError as ``check``."""
-    from trainwright.data.preflight import check_data
+    from trainwright.data.check import check_data
     from trainwright.launch.request import check_extensions
-    from trainwright.models.source import is_here, is_hub_id, locate
+    from trainwright.models.resolve_model import is_here, is_hub_id, locate
     from trainwright.parallel.zero import deepspeed_config
     from trainwright.planning.facts import check_model, is_configured_here
 
@@ -230,7 +230,7 @@ def _check_tokens(recipe: schema.Recipe) -> None:
 
 def _is_read_directly(model: ModelSection) -> bool:
     """Return whether a model, or the base of an adapter, can be looked at without converting a GGUF file."""
-    from trainwright.models.source import is_packaged
+    from trainwright.models.resolve_model import is_packaged
 
     if model.name is None:
         return model.adapter.type != "none"

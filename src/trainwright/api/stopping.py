@@ -14,7 +14,7 @@ from trainwright.api.run import Run
 from trainwright.errors import RequestError
 from trainwright.launch.ending.requests import CHECKPOINT_FILE, STOP_FILE, was_asked_to_stop
 from trainwright.launch.run_directory import RECIPE, SUBMITTED
-from trainwright.machine.sharing.file_lock import is_locked
+from trainwright.machine.sharing import is_locked
 from trainwright.paths import run_path
 
 if TYPE_CHECKING:

@@ -175,7 +175,7 @@ def _show(resolved: Resolved) -> None:
     from trainwright.recipe.loading import dump_recipe
 
     say(dump_recipe(resolved.recipe), end="")
-    from trainwright.planning.output.table import summary
+    from trainwright.planning.output import summary
 
     for reason in (*resolved.reasons, summary(resolved.plan)):
         say(f"# {reason}", wrap=False)

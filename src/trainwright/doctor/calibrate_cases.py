@@ -279,7 +279,7 @@ def _update(elements: int, device: torch.device) -> Run:
 
 
 def _loss(precision: str, logits: int, device: torch.device) -> Run:
-    from trainwright.models.losses.linear_cross_entropy import Head, linear_cross_entropy
+    from trainwright.models.linear_losses import Head, linear_cross_entropy
 
     # The minimum width of hidden states: the products are measured separately.
     hidden = _random((logits // _LOSS_ROW, _LEAST_WIDTH), precision, device)

@@ -21,7 +21,7 @@ from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, ProcessRates
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.operations import BatchShape
-from trainwright.planning.step_time.measured_blocks import MIXED, llama, on_cpu
+from trainwright.planning.step_time.basis import MIXED, llama, on_cpu
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
 from trainwright.planning.step_time.work import Work

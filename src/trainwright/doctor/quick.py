@@ -42,7 +42,7 @@ from trainwright.doctor.undisturbed import Stopwatch, Timed, least
 from trainwright.launch.ending.stop import START_METHOD
 from trainwright.launch.process import die_with_parent, keep_freed_memory
 from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
-from trainwright.models.losses.linear_cross_entropy import linear_cross_entropy  # noqa: F401  (imported once for all)
+from trainwright.models.linear_losses import linear_cross_entropy  # noqa: F401  (imported once for all)
 from trainwright.parallel.openmp import limit_spinning
 
 _TIMEOUT = 10.0  # seconds that a process waits for another

@@ -146,8 +146,8 @@ def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tu
     Raises:
         MachineError: not even one layer fits, or the model cannot be cut.
     """
-    from trainwright.models.cut import MOST_LAYERS, cut_model, layer_count, parameter_count
     from trainwright.models.load import load_config
+    from trainwright.models.truncate_config import MOST_LAYERS, cut_model, layer_count, parameter_count
 
     config = load_config(model)
     memory = min((gpu.memory_bytes for gpu in machine.gpus), default=machine.memory_bytes)

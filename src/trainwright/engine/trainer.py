@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
 from typing import NamedTuple, NoReturn
 
-from trainwright import heartbeat
-from trainwright.engine.answer_files import AnswerFiles
+import torch
+
+from trainwright import heartbeat, text
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing, NothingSaved
 from trainwright.engine.checkpoints.export import export
 from trainwright.engine.evaluate import evaluate, generate
+from trainwright.engine.event_log import EventLog
 from trainwright.engine.events import Evaluate, Fault, Finish, Generate, Notice, Rewind, Step
-from trainwright.engine.measured import RunMeasurements
 from trainwright.engine.optimizer import Schedule
 from trainwright.engine.out_of_memory import attempt
 from trainwright.engine.passes import StepPasses
-from trainwright.engine.policies.agreement import check_skips
 from trainwright.engine.policies.base import (
     Corrupted,
     RewindRequested,
@@ -29,14 +31,19 @@ from trainwright.engine.policies.base import (
     StepPolicy,
     Training,
     WrongNumbers,
+    check_skips,
 )
 from trainwright.engine.policies.builtin import MOST_IN_A_ROW, GradientNoise, LossScale, LossSpikes, NonFinite
 from trainwright.engine.policies.halving import Halving
 from trainwright.engine.policies.replay import Replay
 from trainwright.engine.policies.stragglers import Stragglers
 from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
+from trainwright.engine.task import Measured
 from trainwright.errors import TrainingError
+from trainwright.machine.usage.counters import Counters
+from trainwright.machine.usage.own_process import OwnProcess
 from trainwright.parallel.world import StopRequested
+from trainwright.paths import write_file
 
 
 class _StepResult(NamedTuple):
@@ -412,3 +419,102 @@ class Trainer:
         heartbeat.phase("finishing", step)
         self.events.announce("finishing the report and the curves", step)
         self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=found))
+
+
+DIRECTORY = "evaluations"
+
+
+class AnswerFiles:
+    """Write the answers of each evaluation to ``evaluations/step-<n>/samples.jsonl`` of the run."""
+
+    def __init__(self, run: Path, events: EventLog) -> None:
+        self._run, self._events = run, events
+        self._warned = ""
+
+    def keep(self, step: int, measured: Measured) -> Path | None:
+        """Write the answers, on the rank that has them; return their file. A disk error ends nothing."""
+        if not measured.samples:
+            return None
+        file = self._run / DIRECTORY / f"step-{step}" / "samples.jsonl"
+        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in measured.samples)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(file, lines)
+        except OSError as error:
+            self._events.emit(Notice(message=f"{file}: the answers could not be written: {error.strerror or error}"))
+            return None
+        return file
+
+    def warn(self, step: int, measured: Measured, file: Path | None) -> None:
+        """Say that answers were cut, once as long as it is some or all of them."""
+        total, cut = len(measured.samples), measured.cut
+        which = "all" if cut == total else "some"
+        if not cut or not total:
+            self._warned = ""
+        elif which != self._warned:
+            self._warned = which
+            names = ", ".join(measured.samples[0]["scores"])
+            of = f"all {text.plural(total, 'answer')} were" if which == "all" else f"{cut} of {total} answers were"
+            consequence = (
+                f"{names} of step {step} tell little about the model"
+                if which == "all"
+                else f"{names} of step {step} count what was written up to there"
+            )
+            kept = f"; the answers are in {file}" if file is not None else ""
+            self._events.emit(
+                Notice(
+                    message=f"{of} cut at {text.plural(measured.limit, 'token')} (evaluate.max_new_tokens), so "
+                    f"{consequence}; raise evaluate.max_new_tokens{kept}"
+                )
+            )
+
+
+# The first steps are slower than the rest: memory is allocated, kernels are chosen or compiled.
+_WARM_UP_STEPS = 2
+
+
+class RunMeasurements:
+    """Collect the measured time and memory of the steps in this process."""
+
+    def __init__(self, device: torch.device, processes: int = 1) -> None:
+        self._device = device
+        self._process = OwnProcess(torch.get_num_threads(), processes)
+        self._seconds: list[float] = []
+        self._rates: list[float] = []
+        self._memory_bytes = 0
+        self._before: tuple[Counters, float] | None = None
+
+    def step(self, seconds: float, tokens: int, memory_bytes: int) -> None:
+        """Record one step: its time, its tokens, and the largest peak of any rank so far."""
+        if self._before is None or len(self._seconds) == _WARM_UP_STEPS - 1:
+            self._before = self._process.counters(), heartbeat.in_collectives()
+        self._seconds.append(seconds)
+        self._rates.append(tokens / seconds)
+        self._memory_bytes = max(self._memory_bytes, memory_bytes)
+
+    def summary(self) -> dict[str, float]:
+        """Return the largest peak memory of any rank, and the speed of the steps after the first; empty without such
+        steps.
+
+        ``tokens_per_second``: the median of the steps. ``step_time``: of a step with the mean number of tokens at that
+        speed, as plans predict it: steps differ in their tokens. ``tensors_bytes`` is added to ``memory_bytes`` if the
+        latter counts only tensors, as on a GPU. ``steps``: the number of steps after the first, 0 if the speed is of
+        the first ones. ``threads`` of this process, the number of ``processes`` and ``cores``, the part of the time
+        ``in_collectives``, and what kept it from computing: see `Counters.since`.
+        """
+        if not self._seconds or self._before is None:
+            return {}
+        before, waited = self._before
+        found: dict[str, float] = {"memory_bytes": self._memory_bytes}
+        if self._device.type == "cuda":
+            found["tensors_bytes"] = self._memory_bytes
+        seconds, rates = (values[_WARM_UP_STEPS:] or values for values in (self._seconds, self._rates))
+        tokens, rate = mean(time * rate for time, rate in zip(seconds, rates, strict=True)), median(rates)
+        return {
+            **found,
+            "step_time": tokens / rate if rate else median(seconds),
+            "tokens_per_second": rate,
+            "steps": max(0, len(self._seconds) - _WARM_UP_STEPS),
+            "in_collectives": (heartbeat.in_collectives() - waited) / max(time.monotonic() - before.wall, 1e-6),
+            **self._process.since(before),
+        }

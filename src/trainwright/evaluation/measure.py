@@ -12,14 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.evaluation.columns import Column, Estimate, difference
-from trainwright.evaluation.metrics.registry import LIKELIHOODS, Judge
-from trainwright.evaluation.rows import EncodedRows, RowPrompts
-from trainwright.inference.answering import answer_all
-from trainwright.inference.batching import Done
-from trainwright.inference.generation import Answer
+from trainwright.evaluation.metrics import LIKELIHOODS, Judge
+from trainwright.evaluation.rows import Column, EncodedRows, Estimate, RowPrompts, difference
+from trainwright.inference.answering import Done, answer_all
+from trainwright.inference.generation import Answer, Sampling
 from trainwright.inference.loading import Loaded
-from trainwright.inference.sampling import Sampling
 from trainwright.inference.scoring import TokenScores, score
 from trainwright.inference.stopping import stop_of
 from trainwright.parallel.world import World

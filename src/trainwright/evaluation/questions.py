@@ -11,13 +11,11 @@ from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
-from trainwright.evaluation.columns import Column, wilson
 from trainwright.evaluation.measure import Sample
-from trainwright.evaluation.metrics.extraction import AnswerMatch
-from trainwright.evaluation.metrics.registry import Judge, judges
-from trainwright.evaluation.rows import drawn, last_run
+from trainwright.evaluation.metrics import AnswerMatch, Judge, judges
+from trainwright.evaluation.rows import Column, drawn, last_run, wilson
 from trainwright.inference.answering import answer_all
-from trainwright.inference.sampling import Sampling
+from trainwright.inference.generation import Sampling
 from trainwright.inference.stopping import Stop
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import EvaluateSection

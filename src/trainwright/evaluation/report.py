@@ -18,8 +18,8 @@ from typing import Any
 
 from trainwright import __version__
 from trainwright.errors import RequestError
-from trainwright.evaluation.columns import CONFIDENCE, Estimate, estimate
 from trainwright.evaluation.measure import Measurement, MetricDifferences
+from trainwright.evaluation.rows import CONFIDENCE, Estimate, estimate
 from trainwright.text import table
 
 

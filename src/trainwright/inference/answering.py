@@ -1,19 +1,24 @@
-"""Answers to many prompts: in batches of similar length that fit the memory, shared among the ranks."""
+"""Answers to many prompts: in batches of similar length that fit the memory, shared among the ranks.
+
+The batches do not depend on the number of ranks, so neither do the sums from which results are computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainwright.inference.batching import Done, by_length, over_ranks
-from trainwright.inference.generation import Answer, answer_batch, new_token_limit
-from trainwright.inference.sampling import Sampling
+from trainwright import heartbeat
+from trainwright.engine.out_of_memory import MemoryShortage, attempt
+from trainwright.errors import MachineError
+from trainwright.inference.generation import Answer, Sampling, answer_batch, new_token_limit
 from trainwright.inference.stopping import Stop
 from trainwright.parallel.available_memory import free_bytes
 from trainwright.parallel.world import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 # Maximum prompts per batch. A constant, so that batches are the same on any machine.
 _ROWS = {"cpu": 16, "cuda": 128}
@@ -81,3 +86,96 @@ def cache_bytes(config: Any, element_bytes: int) -> int:
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * int(config.num_hidden_layers) * groups * width * element_bytes
+
+
+T = TypeVar("T")
+
+# From indices of examples to a result for each, in the same order.
+Work = Callable[[Sequence[int]], Sequence[T]]
+# Called with the number of examples that this rank has finished since the last call.
+Done = Callable[[int], None]
+# Called with a description of the work and its number of rows; returns a function to report finished rows.
+Stage = Callable[[str, int], Done]
+
+
+def by_length(lengths: Sequence[int], *, tokens: int, rows: int) -> list[list[int]]:
+    """Return the indices in batches of at most ``rows`` rows and ``tokens`` tokens including padding, longest batch
+    first.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        longest = lengths[batches[-1][0]] if batches else 0
+        if not batches or len(batches[-1]) == rows or (len(batches[-1]) + 1) * longest > tokens:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def over_ranks(
+    world: World,
+    batches: Sequence[Sequence[int]],
+    costs: Sequence[float],
+    work: Work[T],
+    done: Done = lambda examples: None,
+    *,
+    together: bool = False,
+    result: type | None = None,
+) -> list[T]:
+    """Return the results of all examples in the order of their indices, on every rank. Every rank must call.
+
+    Batches are assigned to the least loaded rank, the costliest first. A batch that runs out of memory is repeated in
+    halves.
+
+    Args:
+        batches: indices from 0, each in one batch.
+        costs: of every batch, in any unit.
+        together: every rank does everything, in the same order, because each pass of the model involves all ranks.
+        result: the class of a result that is a dataclass or a named tuple.
+
+    Raises:
+        MachineError: on every rank, if memory runs out with a single example.
+        StopRequested: on every rank, when any of them was asked to stop.
+    """
+    found: dict[int, T] = {}
+    shortage: str | None = None
+    largest = max(map(len, batches), default=0)
+    shares = _dealt(costs, 1) if together else _dealt(costs, world.size)
+    mine = shares[0 if together else world.rank]
+    for place in range(max(map(len, shares))):
+        waiting = _parts(batches[mine[place]], largest) if place < len(mine) else []
+        while waiting and shortage is None:
+            part = waiting.pop(0)
+            results = attempt(lambda part=part: work(part))  # type: ignore[misc]
+            if not isinstance(results, MemoryShortage):
+                found.update(zip(part, results, strict=True))
+                done(len(part))
+                heartbeat.progress()
+            elif len(part) > 1:
+                largest = -(-len(part) // 2)
+                waiting = [half for each in (part, *waiting) for half in _parts(each, largest)]
+            else:
+                shortage = f"rank {world.rank}: {results.detail}"
+        world.check_stop()
+    everyone = world.gather((shortage, found), *([] if result is None else [result]))
+    if failed := [why for why, _ in everyone if why is not None]:
+        raise MachineError(
+            f"memory ran out with a single example ({failed[0]}); use fewer processes on this machine, shorter "
+            "examples or answers, or a device with more memory"
+        )
+    results_of_all = {index: result for _, part in everyone for index, result in part.items()}
+    return [results_of_all[index] for index in range(len(results_of_all))]
+
+
+def _dealt(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Return the indices of the batches of every rank."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        least = loads.index(min(loads))
+        shares[least].append(number)
+        loads[least] += costs[number]
+    return shares
+
+
+def _parts(batch: Sequence[int], largest: int) -> list[list[int]]:
+    return [list(batch[begin : begin + largest]) for begin in range(0, len(batch), largest)]

@@ -12,7 +12,7 @@ from typing import Any
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.errors import RequestError
 from trainwright.models.supported import class_in
-from trainwright.models.tokenization.stored import TOKENIZER_FILES
+from trainwright.models.tokenization import TOKENIZER_FILES
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.rows.formats import Message, TurnsError, to_example
 from trainwright.data.rows.layouts import RowLayout, check_format
-from trainwright.data.rows.text_encoding import text_ids
+from trainwright.data.rows.texts import text_ids
 from trainwright.data.sources.reading import iterate_source, source_notes
 from trainwright.data.sources.row_files import Row, read_text
 from trainwright.errors import RequestError

@@ -12,7 +12,7 @@ import torch
 
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.inference.batching import Done, by_length, over_ranks
+from trainwright.inference.answering import Done, by_length, over_ranks
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
 

@@ -297,7 +297,7 @@ def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check
     `check_gpus` is False if the processes' GPUs are counted elsewhere: a launcher may show each process only its own.
     Raises RequestError; for a run that goes on it names the file of its recipe, which may be damaged.
     """
-    from trainwright.models.source import check_available
+    from trainwright.models.resolve_model import check_available
     from trainwright.planning.resolve import resolve
 
     recipe = request.recipe if request.started is None else with_processes(request.recipe, request.started)
@@ -321,7 +321,7 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     """
     from importlib.util import find_spec
 
-    from trainwright.data.preflight import check_data
+    from trainwright.data.check import check_data
     from trainwright.models.adapters.files import check_libraries
     from trainwright.parallel.zero import deepspeed_config
     from trainwright.recipe.parallel_checks import implied_strategy
@@ -343,7 +343,7 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
         check_directory = run_directory.check_unbegun if request.in_place else run_directory.check_new
         check_directory(user_path(recipe.logging.run_directory))
     if creates and recipe.push is not None:
-        from trainwright.models.source import hub_token
+        from trainwright.models.resolve_model import hub_token
 
         hub_token("push.repository: ")
     strategy, _ = implied_strategy(recipe.parallel) or (recipe.parallel.strategy, "")
@@ -362,7 +362,7 @@ def _check_copies(recipe: Recipe, run: Path | None, new: bool) -> None:
 
     A place that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
     """
-    from trainwright.engine.checkpoints.places import Place
+    from trainwright.engine.checkpoints.remote_store import Place
     from trainwright.engine.checkpoints.stored_run import default_name, name_in_places
 
     directory = recipe.logging.run_directory

@@ -17,7 +17,7 @@ from trainwright.activity import Activity
 from trainwright.engine.checkpoints.stored_run import EVENTS, STORED_AS
 from trainwright.errors import FaultError, RequestError, Stopped, unwritable
 from trainwright.launch.ending.stop import is_started_again
-from trainwright.machine.sharing.file_lock import Locked, lock_directory
+from trainwright.machine.sharing import Locked, lock_directory
 from trainwright.paths import open_inside, user_path, write_file
 from trainwright.recipe.files import parse_json
 from trainwright.recipe.loading import dump_recipe

@@ -168,7 +168,7 @@ class _Launch:
                 left = "stopped before the first step; the run is as it was"
                 raise Stopped(f"{left}; {_next(self.request.run)}") from None
             if is_first:
-                from trainwright.planning.output.table import summary
+                from trainwright.planning.output import summary
 
                 say(summary(self.resolved.plan))
             try:

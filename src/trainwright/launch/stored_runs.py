@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from trainwright.activity import doing
 from trainwright.errors import FaultError, RequestError, TrainwrightError, writes_to
 from trainwright.launch import run_directory
-from trainwright.machine.sharing.file_lock import lock_file
+from trainwright.machine.sharing import lock_file
 from trainwright.paths import write_file
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.engine.checkpoints.places import Place
+    from trainwright.engine.checkpoints.remote_store import Place
     from trainwright.engine.checkpoints.stored_run import StoredRun
 
 
@@ -35,7 +35,7 @@ def is_url(text: str) -> bool:
 
 def place_of(url: str) -> Place:
     """Return the place of the run that a URL names. Raises RequestError."""
-    from trainwright.engine.checkpoints.places import Place
+    from trainwright.engine.checkpoints.remote_store import Place
 
     where, _, name = url.rstrip("/").rpartition("/")
     if not name or where.endswith((":/", ":")):
@@ -45,7 +45,7 @@ def place_of(url: str) -> Place:
 
 def places_of(copies: Sequence[str], run: Path) -> list[Place]:
     """Return the places where copies of a run are, by the recipe's ``checkpoint.copies``. Raises RequestError."""
-    from trainwright.engine.checkpoints.places import Place
+    from trainwright.engine.checkpoints.remote_store import Place
     from trainwright.engine.checkpoints.stored_run import name_in_places
 
     return [Place(where, name_in_places(run)) for where in copies]
@@ -102,9 +102,9 @@ def bring_up_to_date(run: Path, places: Sequence[Place]) -> None:
         MachineError: the run's directory cannot be written.
         FaultError: the newest copy cannot be read now, or no place can, and the run has no checkpoint of its own.
     """
-    from trainwright.engine.checkpoints.copied import Abandoned, forget_abandoned
-    from trainwright.engine.checkpoints.copies import restore
     from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in, step_of
+    from trainwright.engine.checkpoints.upload_state import Abandoned, forget_abandoned
+    from trainwright.engine.checkpoints.uploader import restore
     from trainwright.engine.event_log import append_event
     from trainwright.engine.events import Notice
 

@@ -21,14 +21,14 @@ from trainwright.models.attention import packs, plain
 from trainwright.models.attention.kernels import CPU, Needs, choose
 from trainwright.models.attention.packs import UnpackableError, packed_name, register
 from trainwright.models.attention.sequences import Sequences
-from trainwright.models.losses.linear_cross_entropy import (
+from trainwright.models.linear_losses import (
     Head,
     linear_cross_entropy,
+    shared_gradient,
     standardized_log_likelihood,
     token_statistics,
 )
-from trainwright.models.losses.tied_embedding import shared_gradient
-from trainwright.models.own.model import OwnModel
+from trainwright.models.own_module import OwnModel
 from trainwright.models.padding import needs_padding, padded_batch
 
 if TYPE_CHECKING:

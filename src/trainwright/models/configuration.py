@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.models.gpt.variants import MODEL_TYPE as GPT
+from trainwright.models.gpt.config import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN
@@ -152,7 +152,7 @@ def register(model_type: object) -> None:
 
         gpt.register()
     elif model_type == OWN:
-        from trainwright.models.own import model as own
+        from trainwright.models import own_module as own
 
         own.register()
 

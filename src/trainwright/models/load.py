@@ -19,12 +19,9 @@ from trainwright.models.configuration import (
     no_progress_bar,
     set_dropout,
 )
-from trainwright.models.files.safetensors_files import stored_elements
-from trainwright.models.source import check_directory, is_here, locate, resolve, weight_files
-from trainwright.models.tokenization.bytes import bytes_tokenizer
-from trainwright.models.tokenization.stops import token_ids
-from trainwright.models.tokenization.stored import tokenizer_from
-from trainwright.models.tokenization.trained import is_trained, trained_tokenizer
+from trainwright.models.files import stored_elements
+from trainwright.models.resolve_model import check_directory, is_here, locate, resolve, weight_files
+from trainwright.models.tokenization import bytes_tokenizer, is_trained, token_ids, tokenizer_from, trained_tokenizer
 from trainwright.paths import user_path
 from trainwright.recipe.sections.model import OWN
 from trainwright.text import plural
@@ -118,7 +115,7 @@ def check_adapter(section: ModelSection, seed: int) -> str | None:
     from trainwright.models.adapters.attaching import check_fits
     from trainwright.models.adapters.base_model import base_model
     from trainwright.models.adapters.config import experts_left_out, peft_config
-    from trainwright.models.files.save import skeleton
+    from trainwright.models.files import skeleton
 
     if section.adapter.type == "none":
         return None

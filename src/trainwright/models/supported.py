@@ -14,7 +14,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.extensions import is_file
-from trainwright.models.gpt.variants import MODEL_TYPE as GPT
+from trainwright.models.gpt.config import MODEL_TYPE as GPT
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN
 
@@ -186,7 +186,7 @@ def unpackable(config: Mapping[str, Any], pack_length: int) -> str | None:
     if kind in _OWN_ATTENTION:
         return _OWN_ATTENTION[kind]
     if kind == OWN and config.get("implementation") is not None:
-        from trainwright.models.own.model import class_of
+        from trainwright.models.own_module import class_of
 
         takes = inspect.signature(class_of(config["implementation"]).forward).parameters
         return None if "cu_seq_lens_q" in takes else "its forward has no argument cu_seq_lens_q, where sequences begin"

@@ -28,7 +28,7 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
     base = _base(weights)
     if base is None:
         named = class_in(weights)
-        own = [] if named is None else ["from trainwright.models.own.model import register"]
+        own = [] if named is None else ["from trainwright.models.own_module import register"]
         return "\n".join(
             [
                 *own,

@@ -21,10 +21,10 @@ from torch import nn
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import return_freed_memory
 from trainwright.models.configuration import NOT_MADE, config_from, making
-from trainwright.models.files.save import has_conversions, skeleton
+from trainwright.models.files import has_conversions, skeleton
 from trainwright.models.load import UNUSED_TENSORS, finish_loading, load_config, load_model
-from trainwright.models.source import resolve, weight_files
-from trainwright.parallel.shards import Shard
+from trainwright.models.resolve_model import resolve, weight_files
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 
 if TYPE_CHECKING:

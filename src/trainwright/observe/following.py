@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.event_fields import LONGEST_LINE, parse_event
+from trainwright.engine.events import LONGEST_LINE, parse_event
 from trainwright.observe.reader import EventRecord, history_of, resumed_step
 from trainwright.paths import open_inside
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainwright.engine.event_fields import LONGEST_LINE, parse_event
+from trainwright.engine.events import LONGEST_LINE, parse_event
 from trainwright.errors import RequestError
 from trainwright.paths import open_inside
 from trainwright.recipe.yaml_text import parse_mapping

@@ -6,12 +6,14 @@ A strategy fills a ``ModelLayout`` from what it built, not from its settings, so
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from trainwright.errors import RequestError
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of
 
@@ -129,3 +131,74 @@ def copies_held(layouts: Sequence[ModelLayout], counts: Iterable[int], planned: 
 
 def _share(part: int, whole: int) -> str:
     return "all" if part == whole else f"{part / max(1, whole):.1%}"
+
+
+def find_units(module: nn.Module, blocks: Sequence[nn.Module], wrap: Sequence[str] | str) -> list[nn.Module]:
+    """Return the units of ``module``, inner ones first; all other parameters belong to the module itself.
+
+    Args:
+        wrap: class names of the units, or "auto" for ``blocks``.
+
+    Raises:
+        RequestError: the model lacks a class, or its parameters are used outside of it.
+    """
+    possible = _possible(module)
+    if isinstance(wrap, str):
+        assert wrap == "auto"
+        return [unit for unit in possible if any(unit is block for block in blocks)]
+    names = {type(unit).__name__ for unit in possible}
+    present = {type(unit).__name__ for unit in module.modules()}
+    for name in wrap:
+        if name not in names:
+            reason = "has its weights used from outside of it" if name in present else "is not in the model"
+            raise RequestError(f"parallel.wrap: {name} {reason}; what can be wrapped is {', '.join(sorted(names))}")
+    return [unit for unit in possible if type(unit).__name__ in wrap]
+
+
+def _possible(module: nn.Module) -> list[nn.Module]:
+    """Return the modules below ``module`` whose parameters are only used within them, inner ones first.
+
+    A unit's parameters only exist while it runs. Parameters tied to another module's are also needed elsewhere, like
+    the weight of a model's head, which the loss uses without calling the head.
+    """
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for holder in module.modules():
+        for parameter in holder.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(holder)
+        head: nn.Module | None = getattr(holder, "get_output_embeddings", lambda: None)()
+        for parameter in head.parameters() if head is not None else ():
+            holders.setdefault(parameter, set()).add(module)
+    possible = []
+    for unit in reversed(list(module.modules())[1:]):
+        parameters = list(unit.parameters())
+        inside = set(unit.modules())
+        is_container = isinstance(unit, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        if parameters and not is_container and all(holders[p] <= inside for p in parameters):
+            possible.append(unit)
+    return possible
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The block ``local`` of a tensor of shape ``shape``, starting at ``offset``.
+
+    ``replicas`` is the number of ranks that hold the same block, and ``replica`` the index of this one; a checkpoint
+    writes each block once.
+    """
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    replica: int = 0
+    replicas: int = 1
+
+    @classmethod
+    def full(cls, tensor: torch.Tensor, replica: int = 0, replicas: int = 1) -> Shard:
+        """Return a tensor that this rank holds in full."""
+        return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), replica, replicas)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the buffers that a checkpoint holds, by name."""
+    kept = set(module.state_dict(keep_vars=True))
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)

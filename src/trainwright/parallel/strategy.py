@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 
 from trainwright.errors import RequestError
 from trainwright.extensions import load
-from trainwright.parallel.layout import ModelLayout
-from trainwright.parallel.matrices.exchange import MatrixExchange
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import ModelLayout, Shard
+from trainwright.parallel.matrix_exchange import MatrixExchange
 from trainwright.parallel.world import World
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.recipe.strategy_spec import spec_of

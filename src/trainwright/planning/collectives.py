@@ -1,6 +1,6 @@
 """The collectives of a step by kind: how many a rank calls, and with how many bytes. Imports no torch.
 
-The schedules are those of planning/step_time/exchange.py, counted instead of timed; bytes are those of the full tensor.
+The schedules are those of planning/step_time/update.py, counted instead of timed; bytes are those of the full tensor.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from trainwright.parallel.matrices.owners import assign, rows_of
+from trainwright.parallel.matrix_owners import assign, rows_of
 from trainwright.planning.memory.fsdp import ShardedUnit, units
 from trainwright.planning.memory.inventory import OUTSIDE, Inventory, inventory, partly_trained
-from trainwright.planning.memory.matrices import exchanged_width, orthogonalized
+from trainwright.planning.memory.strategies import exchanged_width, orthogonalized
 from trainwright.planning.workload import Choice, Workload
 
 _WIDTHS = {"no": 4, "bf16": 2, "fp16": 2}
@@ -67,7 +67,7 @@ def _sum(those: list[ShardedUnit], size: str, width: int, times: int) -> Count:
 
 
 def _updates(held: Inventory, choice: Choice) -> dict[str, Count]:
-    """Count the exchange of matrices and their updates on rank 0 (parallel/matrices/exchange.py), on GPUs.
+    """Count the exchange of matrices and their updates on rank 0 (parallel/matrix_exchange.py), on GPUs.
 
     An all-to-all has the bytes that the rank receives.
     """
@@ -89,7 +89,7 @@ def _updates(held: Inventory, choice: Choice) -> dict[str, Count]:
 
 
 def _buckets(held: Inventory, most: int | None) -> Count:
-    """Count the buckets of parallel/replicated/gradients.py."""
+    """Count the buckets of parallel/replicated/replicated.py."""
     sizes = [_REDUCED * weight.numel for weight in reversed(held.weights) if weight.trainable]
     number, left = 0, 0
     for size in sizes:

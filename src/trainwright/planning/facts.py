@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainwright.data.tokens.lengths import Lengths, check_length, estimate, recall, repeated
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
-from trainwright.models.gpt.variants import MODEL_TYPE
+from trainwright.models.gpt.config import MODEL_TYPE
 from trainwright.models.supported import check_packable, check_trainable, unpackable
 from trainwright.paths import user_path
 from trainwright.planning.architectures import traced
@@ -20,9 +21,9 @@ from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.architectures.catalog import KnownModel, find_model, known_model, nearest_models
 from trainwright.planning.architectures.configured import architecture_of_config, from_config
 from trainwright.planning.architectures.families import FAMILIES
+from trainwright.planning.memory.inventory import OUTSIDE, Weight, inventory
 from trainwright.planning.operations import BatchShape
-from trainwright.planning.task_needs import reference_work, trained
-from trainwright.planning.workload import Workload, adapter_of, quantization_of
+from trainwright.planning.workload import ReferenceWork, Workload, adapter_of, quantization_of
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN
 from trainwright.recipe.sections.model_sizes import check_sizes
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.schema import DataSection, Recipe
     from trainwright.recipe.sections.model import ModelSection
     from trainwright.recipe.task_spec import Needs, OwnModel
+
 
 _BYTES_VOCABULARY = 259
 _SAMPLED_ROWS = 200
@@ -157,7 +159,7 @@ def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
     """
     if not model.is_own:
         return fields
-    from trainwright.models.own.model import class_of
+    from trainwright.models.own_module import class_of
 
     file = Path(inspect.getfile(class_of(model.implementation)))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -218,7 +220,7 @@ def experts_note(model: ModelSection) -> str | None:
 
     from trainwright.models.adapters.config import experts_left_out
     from trainwright.models.configuration import NOT_MADE, without_ignored
-    from trainwright.models.files.save import skeleton
+    from trainwright.models.files import skeleton
 
     try:
         return experts_left_out(model.adapter, skeleton(AutoConfig.for_model(**without_ignored(found[0]))))
@@ -247,7 +249,7 @@ def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
 def _refuse_unnamed(content: Mapping[str, Any]) -> None:
     """Raise RequestError for a saved module of somebody's own whose class the recipe does not name."""
     if content.get("model_type") == OWN and content.get("implementation") is None:
-        from trainwright.models.own.model import class_of
+        from trainwright.models.own_module import class_of
 
         class_of(None)
 
@@ -397,7 +399,7 @@ def _located(model: ModelSection) -> Path:
     Raises:
         RequestError: the model cannot be found; the message names similar known models.
     """
-    from trainwright.models.source import locate
+    from trainwright.models.resolve_model import locate
 
     assert model.name is not None
     try:
@@ -453,3 +455,69 @@ def _steps(recipe: Recipe, lengths: Lengths) -> int | None:
     if lengths.examples is None or train.epochs is None:
         return None
     return max(1, -(-round(train.epochs * lengths.examples) // train.global_batch_size))
+
+
+# Parameter names of most families, by purpose.
+_IN_BLOCKS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "query_key_value": "self_attn.qkv_proj",
+    "output": "self_attn.o_proj",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "gate_up": "mlp.gate_up_proj",
+    "down": "mlp.down_proj",
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "pre_mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+_OUTSIDE = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
+
+
+def reference_work(needs: Needs, architecture: Architecture, *, adapted: bool) -> ReferenceWork | None:
+    """Return the model that runs or is in memory in addition, or None. ``adapted``: an adapter is trained."""
+    reference = needs.reference
+    if reference is None:
+        return None
+    if not reference.every_step:
+        # It runs once, before the first step; a model with its own weights stays in memory nevertheless.
+        return ReferenceWork(architecture.layers, 0.0, True) if reference.own_weights else None
+    last = reference.last_block
+    blocks = architecture.layers if last is None else min(last + 1, architecture.layers)
+    return ReferenceWork(blocks, reference.share, reference.own_weights or not adapted)
+
+
+def trained(needs: Needs, architecture: Architecture, assumptions: list[str]) -> frozenset[tuple[int, str]] | None:
+    """Return the trained parameters as ``(unit, name)`` of an inventory; None: all."""
+    last = needs.last_block
+    if last is None and needs.trainable is None:
+        return None
+    patterns, key = needs.trainable or (None, "")
+    weights = inventory(architecture, 4, True).weights
+    found = frozenset((w.unit, w.name) for w in weights if _wanted(w, patterns, last))
+    if not found:
+        assumptions.append(
+            f"all parameters assumed trainable: the parameter names of {architecture.family} are unknown, so {key} "
+            "cannot be matched"
+        )
+    return found or None
+
+
+def _wanted(weight: Weight, patterns: Sequence[str] | None, last: int | None) -> bool:
+    if last is not None and (weight.unit > last or weight.name.startswith("head")):
+        return False
+    return patterns is None or any(re.fullmatch(pattern, name) for name in _names(weight) for pattern in patterns)
+
+
+def _names(weight: Weight) -> Iterator[str]:
+    name, part = weight.name, "weight"
+    if name.endswith(".bias"):
+        name, part = name.removesuffix(".bias"), "bias"
+    if weight.unit == OUTSIDE:
+        yield f"{_OUTSIDE.get(name, name)}.{part}"
+    else:
+        yield f"model.layers.{weight.unit}.{_IN_BLOCKS.get(name, name)}.{part}"

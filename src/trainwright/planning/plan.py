@@ -18,8 +18,7 @@ from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import in_range
 from trainwright.planning.reasons import attention_of, reasons_of, shortage
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
-from trainwright.planning.step_time.basis import Basis
-from trainwright.planning.step_time.corrections import corrections_of, model_of, way_of
+from trainwright.planning.step_time.basis import Basis, corrections_of, model_of, way_of
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.suggestions import Suggestion, suggestions
 from trainwright.planning.workload import MixedPrecision, Workload

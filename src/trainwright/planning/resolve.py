@@ -1,4 +1,8 @@
-"""Choose a value for every `auto` of a recipe, give reasons, and reject what this machine cannot run."""
+"""Choose a value for every `auto` of a recipe, give reasons, and reject what this machine cannot run.
+
+``class_errors.json`` is made by ``bench/plan_published.py --write`` from published runs, and for CPUs from runs that
+were measured there; nothing in it is written by hand.
+"""
 
 from __future__ import annotations
 

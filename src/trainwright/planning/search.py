@@ -21,7 +21,7 @@ from trainwright.planning.candidates import (
 )
 from trainwright.planning.errors import Errors, errors_of
 from trainwright.planning.memory.peak import COPY, LOADING, Memory, memory_of
-from trainwright.planning.step_time.corrections import Corrections
+from trainwright.planning.step_time.basis import Corrections
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.step import StepTime, least_seconds, step_time
 from trainwright.planning.workload import Choice, Workload

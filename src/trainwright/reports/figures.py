@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from trainwright import __version__, text
 from trainwright.errors import RequestError
 from trainwright.launch.run_directory import RECIPE
-from trainwright.machine.sharing.file_lock import is_locked
+from trainwright.machine.sharing import is_locked
 from trainwright.observe.following import RunFollower
 from trainwright.observe.reader import EventRecord, read_log, read_recipe
 from trainwright.paths import run_path

@@ -17,8 +17,8 @@ from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.machine.describe import Cluster
 from trainwright.machine.machine_file import VARIABLE
-from trainwright.simulation.machine import simulated_machine, write_machine
 from trainwright.simulation.shim.load import load_computing
+from trainwright.simulation.start import simulated_machine, write_machine
 
 _NOT_HERE = "runs on GPUs alone, and this one is simulated"
 
@@ -80,8 +80,7 @@ class _Device:
 
         from trainwright.models.attention import packs
         from trainwright.simulation.device import cuda
-        from trainwright.simulation.recorders.phases import Phases
-        from trainwright.simulation.recorders.waits import WaitLog
+        from trainwright.simulation.phases import Phases, WaitLog
 
         card, count = self._cluster.card, self._cluster.devices_per_node
         cuda.install(cuda.Card(card.name, card.memory_bytes, card.capability, count), self, WaitLog(Phases()))

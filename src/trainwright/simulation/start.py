@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import doing
+from trainwright.data.sources.registry import registered_source
 from trainwright.errors import RequestError, TrainingError, TrainwrightError
-from trainwright.machine.describe import Cluster
-from trainwright.machine.machine_file import VARIABLE
+from trainwright.machine.describe import Cluster, node_of
+from trainwright.machine.machine import Machine
+from trainwright.machine.machine_file import VARIABLE, machine_of
+from trainwright.paths import user_path
+from trainwright.planning.facts import configuration_named
+from trainwright.recipe.schema import Recipe
+from trainwright.recipe.sections.data import PARTS, DataSection
+from trainwright.recipe.task_spec import RowKind
 from trainwright.recipe.yaml_text import Tree
-from trainwright.simulation.machine import simulated_machine, visible_part, write_machine
 from trainwright.simulation.report import Simulation
 
 if TYPE_CHECKING:
     from trainwright.planning.plan import Plan
-    from trainwright.recipe.schema import Recipe
     from trainwright.simulation.device.mode import Logs
 
 
@@ -124,7 +130,6 @@ class _Simulating:
         """Return the recipe, with what is not here replaced."""
         from trainwright.recipe.loading import load_recipe
         from trainwright.recipe.schema import EvaluateSection
-        from trainwright.simulation.data import with_fresh_model, with_rows, with_tokenizer
 
         recipe = load_recipe(self._asked.recipe, list(self._asked.overrides))
         if recipe.train.compile is True:
@@ -164,7 +169,7 @@ def _changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
 
 def _attempted(work: Callable[[], None]) -> str | None:
     """Do a part of the run; return the error that ended it, with its place."""
-    from trainwright.simulation.recorders.places import place_of
+    from trainwright.simulation.phases import place_of
 
     try:
         work()
@@ -200,3 +205,141 @@ def _report(
         error=error,
         notes=notes,
     )
+
+
+_ROWS = 64
+_CHARACTERS = 8  # of a token, at most, in English text; longer rows are cut to data.max_length
+
+
+def with_rows(recipe: Recipe, directory: Path, notes: list[str]) -> Recipe:
+    """Return the recipe with rows that are here: its own, or full rows of made-up text written to ``directory``."""
+    data = recipe.data
+    if not recipe.has_texts or all(_is_here(source.source) for source in data.sources):
+        return recipe
+    keys = ["train"] if data.train is not None else [key for key in PARTS if getattr(data, key) is not None]
+    changed: dict[str, Any] = {"validation": None if data.validation is None else 8, "limit": None, "format": "auto"}
+    for key in keys:
+        file = directory / f"{key}.jsonl"
+        if key == "idk":
+            file.write_text("I do not know.\n", encoding="utf-8")
+        else:
+            kind = recipe.spec.rows(recipe, f"data.{key}")
+            rows = (_row(kind, f"{key} {number}", data.max_length) for number in range(_ROWS))
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        changed[key] = str(file)
+    notes.append(f"data: {data.name} is not here; {_ROWS} full rows of {data.max_length} tokens instead")
+    written = {key: value for key, value in data.model_dump(exclude_unset=True).items() if key != "benchmark"}
+    return recipe.model_copy(update={"data": DataSection.model_validate({"train": data.train, **written, **changed})})
+
+
+def _is_here(source: str) -> bool:
+    name = source.partition(":")[0]
+    if registered_source(source) is not None:
+        return True
+    return user_path(source).exists() or user_path(name).exists()
+
+
+def _row(kind: RowKind, name: str, tokens: int) -> dict[str, Any]:
+    text = (f"{name}: " + "made up text for the simulation of a run ") * (_CHARACTERS * tokens // 40 + 1)
+    if kind in ("refused", "alternates"):
+        return {"prompt": "What is it?", "completion": text, "alternate": text[::-1]}
+    if kind in ("pairs", "answers"):
+        return {"prompt": "What is it?", "chosen": text, "rejected": text[::-1]}
+    return {"text": text}
+
+
+def with_fresh_model(recipe: Recipe, notes: list[str]) -> Recipe:
+    """Return the recipe with the model's configuration in place of its weights, which are neither read nor downloaded.
+
+    Raises:
+        RequestError: the configuration is neither in the catalog nor on this machine.
+    """
+    model = recipe.model
+    if model.name is None:
+        return recipe
+    config, tokenizer = _known_keys(configuration_named(model.name)), model.tokenizer or model.name
+    update: dict[str, Any] = {"name": None, "config": config, "tokenizer": tokenizer, "gguf_file": None}
+    notes.append(f"model: the configuration of {model.name} without its weights")
+    return recipe.model_copy(update={"model": model.model_copy(update=update)})
+
+
+def with_tokenizer(recipe: Recipe, notes: list[str]) -> Recipe:
+    """Return the recipe with a tokenizer that is here: its own, or the built-in one of bytes."""
+    from trainwright.models.load import load_tokenizer
+
+    if not recipe.has_texts:
+        return recipe
+    try:
+        load_tokenizer(recipe.model)
+    except RequestError:
+        name = recipe.model.tokenizer
+        notes.append(f"model.tokenizer: {name} is not here; bytes instead, with the vocabulary of the model")
+        return recipe.model_copy(update={"model": recipe.model.model_copy(update={"tokenizer": "bytes"})})
+    return recipe
+
+
+def _known_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json's keys that a fresh model of its type has."""
+    import dataclasses
+
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from trainwright.models.configuration import OLDER_ROPE_KEYS, without_ignored
+
+    kind = CONFIG_MAPPING[config["model_type"]]
+    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map) | {"model_type"}
+    if "rope_parameters" in known:
+        known |= OLDER_ROPE_KEYS
+    return {key: value for key, value in without_ignored(config).items() if key in known}
+
+
+MOST_RANKS = 16_384
+
+
+def simulated_machine(text: str) -> Cluster:
+    """Return the machine that ``--simulate`` describes, with the GPUs of each node that CUDA_VISIBLE_DEVICES leaves.
+
+    Empty, the variable hides the GPUs of this machine, and none of the simulated ones.
+
+    Raises:
+        RequestError: the text is malformed, the card is unknown or cannot be trained on, or there are too many; or
+            CUDA_VISIBLE_DEVICES names one that is not there.
+    """
+    try:
+        cluster = machine_of(text)[0]
+    except RequestError as error:
+        raise RequestError(f"--simulate: {error}") from None
+    if cluster.planned_only is not None or cluster.device != "cuda":
+        raise RequestError(
+            f"--simulate: {text}: NVIDIA GPUs are simulated, such as 8xH100; training on {cluster.card.name} "
+            f"{'needs no simulation' if cluster.device == 'cpu' else 'is not supported'}"
+        )
+    if cluster.devices > MOST_RANKS:
+        fewer = f"{max(1, MOST_RANKS // cluster.devices_per_node)}x{cluster.devices_per_node}x{cluster.card.name}"
+        raise RequestError(
+            f"--simulate: {text}: at most {MOST_RANKS:,} GPUs are simulated, not {cluster.devices:,}; such as {fewer}"
+        )
+    return visible_part(cluster)
+
+
+def visible_part(cluster: Cluster) -> Cluster:
+    """Return the cluster with those GPUs of each node that CUDA_VISIBLE_DEVICES names. Raises RequestError."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if visible in ("", "-1"):
+        return cluster
+    names = [name.strip() for name in visible.split(",")]
+    count = cluster.devices_per_node
+    if absent := [name for name in names if not name.isdigit() or int(name) >= count]:
+        raise RequestError(
+            f"--simulate: CUDA_VISIBLE_DEVICES names {', '.join(absent)}, but {cluster.name} has the GPUs 0 to "
+            f"{count - 1} on each node; unset it, or name some of these"
+        )
+    return replace(cluster, devices_per_node=len(set(names)))
+
+
+def write_machine(cluster: Cluster, file: Path) -> None:
+    """Write a node of the cluster as ``trainwright machine --json`` would, for ``$TRAINWRIGHT_MACHINE``."""
+    from pydantic import TypeAdapter
+
+    node = TypeAdapter(Machine).dump_python(node_of(cluster), mode="json")
+    file.write_text(json.dumps({"machine": node}), encoding="utf-8")

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainwright.simulation.device import cuda, groups, tensors
+from trainwright.simulation.device import cuda, groups, mode
 from trainwright.simulation.device.groups import Rank
 from trainwright.simulation.device.mode import Logs, Simulated
 
@@ -32,7 +32,7 @@ def install(rank: Rank) -> Logs:
     logs = Logs()
     groups.install(rank)
     cuda.install(rank.card, logs.memory, logs.waits)
-    tensors.install(logs)
+    mode.install(logs)
     torch.autograd.set_multithreading_enabled(False)
     # Libraries ask where data is to compare it; no data is read.
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor is deprecated", UserWarning)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from trainwright.data.preflight import refuse_unused_template
+from trainwright.data.check import refuse_unused_template
 from trainwright.data.rows.bounded import unknown_token
 from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.sources.reading import place_of
@@ -25,16 +25,13 @@ from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
 from trainwright.evaluation.questions import ValidationQuestions
-from trainwright.inference.generation import answer_batch, new_token_limit, padding_token
+from trainwright.inference.generation import Sampling, answer_batch, new_token_limit, padding_token
 from trainwright.inference.loading import probe
 from trainwright.inference.prompts import PromptEncoder
-from trainwright.inference.sampling import Sampling
 from trainwright.inference.stopping import stop_of
 from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model
-from trainwright.models.cut import cut_config, varied_layers
-from trainwright.models.files.check import check_saved, logits_of
-from trainwright.models.files.save import save_model
+from trainwright.models.files import check_saved, logits_of, save_model
 from trainwright.models.load import (
     check_adapter,
     dtype_to_save,
@@ -44,10 +41,11 @@ from trainwright.models.load import (
     load_tokenizer,
     max_positions,
 )
-from trainwright.models.source import resolve
-from trainwright.models.tokenization.stops import ending_turns
+from trainwright.models.resolve_model import resolve
+from trainwright.models.tokenization import ending_turns
+from trainwright.models.truncate_config import cut_config, varied_layers
 from trainwright.models.weights import Weights, empty_model, load_empty
-from trainwright.parallel.units import find_units
+from trainwright.parallel.layout import find_units
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection

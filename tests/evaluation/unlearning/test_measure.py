@@ -12,10 +12,15 @@ from torch.nn.functional import cross_entropy
 
 from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.inference.models import TOKENIZER, model_of
-from trainwright.evaluation.unlearning.attacks import Relearning, probability, quantized_probability, relearn
 from trainwright.evaluation.unlearning.encoding import ItemEncoder, ItemSequences
 from trainwright.evaluation.unlearning.items import read_sets
-from trainwright.evaluation.unlearning.measure import gradient_norms
+from trainwright.evaluation.unlearning.measure import (
+    Relearning,
+    gradient_norms,
+    probability,
+    quantized_probability,
+    relearn,
+)
 from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.inference.loading import Loaded
 from trainwright.inference.scoring import score_standardized

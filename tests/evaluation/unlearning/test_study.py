@@ -14,9 +14,8 @@ from tests.support.commands import ROOT
 from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning.study.file import load_study
+from trainwright.evaluation.unlearning.study.file import load_study, requests_of, write_rows
 from trainwright.evaluation.unlearning.study.results import Results, draw
-from trainwright.evaluation.unlearning.study.rows import requests_of, write_rows
 
 STUDY = """\
 benchmark: {benchmark}

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.parallel.replicated.gradients import GradientAccumulator
-from trainwright.parallel.replicated.replicated import Replicated
+from trainwright.parallel.replicated.replicated import GradientAccumulator, Replicated
 
 
 class FlatGradients(GradientAccumulator):

@@ -53,7 +53,7 @@ class Submission:
         if self.plan is None:
             yield "not planned: the cluster's nodes are not described (machine in clusters.yaml, such as 8xH100)"
         else:
-            from trainwright.planning.output.table import summary
+            from trainwright.planning.output import summary
 
             yield summary(self.plan.details)
             step = self.plan.predicted.get("step_time")

@@ -29,7 +29,7 @@ from trainwright.launch.process import console, preload_libraries, prepare_envir
 from trainwright.machine.accelerators import refuse_unusable
 
 if TYPE_CHECKING:
-    from trainwright.inference.batching import Done
+    from trainwright.inference.answering import Done
     from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 

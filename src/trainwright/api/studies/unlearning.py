@@ -105,7 +105,7 @@ class _StudySteps:
 
     def _rows(self) -> Benchmark:
         """Return the training and evaluation rows, in the study's directory."""
-        from trainwright.evaluation.unlearning.study.rows import rows_of, write_rows
+        from trainwright.evaluation.unlearning.study.file import rows_of, write_rows
 
         study, directory = self._study.study, self._directory / "benchmark"
         chosen = study.model_dump(include={"benchmark", "subset", "known"})
@@ -137,10 +137,9 @@ class _StudySteps:
         """Return the recipes of all runs. Each is checked before the first starts, and the rows to forget for
         overlaps.
         """
-        from trainwright.data.stream.unlearning import refuse_overlap
-        from trainwright.evaluation.unlearning.study.file import FULL
-        from trainwright.evaluation.unlearning.study.rows import requests_of
+        from trainwright.evaluation.unlearning.study.file import FULL, requests_of
         from trainwright.recipe.loading import load_recipe
+        from trainwright.tasks.unlearn.stream import refuse_overlap
 
         study, training = self._study, benchmark.training
         finetuned = [name for name, given in self._given().items() if given is None]

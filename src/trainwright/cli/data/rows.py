@@ -184,7 +184,7 @@ def style(
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing system prompts.")] = False,
 ) -> None:
     """Add a system prompt to the start of every conversation."""
-    from trainwright.data.rows.style import style
+    from trainwright.data.rows.kinds import style
     from trainwright.recipe.files import read_text
 
     if system.startswith("@"):

@@ -90,8 +90,8 @@ def train_tokenizer(
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N documents of each source.")] = None,
 ) -> None:
     """Train a byte-level BPE tokenizer on your own text."""
-    from trainwright.models.files.save import replacing
-    from trainwright.models.tokenization.trained import make_tokenizer
+    from trainwright.models.files import replacing
+    from trainwright.models.tokenization import make_tokenizer
     from trainwright.recipe.sections.data import SourceSection
 
     if out.exists():

@@ -5,19 +5,25 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections import Counter
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, RowReader
+from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, RowReader, as_row
 from trainwright.data.rows.layouts import RowLayout
 from trainwright.data.rows.pairs import ANSWERS, PAIRS
-from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.data.sources.reading import iterate_source, source_notes
+from trainwright.data.sources.row_files import Row, as_json, kind_of
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_text
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import Recipe
+
 
 # The role of a sequence in its example; an alternate has the role of a refusal.
 FORGET, RETAIN, REFUSAL = 0, 1, 2
@@ -122,3 +128,70 @@ def _refusal(line: str, place: str) -> str:
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise RequestError(f"{place}: a refusal must be one text, not {len(texts)}")
     return texts[0].strip()
+
+
+@dataclass
+class Styled:
+    """Numbers of rows that were changed, kept and left out."""
+
+    added: int = 0
+    replaced: int = 0
+    kept: int = 0  # with their own system turn
+    left_out: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)  # about how the rows were read
+
+
+def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
+    """Write the conversations of ``source`` as messages that start with ``system``; the file is written atomically.
+
+    Columns that do not belong to the turns are kept.
+
+    Args:
+        replace: also replace existing system turns.
+
+    Raises:
+        RequestError: ``out`` exists, or the source or one of its rows is wrong or has no conversation.
+    """
+    if not system.strip():
+        raise RequestError("--system: is empty; pass the text of a system turn, or @FILE")
+    if not system.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in system):
+        raise RequestError("--system: is not UTF-8 text; pass UTF-8, or @FILE")
+    if out.exists():
+        raise RequestError(f"--out: {out} already exists; choose a new file")
+    rows = iterate_source(source, key="data style")
+    first = list(islice(rows, 8))
+    try:
+        layout = EXAMPLES.layout(
+            list(dict.fromkeys(name for _, row in first for name in row)), [r for _, r in first], "auto"
+        )
+    except RequestError as error:
+        raise RequestError(f"{source}: {error}") from None
+    if layout == "text":
+        raise RequestError(f"{source}: the rows are plain text without turns, so they cannot have a system prompt")
+    found = Styled()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with scratch.open("w", encoding="utf-8") as file:
+            for place, row in chain(first, rows):
+                try:
+                    [(_, messages)] = EXAMPLES.sequences(row, layout)
+                except NoTarget as reason:
+                    found.left_out[str(reason)] += 1
+                    continue
+                except RequestError as error:
+                    raise RequestError(f"{place}: {error}") from None
+                assert not isinstance(messages, str)
+                if messages[0]["role"] != "system":
+                    messages, found.added = [{"role": "system", "content": system}, *messages], found.added + 1
+                elif replace:
+                    messages, found.replaced = [{**messages[0], "content": system}, *messages[1:]], found.replaced + 1
+                else:
+                    found.kept += 1
+                more = {name: row[name] for name in layout.unused(list(row)) if name not in ("messages", "tools")}
+                file.write(as_json({**as_row(messages), **more}) + "\n")
+        scratch.rename(out)
+        found.notes += source_notes(source, "data style")
+    finally:
+        scratch.unlink(missing_ok=True)
+    return found

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.data.sources import documents as document_files
+from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.opening import COMPRESSED, TABLES, suffix_of, why_unreadable
 from trainwright.data.sources.row_files import READERS
 from trainwright.errors import RequestError

@@ -14,9 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
+
+if TYPE_CHECKING:
+    pass
+
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 TABLES = (".parquet", ".arrow")

@@ -30,7 +30,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainwright.data.sources import documents as document_files
+from trainwright.data.sources import row_files as document_files
 from trainwright.data.sources.hub import hub_rows, is_hub_id
 from trainwright.data.sources.local_files import FoundFiles, find, missing
 from trainwright.data.sources.opening import TABLES, suffix_of, why_unreadable

@@ -32,8 +32,7 @@ from trainwright.data.tokens.lengths import check_length
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
-from trainwright.machine.sharing.file_lock import lock_file
-from trainwright.machine.sharing.made_once import made_once, remove_left_files
+from trainwright.machine.sharing import lock_file, made_once, remove_left_files
 from trainwright.paths import retried, write_file
 from trainwright.text import plural
 

@@ -18,7 +18,7 @@ from trainwright.data.tokens.dataset import MixturePart, parts_of, shares
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_in_words
 from trainwright.machine.detect import detect
-from trainwright.machine.sharing.made_once import made_once
+from trainwright.machine.sharing import made_once
 from trainwright.paths import user_path
 from trainwright.text import plural
 

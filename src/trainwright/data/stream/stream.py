@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
-from trainwright.data.tokens.packing import best_fit_decreasing
+from trainwright.data.tokens.lengths import best_fit_decreasing
 
 # The number of steps, or examples, among which the largest is searched.
 _LOOKED_AT_STEPS, _LOOKED_AT_EXAMPLES = 300, 30_000

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -16,7 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.tokens.packing import best_fit_decreasing
 from trainwright.errors import RequestError
 from trainwright.machine.cache import try_write
 from trainwright.text import plural, times
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.sections.data import DataSection
     from trainwright.recipe.sections.model import ModelSection
+
 
 _QUANTILES = 1024
 _SAMPLED_BATCHES = 24
@@ -193,3 +194,29 @@ def _file(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: 
         key["rows"] = rows
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache / "datasets" / "lengths" / f"{digest}.json"
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Group the indices of ``lengths`` into packs whose lengths sum to at most ``capacity``.
+
+    Examples are placed in descending order of length, each into the fullest pack with enough space (Johnson 1973: at
+    most 11/9 of the optimum plus a constant). Examples are never split or dropped, and equal input gives equal packs.
+
+    Raises:
+        ValueError: an example is longer than a pack.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    if order and lengths[order[0]] > capacity:
+        raise ValueError(f"an example of {lengths[order[0]]} tokens does not fit a pack of {capacity}")
+    packs: list[list[int]] = []
+    open_packs: list[tuple[int, int]] = []  # (free tokens, pack), ascending
+    for index in order:
+        place = bisect_left(open_packs, (lengths[index], -1))
+        if place == len(open_packs):
+            packs.append([index])
+            free, pack = capacity, len(packs) - 1
+        else:
+            free, pack = open_packs.pop(place)
+            packs[pack].append(index)
+        insort(open_packs, (free - lengths[index], pack))
+    return packs

@@ -3,35 +3,42 @@
 One process reads the text in pieces, in order; others tokenize them; the first writes the tokens in order. The number
 of pieces in flight is limited, so memory does not grow with the text. Every few seconds the number of pieces written is
 saved, and a run that was killed resumes from there: later tokens are truncated and written again.
+
+The pools of the standard library hang if a process is killed while it reads or writes a large piece.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from trainwright.data.rows.text_encoding import ends_of
-from trainwright.data.rows.texts import TextPiece, pieces
+from trainwright.data.rows.texts import TextPiece, ends_of, pieces
 from trainwright.data.sources.shards import ABOUT, INDEX, VERSION, tokenizer_fingerprint, tokenizer_name
-from trainwright.data.tokens.token_processes import encoding
-from trainwright.data.tokens.token_worker import Encoded, Settings
-from trainwright.errors import RequestError
-from trainwright.machine.sharing.file_lock import LOCK, lock_directory, remove_locked
+from trainwright.data.tokens import token_worker
+from trainwright.data.tokens.token_worker import Encoded, Encoder, Settings
+from trainwright.errors import MachineError, RequestError
+from trainwright.machine.sharing import LOCK, lock_directory, remove_locked
 from trainwright.recipe.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainwright.recipe.sections.data import SourceSection
+
 
 SHARD_TOKENS = 100_000_000
 _PROGRESS = "progress.json"
@@ -302,3 +309,103 @@ def _chunks(text: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
             chunk, size = [], 0
     if chunk:
         yield chunk
+
+
+Chunk = list[TextPiece]
+Encode = Callable[[Iterable[Chunk]], Iterator[tuple[Chunk, Encoded]]]
+
+
+@contextmanager
+def encoding(settings: Settings, processes: int) -> Iterator[Encode]:
+    """Provide a function that yields chunks with their tokens, in order, computed by ``processes`` processes.
+
+    Raises:
+        MachineError: a process was killed.
+    """
+    if processes == 1:
+        encoder = Encoder(settings)
+        yield lambda chunks: ((chunk, encoder(chunk)) for chunk in chunks)
+        return
+    workers = _Workers(settings, processes)
+    try:
+        yield workers.encode
+    finally:
+        workers.end()
+
+
+class _Workers:
+    def __init__(self, settings: Settings, most: int) -> None:
+        self._settings, self._most = settings, most
+        self._processes: list[BaseProcess] = []
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, int] = {}  # with the index of its chunk
+
+    def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Yield chunks with their tokens, in order; at most twice as many chunks as processes are in flight."""
+        left, ended = iter(chunks), False
+        waiting: deque[Chunk] = deque()
+        found: dict[int, Encoded] = {}
+        first = 0  # index of the next chunk to yield
+        while True:
+            while not ended and len(waiting) < 2 * self._most and self._free():
+                if (chunk := next(left, None)) is None:
+                    ended = True
+                else:
+                    self._give(first + len(waiting), chunk)
+                    waiting.append(chunk)
+            if first in found:
+                yield waiting.popleft(), found.pop(first)
+                first += 1
+            elif waiting:
+                found.update(self._finished())
+            else:
+                return
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+
+    def _free(self) -> bool:
+        return bool(self._idle) or len(self._processes) < self._most
+
+    def _give(self, number: int, chunk: Chunk) -> None:
+        if not self._idle:
+            self._idle.append(self._started())
+        connection = self._idle.pop()
+        self._busy[connection] = number
+        try:
+            connection.send([tuple(piece) for piece in chunk])
+        except OSError as error:
+            raise _lost() from error
+
+    def _finished(self) -> Iterator[tuple[int, Encoded]]:
+        for connection in wait(list(self._busy)):
+            assert isinstance(connection, Connection)
+            try:
+                answer = connection.recv()
+            except (EOFError, OSError) as error:
+                raise _lost() from error
+            if isinstance(answer, Exception):
+                raise answer
+            self._idle.append(connection)
+            yield self._busy.pop(connection), answer
+
+    def _started(self) -> Connection:
+        # Spawn, because a fork would copy this process's locked locks without its threads.
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=token_worker.work, args=(self._settings, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        return ours
+
+
+def _lost() -> MachineError:
+    return MachineError(
+        "a tokenizing process was killed, perhaps because memory ran out; run the same command again to continue, "
+        "with fewer --processes to use less memory"
+    )

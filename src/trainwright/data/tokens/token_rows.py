@@ -20,7 +20,7 @@ from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, TurnsError, by_turn
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
-from trainwright.data.rows.text_encoding import TextEncoder
+from trainwright.data.rows.texts import TextEncoder
 from trainwright.data.sources.media import media_notes
 from trainwright.data.sources.reading import place_of, read_rows, source_notes
 from trainwright.data.sources.row_files import Row

@@ -33,7 +33,7 @@ from trainwright.engine.checkpoints.directories import remove
 from trainwright.engine.checkpoints.writer import Task, Writer
 from trainwright.machine.detect import detect
 from trainwright.parallel.available_memory import fits_host
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 
 _WRITING, _PART, _COMPLETE = 0.0, 1.0, 2.0  # what a rank reports

@@ -40,7 +40,7 @@ from trainwright.engine.checkpoints.manifest import (
 )
 from trainwright.engine.checkpoints.tensor_files import write_tensors
 from trainwright.errors import RequestError
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.paths import retried
 

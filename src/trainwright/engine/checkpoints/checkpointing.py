@@ -19,15 +19,15 @@ from trainwright.engine.checkpoints.checkpoint import (
     SavedCheckpoint,
     own_blocks,
 )
-from trainwright.engine.checkpoints.copies import Copies
 from trainwright.engine.checkpoints.manifest import UnreadableCheckpoint
 from trainwright.engine.checkpoints.read_back import check_checkpoint
 from trainwright.engine.checkpoints.saving import Saving, SlowedSteps
+from trainwright.engine.checkpoints.uploader import Copies
 from trainwright.engine.events import CheckpointWritten, Fault, Notice
 from trainwright.engine.policies.base import StepPolicy, Training
 from trainwright.engine.progress import TrainingProgress
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestError, TrainingError, error_of
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 
 # checkpoint.on_failure: stop.
 _MOST_FAILURES = 3

@@ -15,7 +15,7 @@ import torch
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError
 from trainwright.engine.task import Task
 from trainwright.errors import RequestError, TrainingError
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 

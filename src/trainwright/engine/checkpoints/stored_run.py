@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainwright.engine.checkpoints.manifest import CheckpointError
-from trainwright.engine.checkpoints.places import Place
+from trainwright.engine.checkpoints.remote_store import Place
 from trainwright.errors import writes_to
 
 RECIPE, PLAN, EVENTS = "recipe.yaml", "plan.json", "events.jsonl"  # in a run directory

@@ -18,7 +18,7 @@ from torch import nn
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, Training
-from trainwright.models.files.save import checksum
+from trainwright.models.files import checksum
 
 _FACTOR = 1_000_003  # so that exchanging two tensors changes the checksum of all
 _PART, _MOST_PARTS = 4096, 256  # elements; how many are kept for the comparison

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trainwright.data.rows.bounded import tokenized
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import TurnsError
-from trainwright.data.rows.text_encoding import text_ids
+from trainwright.data.rows.texts import text_ids
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import fingerprint

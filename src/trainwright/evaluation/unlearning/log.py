@@ -23,7 +23,7 @@ from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning import statistics
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.unlearning.findings import Findings, SetScores
+    from trainwright.evaluation.unlearning.report import Findings, SetScores
     from trainwright.inference.scoring import TokenScores
 
 NAME = "log.json"
@@ -107,7 +107,7 @@ def _part(found: Findings, name: str, scores: SetScores) -> dict[str, Any]:
         part["average_perturb_loss"] = part.pop("avg_perturb_loss")
         part |= _losses(right, "paraphrased") | {"truth_ratio": _numbered(scores.truth_ratios.tolist())}
     if name in found.answers:
-        from trainwright.evaluation.metrics.overlap import rouge_l
+        from trainwright.evaluation.metrics import rouge_l
 
         answers, wanted = found.answers[name], found.references[name]
         prompts = [item.prompt for item in found.sets[name].items]

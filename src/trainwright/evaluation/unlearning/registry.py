@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainwright.errors import RequestError
-from trainwright.evaluation.metrics.overlap import Overlap, rouge_l
+from trainwright.evaluation.metrics import Overlap, rouge_l
 from trainwright.evaluation.unlearning import statistics
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.unlearning.findings import Findings, Floats, SetScores
     from trainwright.evaluation.unlearning.items import ItemSet
+    from trainwright.evaluation.unlearning.report import Findings, Floats, SetScores
 
 # By set; metrics of several sets together are under "all".
 Values = dict[str, float]

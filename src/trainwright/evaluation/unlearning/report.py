@@ -7,14 +7,20 @@ prompts, references and answers, if the model generated any
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from trainwright.evaluation.report import complete_directory, number_text, table_lines, write_text
-from trainwright.evaluation.unlearning.findings import Findings
-from trainwright.evaluation.unlearning.log import NAME, log_of
+from trainwright.evaluation.unlearning import statistics
+from trainwright.evaluation.unlearning.encoding import ANSWER, PARAPHRASE, WRONG, ItemSequences
+from trainwright.evaluation.unlearning.items import ItemSet
+from trainwright.evaluation.unlearning.log import NAME, ReferenceLog, log_of
+from trainwright.inference.scoring import TokenScores
 
 METRICS_FILE = "metrics.json"
 
@@ -84,3 +90,97 @@ class BenchmarkReport:
             if self.samples:
                 lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in self.samples)
                 write_text(scratch / "samples.jsonl", "".join(lines))
+
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SetScores:
+    """Likelihoods of one set.
+
+    Attributes:
+        answers: of every item [items], each with the stop after it.
+        text_targets: for each answer, how many of its first targets are text.
+        paraphrases: of the items that have one, by item number.
+        wrong: the wrong answers of every item; empty if they were not scored.
+    """
+
+    answers: list[TokenScores]
+    text_targets: list[int]
+    paraphrases: dict[int, TokenScores] = field(default_factory=dict)
+    wrong: list[list[TokenScores]] = field(default_factory=list)
+
+    @property
+    def losses(self) -> Floats:
+        """Return the mean negative log-likelihood of every answer [items], including the stop."""
+        return np.array([mean_loss(each) for each in self.answers])
+
+    @property
+    def wrong_losses(self) -> list[Floats]:
+        """Return the losses of the wrong answers of every item."""
+        return [np.array([mean_loss(each) for each in wrong]) for wrong in self.wrong]
+
+    @property
+    def right_losses(self) -> Floats:
+        """Return the losses of the right answers to compare with wrong ones [items]: of the paraphrase, if there is
+        one.
+        """
+        right = [self.paraphrases.get(number, answer) for number, answer in enumerate(self.answers)]
+        return np.array([mean_loss(each) for each in right])
+
+    @property
+    def truth_ratios(self) -> Floats:
+        """Return the truth ratio of every item; all items must have wrong answers."""
+        return statistics.truth_ratios(self.right_losses, self.wrong_losses)
+
+    def text_losses(self, number: int) -> Floats:
+        """Return the losses of the tokens of an answer's text."""
+        return self.answers[number].losses[: self.text_targets[number]].astype(np.float64)
+
+    def text_correct(self, number: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens of an answer's text are the most probable ones."""
+        return self.answers[number].correct[: self.text_targets[number]]
+
+
+def mean_loss(scores: TokenScores) -> float:
+    """Return the mean loss over the targets of a sequence."""
+    return float(scores.losses.astype(np.float64).mean())
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The inputs of the metrics, as far as needed.
+
+    Attributes:
+        sets: the items, by the set's name.
+        scores: likelihoods, by set.
+        answers: the model's answers to every item, by set, and ``references`` the right ones.
+        attacked: other numbers of every item by set, by their kind: ``standardized`` has those of every token,
+            ``gradient_norm`` and ``other_losses`` one.
+        reference: the reference values of another model.
+    """
+
+    sets: Mapping[str, ItemSet]
+    scores: Mapping[str, SetScores] = field(default_factory=dict)
+    answers: Mapping[str, list[str]] = field(default_factory=dict)
+    references: Mapping[str, list[str]] = field(default_factory=dict)
+    attacked: Mapping[str, Mapping[str, Sequence[Floats]]] = field(default_factory=dict)
+    reference: ReferenceLog | None = None
+
+
+def by_set(sequences: ItemSequences, scores: Sequence[TokenScores]) -> dict[str, SetScores]:
+    """Return the scores of all sequences, grouped by set."""
+    found: dict[str, SetScores] = {}
+    for (name, item, what, _), number in sequences.places.items():
+        each = found.setdefault(name, SetScores([], []))
+        if what == ANSWER:
+            assert item == len(each.answers), "sequences of a set are in the order of its items"
+            each.answers.append(scores[number])
+            each.text_targets.append(sequences.text_targets[number])
+        elif what == PARAPHRASE:
+            each.paraphrases[item] = scores[number]
+        elif what == WRONG:
+            each.wrong.extend([] for _ in range(item + 1 - len(each.wrong)))
+            each.wrong[item].append(scores[number])
+    return found

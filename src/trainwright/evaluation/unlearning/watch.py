@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from trainwright.evaluation.unlearning import statistics
 from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, ItemEncoder, ItemSequences
-from trainwright.evaluation.unlearning.findings import by_set
 from trainwright.evaluation.unlearning.items import read_sets
+from trainwright.evaluation.unlearning.report import by_set
 from trainwright.inference.scoring import score
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World

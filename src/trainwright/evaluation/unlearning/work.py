@@ -17,15 +17,22 @@ from trainwright import __version__
 from trainwright.errors import RequestError
 from trainwright.evaluation.libraries import require
 from trainwright.evaluation.request import EvaluationRequest
-from trainwright.evaluation.unlearning.attacks import KINDS, Relearning, quantized_probability, relearn
 from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, ItemEncoder
-from trainwright.evaluation.unlearning.findings import Findings, by_set
 from trainwright.evaluation.unlearning.items import ItemSet, read_sets
 from trainwright.evaluation.unlearning.log import read_reference
-from trainwright.evaluation.unlearning.measure import MeasurementJob, answer_sets, attack_items, score_sequences
+from trainwright.evaluation.unlearning.measure import (
+    KINDS,
+    MeasurementJob,
+    Relearning,
+    answer_sets,
+    attack_items,
+    quantized_probability,
+    relearn,
+    score_sequences,
+)
 from trainwright.evaluation.unlearning.registry import METRICS, OPTIONS, missing, sets_of, usual
-from trainwright.evaluation.unlearning.report import BenchmarkReport
-from trainwright.inference.batching import Stage
+from trainwright.evaluation.unlearning.report import BenchmarkReport, Findings, by_set
+from trainwright.inference.answering import Stage
 from trainwright.inference.finding import FoundModel, find_model
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.machine.machine import Machine

@@ -31,7 +31,7 @@ from trainwright.paths import write_file
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.engine.checkpoints.places import Place
+    from trainwright.engine.checkpoints.remote_store import Place
 
 
 MOST_FAILURES = 3  # in a row, without a new checkpoint
@@ -81,7 +81,7 @@ def _take(found: str | None, file: Path) -> None:
 @contextmanager
 def _place(where: str, run: Path) -> Iterator[Place]:
     """Yield the place of the run's copies. If it cannot be used, the count is that of this machine."""
-    from trainwright.engine.checkpoints.places import Place
+    from trainwright.engine.checkpoints.remote_store import Place
     from trainwright.engine.checkpoints.stored_run import name_in_places
 
     try:

@@ -18,7 +18,7 @@ from trainwright.launch.ending.requests import (
 )
 from trainwright.launch.slurm import scheduler
 from trainwright.launch.slurm.job import directory_of, file_of, text
-from trainwright.machine.sharing.file_lock import lock_directory, remove_locked
+from trainwright.machine.sharing import lock_directory, remove_locked
 from trainwright.paths import write_file
 from trainwright.text import quoted
 

@@ -22,8 +22,7 @@ from trainwright.errors import RequestError, TrainingError
 from trainwright.models.adapters.base_model import BaseModel, base_model
 from trainwright.models.adapters.config import linear_names, matched, peft_config, saved_config
 from trainwright.models.adapters.files import START_FROM, WEIGHTS, SavedAdapter, start_from
-from trainwright.models.files.check import has_experts, logit_difference
-from trainwright.models.files.safetensors_files import write_weights
+from trainwright.models.files import has_experts, logit_difference, write_weights
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -110,7 +109,7 @@ class Adapter:
         """
         from safetensors.torch import load_file
 
-        from trainwright.models.files.save import replacing
+        from trainwright.models.files import replacing
 
         trained = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors}
         if lost := sorted(set(self._names.values()) - trained.keys()):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import RequestError
-from trainwright.models.source import resolve, weight_files
+from trainwright.models.resolve_model import resolve, weight_files
 from trainwright.paths import user_path
 from trainwright.recipe.files import read_json
 

@@ -3,33 +3,34 @@
 With the implementation ``PACKED``, a model passes queries, keys and values of a whole pack with the sequence
 boundaries (``cu_seq_lens_q``) and the host's copy of them (``sequences``). Tokens do not attend to other sequences, and
 no mask over the pack is created. ``kernels.choose`` decides which kernel computes a layer.
+
+Each function takes padded heads and returns [1, T, H, D]. A window of transformers includes the current token; that of
+flash attention counts the tokens before it.
+
+It computes blocks of allowed pairs only (arXiv 2412.05496). Outside of compiled code it has to be compiled by itself:
+uncompiled it creates all scores (torch/nn/attention/flex_attention.py). It has no dropout: scores can be changed before
+the softmax, weights not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainwright.models.attention import flash, flex, plain
+from trainwright.models.attention import plain
 from trainwright.models.attention.call import Call
 from trainwright.models.attention.cpu_flash import BF16_FROM_LENGTH, flash_cpu
 from trainwright.models.attention.installed import missing_kernels
-from trainwright.models.attention.kernels import (
-    CPU,
-    KERNELS,
-    REQUESTED,
-    Dtype,
-    Kernel,
-    Needs,
-    Platform,
-    Vendor,
-    choose,
-)
+from trainwright.models.attention.kernels import CPU, KERNELS, REQUESTED, Dtype, Kernel, Needs, Platform, Vendor, choose
 from trainwright.models.attention.sequences import Sequences
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 
 PACKED = "trainwright_packed"
 DTYPES: Mapping[torch.dtype, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -189,17 +190,122 @@ def _sequences(call: Call, sequences: Sequences | None) -> torch.Tensor:
 
 
 def _flex(call: Call, sequences: Sequences | None) -> torch.Tensor:
-    return flex.attend(call, _on_host(sequences, call.boundaries, call.longest).block_mask(call.window))
+    return attend(call, _on_host(sequences, call.boundaries, call.longest).block_mask(call.window))
 
 
 _KERNELS: Mapping[str, Kernel] = {kernel.name: kernel for kernel in KERNELS}
 # Maps a kernel's name to its function, which takes padded heads and returns [1, T, H, V].
 _RUNS: Mapping[str, Callable[[Call, Sequences | None], torch.Tensor]] = {
-    "flash_attn_3": lambda call, sequences: flash.third(call),
-    "varlen": lambda call, sequences: flash.of_torch(call),
-    "flash_attn": lambda call, sequences: flash.second(call),
+    "flash_attn_3": lambda call, sequences: third(call),
+    "varlen": lambda call, sequences: of_torch(call),
+    "flash_attn": lambda call, sequences: second(call),
     "sdpa_each": _sequences,
     "flex": _flex,
     "cpu_flash": _cpu_flash,
     "scores": _sequences,
 }
+
+
+def of_torch(call: Call) -> torch.Tensor:
+    """Run torch's flash attention. It is deterministic while torch.use_deterministic_algorithms is on."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    output = varlen_attn(
+        *call.flat(),
+        call.boundaries,
+        call.boundaries,
+        call.longest,
+        call.longest,
+        scale=call.scale,
+        window_size=(_before(call), 0),
+        enable_gqa=call.grouped,
+    )
+    assert isinstance(output, torch.Tensor)
+    return output.unsqueeze(0)
+
+
+def second(call: Call) -> torch.Tensor:
+    """Run flash-attn 2."""
+    from flash_attn import flash_attn_varlen_func
+
+    return _first(
+        flash_attn_varlen_func(
+            *call.flat(),
+            call.boundaries,
+            call.boundaries,
+            call.longest,
+            call.longest,
+            dropout_p=call.dropout,
+            softmax_scale=call.scale,
+            causal=True,
+            window_size=(_before(call), 0),
+            softcap=call.softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+    )
+
+
+def third(call: Call) -> torch.Tensor:
+    """Run FlashAttention-3."""
+    from flash_attn_interface import flash_attn_varlen_func
+
+    return _first(
+        flash_attn_varlen_func(
+            *call.flat(),
+            call.boundaries,
+            call.boundaries,
+            call.longest,
+            call.longest,
+            softmax_scale=call.scale,
+            causal=True,
+            window_size=(_before(call), 0),
+            softcap=call.softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+    )
+
+
+def _before(call: Call) -> int:
+    """Return how many tokens before itself a token attends to; -1: all of its sequence."""
+    return -1 if call.window is None else call.window - 1
+
+
+def _first(result: Any) -> torch.Tensor:
+    """Return the output [1, T, H, D]; some versions return the log-sum-exp with it."""
+    output: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return output.unsqueeze(0)
+
+
+def attend(call: Call, mask: BlockMask) -> torch.Tensor:
+    """Compute attention with the allowed pairs of ``mask``; return [1, T, H, V]."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    run: Any = flex_attention if torch.compiler.is_compiling() else compiled()
+    options: dict[str, Any] = {"block_mask": mask, "scale": call.scale, "enable_gqa": call.grouped}
+    if call.softcap is not None:
+        options["score_mod"] = _capped(call.softcap)
+    if call.sinks is None:
+        output = run(call.query, call.key, call.value, **options)
+    else:
+        output, more = run(call.query, call.key, call.value, return_aux=AuxRequest(lse=True), **options)
+        # A sink adds its exponential to the sum that the exponentials of all scores are divided by.
+        share = torch.sigmoid(more.lse - call.sinks.float().view(1, -1, 1))
+        output = output * share.unsqueeze(-1).to(output.dtype)
+    return output.transpose(1, 2)
+
+
+@cache
+def compiled() -> Callable[..., Any]:
+    """Return flex_attention compiled; from a second length of packs on, for any length."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)  # without dynamic=True, so that scales and soft caps stay constants
+
+
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def capped(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainwright.activity import doing
 from trainwright.errors import MachineError, RequestError, TrainingError
 from trainwright.models.gguf.assumed import adds_space, query_scalar
-from trainwright.models.tokenization.stops import turn_end
+from trainwright.models.tokenization import turn_end
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,7 +55,7 @@ def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") ->
         TrainingError: the file does not read back as the same model.
     """
     from trainwright.models.configuration import config_from
-    from trainwright.models.tokenization.stored import tokenizer_from
+    from trainwright.models.tokenization import tokenizer_from
 
     if out.exists():
         raise RequestError(f"--out: {out} already exists; choose a new file")
@@ -84,7 +84,7 @@ def _write(
     import gguf
     import torch
 
-    from trainwright.models.files.save import skeleton
+    from trainwright.models.files import skeleton
     from trainwright.models.gguf.rope import write_rope
 
     _check_fixed(config, directory)
@@ -329,9 +329,9 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
     from transformers import AutoModelForCausalLM
 
     from trainwright.models.configuration import no_progress_bar
-    from trainwright.models.files.check import has_experts, logit_difference, logits_of
+    from trainwright.models.files import has_experts, logit_difference, logits_of
     from trainwright.models.gguf.reading import write_converted
-    from trainwright.models.tokenization.stored import tokenizer_from
+    from trainwright.models.tokenization import tokenizer_from
 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as place:
         write_converted(file, Path(place) / "model", "--out")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.cache import cache_in_words, cache_root, try_write
-from trainwright.machine.sharing.made_once import made_once
+from trainwright.machine.sharing import made_once
 from trainwright.models.configuration import NOT_MADE
 from trainwright.models.gguf.assumed import adds_space, query_scalar
 from trainwright.models.gguf.rope import FREQUENCIES, LONG, SHORT, read_rope
@@ -123,7 +123,7 @@ def _write_converted(file: Path, directory: Path, key: str, notify: Callable[[st
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from trainwright.models.files.save import save_model
+    from trainwright.models.files import save_model
 
     facts = _metadata(file, key)
     config = _config(file, facts)

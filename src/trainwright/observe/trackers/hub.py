@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.source import hub_token
+from trainwright.models.resolve_model import hub_token
 from trainwright.observe.reader import EventRecord
 from trainwright.text import quoted
 

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainwright.parallel.available_memory import memory_shortage
-from trainwright.parallel.layout import ModelLayout, dtype_name, placement
+from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
 from trainwright.parallel.norms import squared_norm
-from trainwright.parallel.shards import Shard, persistent_buffers
 from trainwright.parallel.strategy import Setup
 from trainwright.parallel.zero.deepspeed_config import settings
 from trainwright.parallel.zero.deepspeed_engine import (
@@ -30,8 +29,7 @@ from trainwright.parallel.zero.deepspeed_engine import (
     set_hooks,
     start_engine,
 )
-from trainwright.parallel.zero.partitions import ParameterPiece, chunks, partitions
-from trainwright.parallel.zero.rows import covering_rows, row_blocks
+from trainwright.parallel.zero.partitions import ParameterPiece, chunks, covering_rows, partitions, row_blocks
 from trainwright.recipe.strategy_spec import spec_of
 
 

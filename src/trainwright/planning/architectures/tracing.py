@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from trainwright.data.stream.batch import Batch
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.configuration import register
-from trainwright.models.cut import cut_config, layer_count
 from trainwright.models.recompute import save_activation_memory
+from trainwright.models.truncate_config import cut_config, layer_count
 
 TraceEvent = list[Any]
 _LAYERS = 2  # number of layers of the model whose first block is traced

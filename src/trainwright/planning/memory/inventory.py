@@ -40,7 +40,7 @@ class Weight(NamedTuple):
 
     @property
     def is_orthogonalized(self) -> bool:
-        """Whether Muon updates it (engine/muon.py); AdamW updates all others."""
+        """Whether Muon updates it (engine/optimizer.py); AdamW updates all others."""
         return self.unit != OUTSIDE and self.columns > 1 and _STACKED.isdisjoint(self.name.split("."))
 
     def ranks(self, shards: int, expert_parallel: int) -> int:

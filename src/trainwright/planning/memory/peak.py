@@ -19,8 +19,7 @@ from trainwright.planning.memory.inventory import (
     optimizer_state,
     partly_trained,
 )
-from trainwright.planning.memory.matrices import orthogonalizing
-from trainwright.planning.memory.strategies import StrategyMemory, memory_model
+from trainwright.planning.memory.strategies import StrategyMemory, memory_model, orthogonalizing
 from trainwright.planning.memory.walk import Allocated, Moved, Peak, Walk
 from trainwright.planning.operations import BatchShape, PassSettings, passes
 from trainwright.planning.operations.launches import excess_when_pinned

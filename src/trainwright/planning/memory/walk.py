@@ -106,7 +106,7 @@ class Walk:
 
     ``parts``: passes of its first micro-batch, ``later``: of all others. ``width``: bytes per element of the gradients
     that autograd makes. ``moved``: saved activations of blocks are in the host's memory, except the results that
-    selective recomputation keeps (models/offload.py). ``trained``: unit and name of the parameters that have
+    selective recomputation keeps (models/recompute.py). ``trained``: unit and name of the parameters that have
     gradients; None: of all. ``counts``: numbers of elements and of trained elements of each unit, from -1. ``before``:
     bytes of what the previous pass returned, which stay until the forward pass is over.
     """

@@ -13,7 +13,7 @@ from trainwright.planning.operations.weights import ModelWeights
 from trainwright.planning.stack import OWN, Stack
 
 _FP32 = 4
-# models/losses/linear_cross_entropy.py: least bytes of a chunk of logits, and of the fp32 logits that a CPU processes
+# models/linear_losses.py: least bytes of a chunk of logits, and of the fp32 logits that a CPU processes
 # at once.
 _CHUNK_BYTES = 128 * 2**20
 _BLOCK_BYTES = 2 * 2**20
@@ -34,7 +34,7 @@ def begin(
 ) -> Beginning:
     """Compute the embeddings, and the tables and masks that all blocks share.
 
-    ``of_head``: the embedding's gradient is added to that of the head (models/losses/tied_embedding.py).
+    ``of_head``: the embedding's gradient is added to that of the head (models/linear_losses.py).
     """
     tape.operation = "embedding"
     tokens = batch.tokens
@@ -124,7 +124,7 @@ def chunk_rows(head: Parameter, width: int, targets: int, grows: bool) -> tuple[
 def _loss(
     tape: Tape, a: Architecture, hidden: Tensor, weight: Parameter, bias: Parameter | None, targets: int, grows: bool
 ) -> Tensor:
-    """Run models/losses/linear_cross_entropy.py, which computes the gradients with the loss."""
+    """Run models/linear_losses.py, which computes the gradients with the loss."""
     width, wants_hidden = hidden.width, tape.wants(hidden)
     of_weight: Tensor | None = None
     of_bias = tape.new(bias.n, _FP32) if tape.grad and bias is not None and bias.trainable else None

@@ -1,20 +1,36 @@
 """The source of a plan's times: a calibration, a quick measurement, or datasheets.
 
 Imports no torch.
+
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, current_calibration
+from trainwright.machine.measured.calibration import Calibration, ProcessRates, current_calibration
 from trainwright.machine.measured.contention import other_cores
-from trainwright.machine.measured.own_runs import OwnRuns, own_runs
+from trainwright.machine.measured.own_runs import Correction, OwnRuns, own_runs
 from trainwright.machine.measured.quick import Shapes, for_block, measured
-from trainwright.planning.operations import block_kinds, block_weights
-from trainwright.planning.workload import Workload
+from trainwright.planning.architectures.architecture import Architecture
+from trainwright.planning.architectures.configured import from_config
+from trainwright.planning.errors import Errors, interval_of
+from trainwright.planning.operations import (
+    BatchShape,
+    Device,
+    ModelPasses,
+    PassSettings,
+    block_kinds,
+    block_weights,
+    passes,
+)
+from trainwright.planning.step_time.rates_measured import distance
+from trainwright.planning.step_time.work import Pricing
+from trainwright.planning.workload import Choice, MixedPrecision, Workload
 
 _LOAD_SECONDS, _SMALL_LOAD = 0.1, 0.3  # for which the load is measured; cores
 
@@ -98,3 +114,115 @@ def shapes_of(workload: Workload) -> Shapes:
     inner = a.intermediate or a.shared_intermediate or a.expert_intermediate
     block = (a.hidden, inner, a.heads, a.key_value_heads, a.head_dim) if inner else None
     return Shapes(tuple(widths) or ((a.hidden, a.hidden),), max(1, round(workload.mean_length)), block)
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Corrections of one workload. ``basis``: the source of uncorrected predictions."""
+
+    runs: OwnRuns
+    model: str
+    basis: str
+
+    def of(self, choice: Choice) -> Correction:
+        """Return the correction for a choice."""
+        return self.runs.correction(self.model, way_of(choice), self.basis)
+
+    def errors(self) -> Errors | None:
+        """Return the errors of corrected plans of such runs on this machine; None if there were too few."""
+        known = [run for run in self.runs.runs if (run.model, run.basis) == (self.model, self.basis)]
+        expected = [self.runs.correction(self.model, run.way, self.basis).seconds for run in known]
+        speed = interval_of(factor / run.seconds for factor, run in zip(expected, known, strict=True))
+        memory = interval_of(run.memory for run in known if run.memory)
+        return None if speed is None or memory is None else Errors(memory, speed, ("runs on this machine",))
+
+
+def corrections_of(runs: OwnRuns, workload: Workload, basis: str) -> Corrections:
+    """Return the corrections of a workload by this machine's own runs."""
+    return Corrections(runs, model_of(workload), basis)
+
+
+def model_of(workload: Workload) -> str:
+    """Return a key for runs whose prediction errors are related: family, size, adapter, length of rows and TF32."""
+    a = workload.architecture
+    adapter = "full" if workload.adapter is None else workload.adapter.kind
+    parts = (a.family, f"2^{round(math.log2(max(1, a.parameters().total)))}", adapter, workload.quantisation)
+    rows = f"2^{round(math.log2(workload.row_tokens))}", "packed" if workload.packed else "padded"
+    return " ".join((*parts, *rows, workload.optimizer, *(["tf32"] if workload.tf32 else [])))
+
+
+def way_of(choice: Choice) -> str:
+    """Return a key for how a workload is run."""
+    compiled = "compiled" if choice.compile else "eager"
+    recompute = str(choice.activation_checkpointing)
+    threads = "" if choice.threads is None else f"x{choice.threads}"
+    processes = f"{choice.num_processes}{threads}"
+    return f"{choice.strategy} {choice.mixed_precision} {processes} {compiled} {recompute}"
+
+
+MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
+_WIDTH = {"fp32": 4, "bf16": 2}
+# Factors outside this range come from a disturbed measurement.
+_LEAST, _MOST = 0.7, 2.5
+
+
+def with_measured_blocks(
+    setting: ProcessRates, measured: Calibration, setting_of: Callable[[int, int | None], ProcessRates]
+) -> ProcessRates:
+    """Return the setting with its factors of kernels in a step scaled so that they predict the measured block.
+
+    The block is that of the nearest setting in which it was measured.
+
+    Args:
+        setting_of: the rates of a number of processes and threads, with typical factors.
+    """
+    by_distance = sorted(measured.settings, key=lambda one: distance(one, setting.processes, setting.threads))
+    in_step = dict(setting.in_step)
+    for precision in MIXED.keys() & in_step.keys():
+        names = [f"block/{precision}/{direction}" for direction in ("forward", "backward")]
+        nearest = next((one for one in by_distance if all(name in one.curves for name in names)), None)
+        if nearest is None:
+            continue
+        samples, typical = [nearest.curves[name].samples[-1] for name in names], in_step[precision]
+        expected = block_seconds(samples[0].sizes, precision, setting_of(nearest.processes, nearest.threads))
+        found = sum(sample.seconds for sample in samples)
+        factor = min(_MOST, max(_LEAST, found / expected))
+        in_step[precision] = replace(
+            typical,
+            products=typical.products * factor,
+            attention=typical.attention * factor,
+            traffic=typical.traffic * factor,
+            host=typical.host * factor,
+        )
+    return replace(setting, in_step=in_step)
+
+
+def llama(**sizes: object) -> Architecture:
+    """Return the architecture of a small llama; ``sizes``: keys of its configuration."""
+    found = from_config({"model_type": "llama", **sizes})
+    assert found is not None, "llamas are known"
+    return found
+
+
+def on_cpu(a: Architecture, batch: BatchShape, precision: str, setting: ProcessRates) -> tuple[ModelPasses, Pricing]:
+    """Return the passes of a model on a CPU, and what predicts their time."""
+    shapes = PassSettings(a, batch, Device("cpu", setting.threads or 1), _WIDTH[precision])
+    return passes(shapes), Pricing(setting, batch, MIXED[precision], on_gpu=False)
+
+
+def block_seconds(sizes: Sequence[float], precision: str, setting: ProcessRates) -> float:
+    """Return the predicted seconds of the forward and backward pass of a block (``trainwright.doctor.block.Sizes``)."""
+    hidden, inner, heads, shared, size, sequences, length = map(int, sizes)
+    architecture = llama(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        head_dim=size,
+        vocab_size=2,
+    )
+    tokens = sequences * length
+    batch = BatchShape(1, tokens, ((length, sequences),), tokens, packed=True, masked=False)
+    run, pricing = on_cpu(architecture, batch, precision, setting)
+    return pricing.pass_and_back(run.blocks[0]).seconds

@@ -1,20 +1,31 @@
 """Rates of a machine for training: from its calibration, or its quick measurement, or its datasheets.
 
 All have the form of the same curves (``machine.measured.calibration.ProcessRates``). Imports no torch.
+
+Every constant is a physical effect with its source next to it; none is fitted to a single run. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trainwright.machine.catalog import Card
 from trainwright.machine.describe import Cluster
 from trainwright.machine.links import Link
-from trainwright.machine.measured.calibration import Calibration, ProcessRates
-from trainwright.planning.step_time.measured_blocks import with_measured_blocks
+from trainwright.machine.measured.calibration import (
+    FORMS,
+    Calibration,
+    Curve,
+    Exchanged,
+    InStep,
+    ProcessRates,
+    TimedSample,
+)
+from trainwright.planning.step_time.basis import with_measured_blocks
 from trainwright.planning.step_time.rates_measured import measured_setting, peak, thread_counts
-from trainwright.planning.step_time.rates_nominal import nominal_setting, steps_of
 
 ProductLayout = Literal["forward", "input", "weight", "grouped"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
@@ -157,3 +168,226 @@ class Rates:
 def rates_of(cluster: Cluster, calibration: Calibration | None = None, measurement: Calibration | None = None) -> Rates:
     """Return the rates of ``cluster``; ``calibration`` and ``measurement`` are of this machine."""
     return Rates(cluster, calibration, measurement)
+
+
+_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class _Units:
+    """What the matrix units of a generation sustain on random numbers.
+
+    ``sustained``: share of the peak, at ``watts`` per 10^12 operations per second of the peak. ``attention``: the share
+    of that which flash attention reaches (forward, backward) on long sequences.
+    """
+
+    sustained: float
+    watts: float
+    attention: tuple[float, float]
+
+
+# Best products found by search, on the largest module of a generation: 271 of 312 on an A100, 795 of 989 on an H100,
+# 1745 of 2250 on a B200, 1769 on a B300, 668 of 1307 on an MI300X, 785 on an MI325X, 1565 of 2517 on an MI355X, 419 of
+# 432 on a Gaudi 2, 1243 of 1678 on a Gaudi 3 (github.com/stas00/ml-engineering, Maximum Achievable Matmul FLOPS). Large
+# products on an RTX PRO 6000: 350 of 504 (github.com/zzc0721/torch-performance-test-data, issues 160 and 161); GeForce
+# cards have the power for twice the rate that they are sold with. Attention: figures of
+# github.com/Dao-AILab/flash-attention for FlashAttention-2, which does not use Hopper's own instructions; on an MI300X
+# 353 TFLOP/s forward and 194 to 207 backward (github.com/ROCm/flash-attention/issues/142), on a die of an MI250X 47 to
+# 55 forward (github.com/ROCm/triton/issues/507), backward in the same proportion.
+_UNITS: dict[tuple[str, int, int], _Units] = {
+    ("NVIDIA", 7, 0): _Units(0.80, 2.4, (0.60, 0.50)),
+    ("NVIDIA", 7, 5): _Units(0.60, 1.08, (0.60, 0.50)),
+    ("NVIDIA", 8, 0): _Units(0.86, 1.28, (0.75, 0.68)),
+    ("NVIDIA", 8, 6): _Units(0.80, 1.94, (0.75, 0.68)),
+    ("NVIDIA", 8, 9): _Units(0.80, 0.97, (0.75, 0.68)),
+    ("NVIDIA", 9, 0): _Units(0.76, 0.71, (0.48, 0.43)),
+    ("NVIDIA", 10, 0): _Units(0.72, 0.44, (0.35, 0.30)),
+    ("NVIDIA", 10, 3): _Units(0.73, 0.49, (0.35, 0.30)),
+    ("NVIDIA", 12, 0): _Units(0.70, 1.19, (0.75, 0.68)),
+    ("AMD", 9, 0): _Units(0.60, 1.46, (0.43, 0.25)),
+    ("AMD", 9, 4): _Units(0.52, 0.57, (0.52, 0.30)),
+    ("AMD", 9, 5): _Units(0.62, 0.56, (0.52, 0.30)),  # attention: as for the previous generation
+    ("Intel", 2, 0): _Units(0.92, 1.39, (0.50, 0.43)),  # attention: as for other cards
+    ("Intel", 3, 0): _Units(0.74, 0.54, (0.50, 0.43)),
+}
+# Factors on FlashAttention-2's rates: FlashAttention's (30 to 50 % of the peak forward and 25 to 35 % backward,
+# compared with 50 to 73 %: arXiv 2307.08691, section 1), and those of kernels written for a generation:
+# FlashAttention-3 on Hopper (648 TFLOP/s compared with 370 forward: arXiv 2407.08608, figure 5), cuDNN on Blackwell
+# (1605 / 1.3 TFLOP/s forward: together.ai/blog/flashattention-4).
+_FIRST_ATTENTION = (0.62, 0.50)
+# torch's own kernels on AMD in 2024: 20 TFLOP/s backward on an MI300X (github.com/pytorch/pytorch/issues/135431).
+_EARLY_AMD_ATTENTION = (1.0, 0.10)
+_THIRD_ATTENTION = {(9, 0): (1.75, 1.7), (10, 0): (2.2, 2.2), (10, 3): (2.2, 2.2)}
+_OTHER_UNITS = _Units(0.70, 1.0, (0.50, 0.43))
+# With less power the clock and the voltage fall, so rates fall more slowly than power.
+_RATE_BY_POWER = 0.6
+_MOST_SUSTAINED = 0.92
+# Rate at the shapes of models, relative to the best shapes: on an A100 235 to 255 TFLOP/s of 271.
+_USUAL_SHAPES = 0.92
+# Where power does not limit the clock it exceeds the datasheet's, by about the share that usual shapes lose (torch's
+# products on an RTX 4090: 165 of its 165 TFLOP/s, github.com/tinygrad/tinygrad/pull/13623).
+_MORE_THAN_ENOUGH = 1.3
+# Rate of many small products in one kernel, relative to one product: 753 to 900 TFLOP/s on a B200 with the experts of
+# DeepSeek-V3 and Llama 4, forward and backward (github.com/pytorch/ao, torchao/prototype/moe_training/README.md).
+_GROUPED = {(10, 0): 0.55, (10, 3): 0.55}
+_LENGTH_OF_HALF_RATE = 400  # tokens of a sequence at which attention reaches half its rate (ramps of the same figures)
+_STREAMED = 0.85  # share of a card's memory bandwidth reached by kernels that read and write once
+# Share of that for the kernel that unpacks 4-bit numbers, on memory faster than it can use (bitsandbytes: an
+# optimization made it 1.4 to 2.1 times as fast on an A100 and an H100, but no faster on an RTX 4090 or an L40S, whose
+# memory it already saturated: github.com/bitsandbytes-foundation/bitsandbytes/pull/1747).
+_UNPACKED, _HBM = 0.6, 1.3e12
+_KERNEL = 3e-6  # minimum seconds of a kernel on a GPU
+_COMPUTE_UNITS = 120  # of a server GPU: 108 on an A100, 132 on an H100
+_TILE = 128 * 128
+# Seconds between two kernels launched from Python: an operation with autograd takes 7 us (github.com/pytorch/pytorch,
+# issue 41383), and transformers' modules around it as much again.
+_LAUNCH = 15e-6
+_HOST_COPIES = 0.88  # share of a slot's rate (nvbandwidth on a PCIe 5 slot: 55.4 of 63 GB/s)
+# Bandwidth of a server's memory, shared by all its processes (DeepSpeed's AdamW of 8e9 elements in the memory of 8
+# H200: 1.8 s).
+_HOST_BYTES = 130e9
+_HIDDEN = 0.9  # share of a collective that overlaps with computation: copy engines and a few units run it
+
+# A processor's cores: bytes per second of one core on data in its caches, by kind of kernel; and the rate of newly
+# allocated memory, whose pages the kernel clears first.
+_CORE_BYTES = {"copy": 50e9, "elementwise": 30e9, "reduction": 25e9}
+_CACHED = 32e6
+_FRESH_BYTES = 5e9
+_CORE_KERNEL = 4e-6
+_CPU_SUSTAINED = 0.85
+_CPU_ATTENTION = (0.35, 0.30)
+_CPU_LENGTH_OF_HALF_RATE = 60
+_LOGITS = 0.15e9  # per second and core, through a softmax in fp32
+_UPDATES = 0.6e9  # elements of AdamW per second and core, from memory
+# Time in addition to each kernel of a step: the two that _LAUNCH counts, and waking threads; and the time that
+# processes wait for each other at a collective.
+_CPU_HOST, _CPU_WAIT = 2e-5, 2.5e-3
+_GLOO_BYTES, _GLOO_MESSAGE = 1.0e9, 150e-6  # through the loopback interface
+
+
+def nominal_setting(cluster: Cluster, processes: int, threads: int | None = None) -> ProcessRates:
+    """Return the rates of each of ``processes`` that run at once on a node of ``cluster``, from its datasheets.
+
+    ``threads``: threads of each process on a CPU; None shares the cores among them.
+    """
+    if cluster.device == "cpu":
+        return _of_cores(cluster, processes, threads)
+    return _of_gpu(cluster, processes)
+
+
+def _of_gpu(cluster: Cluster, processes: int) -> ProcessRates:
+    card = cluster.card
+    units = _UNITS.get((card.vendor, *card.capability), _OTHER_UNITS)
+    streamed = _STREAMED * card.memory_bandwidth
+    curves: dict[str, Curve] = {}
+    for precision, size in _BYTES.items():
+        rate = _sustained(card, units, precision)
+        if rate is None:
+            continue
+        per_byte = size / streamed
+        wave = 2 * _TILE / (rate / _COMPUTE_UNITS) / 2  # half a wave of tiles is lost at the end, on average
+        product = (_KERNEL, wave, 2 / (_USUAL_SHAPES * rate), per_byte, per_byte, per_byte)
+        for layout in ("forward", "input", "weight"):
+            curves[f"product/{precision}/{layout}"] = Curve("product", (), product)
+        if (share := _GROUPED.get(card.capability)) is not None:
+            slower = (_KERNEL, wave / share, product[2] / share, per_byte, per_byte, per_byte)
+            curves[f"product/{precision}/grouped"] = Curve("product", (), slower)
+        first = _FIRST_ATTENTION
+        third = _THIRD_ATTENTION.get(card.capability, (1.0, 1.0))
+        kernels = {"": (1.0, 1.0), "1": first, "3": third, "early": _EARLY_AMD_ATTENTION}
+        for suffix, factors in kernels.items():
+            rates = [rate * part * factor for part, factor in zip(units.attention, factors, strict=True)]
+            _add_attention(curves, precision, rates, _LENGTH_OF_HALF_RATE, suffix)
+    for precision in ("fp32", "bf16", "fp16"):
+        size = _BYTES[precision]
+        unpacked = _UNPACKED if card.memory_bandwidth > _HBM else 1.0
+        curves[f"traffic/{precision}/expansion"] = _line(_KERNEL, 1 / (unpacked * streamed))
+        for kind in ("copy", "elementwise", "reduction"):
+            curves[f"traffic/{precision}/{kind}"] = _line(_KERNEL, 1 / streamed)
+        # Cast to fp32 if needed; maximum, differences, exponentials, sum, probabilities; the gradient written back.
+        copied = 2 * (size + 4) if size < 4 else 0
+        curves[f"loss/{precision}"] = _line(_KERNEL, (copied + 4 + 8 + 8 + 4 + 8) / streamed)
+    curves["optimizer"] = _line(_KERNEL, 28 / streamed)  # reads p, g, m, v; writes p, m, v; fp32 each
+    curves["host_optimizer"] = _line(_CORE_KERNEL, 28 * processes / _HOST_BYTES)
+    for direction in ("to", "from"):
+        curves[f"host/{direction}"] = _line(1e-5, 1 / (_HOST_COPIES * card.host_link.bandwidth))
+    curves["data"] = Curve("batch", (), (1.5e-4, 2e-6, 2e-8))
+    return ProcessRates(processes, None, curves, launch=_LAUNCH, overlap=_HIDDEN)
+
+
+def _sustained(card: Card, units: _Units, precision: str) -> float | None:
+    peak = card.rates.get(precision)
+    if peak is None:
+        return None
+    fastest = max(card.rates.get("bf16", 0.0), card.rates.get("fp16", 0.0), card.rates.get("fp32", 0.0))
+    power = (card.watts / (fastest / 1e12) / units.watts) ** _RATE_BY_POWER if card.watts else 1.0
+    most = _MOST_SUSTAINED if power < _MORE_THAN_ENOUGH else 1 / _USUAL_SHAPES
+    return peak * min(most, units.sustained * power)
+
+
+def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> ProcessRates:
+    cores = cluster.cpu_cores / processes  # below 1 processes take turns
+    cores = cores if threads is None else min(cores, threads)
+    share = cores / cluster.cpu_cores
+    curves: dict[str, Curve] = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        # Without units for a precision, a processor computes through fp32, including conversions.
+        peak = cluster.card.rates.get(precision, cluster.card.rates.get("fp32", 1e10) / 2) * share
+        rate, size = _CPU_SUSTAINED * peak, _BYTES[precision]
+        per_byte = size / (_CORE_BYTES["copy"] * cores)
+        for layout in ("forward", "input", "weight"):
+            curves[f"product/{precision}/{layout}"] = Curve(
+                "product", (), (_CORE_KERNEL, 0.0, 2 / rate, per_byte, per_byte, per_byte)
+            )
+        fp32 = _CPU_SUSTAINED * cluster.card.rates.get("fp32", 1e10) * share
+        _add_attention(curves, precision, [fp32 * part for part in _CPU_ATTENTION], _CPU_LENGTH_OF_HALF_RATE)
+        for kind, rate_of_core in _CORE_BYTES.items():
+            curves[f"traffic/{precision}/{kind}"] = _traffic_of_cores(rate_of_core * cores)
+        curves[f"loss/{precision}"] = _line(_CORE_KERNEL, 1 / (_LOGITS * cores))
+    curves["optimizer"] = _line(_CORE_KERNEL, 1 / (_UPDATES * cores))
+    curves["data"] = Curve("batch", (), (2e-5, 2e-6, 2e-8))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        times, messages = steps_of(kind, processes)
+        curves[f"collective/{kind}"] = _line(messages * _GLOO_MESSAGE, times / _GLOO_BYTES)
+    in_step = {precision: InStep(host=_CPU_HOST) for precision in ("fp32", "bf16", "fp16")}
+    between = Exchanged(waited=_CPU_WAIT)
+    return ProcessRates(processes, max(1, int(cores)), curves, _CORE_KERNEL, in_step=in_step, exchange=between)
+
+
+def _traffic_of_cores(rate: float) -> Curve:
+    points = [(size, _CORE_KERNEL + size / rate) for size in (1e3, 1e5, 1e6, _CACHED)]
+    points += [(4 * _CACHED * times, 4 * _CACHED * times / _FRESH_BYTES) for times in (1, 4)]
+    return Curve("table", tuple(TimedSample((size,), seconds) for size, seconds in points))
+
+
+def _add_attention(
+    curves: dict[str, Curve], precision: str, rates: Sequence[float], half: float, suffix: str = ""
+) -> None:
+    """Add the curves of attention: seconds per token and channel, by the length of the sequence.
+
+    Each token takes products of 2 (forward) and 5 (backward) numbers with each earlier token.
+    """
+    lengths = [float(2**power) for power in range(4, 20)]
+    for direction, products, rate in (("forward", 2, rates[0]), ("backward", 5, rates[1])):
+        samples = tuple(TimedSample((length,), products * (length + half) / rate) for length in lengths)
+        curves[f"attention/{precision}/{direction}{suffix}"] = Curve("table", samples)
+
+
+def steps_of(kind: str, ranks: int) -> tuple[float, float]:
+    """Return, for a ring of ``ranks``, how often the tensor's bytes pass each link, and the number of consecutive
+    messages.
+
+    See github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    """
+    if ranks == 1:
+        return 0.0, 0.0
+    if kind == "all_reduce":
+        return 2 * (ranks - 1) / ranks, 2.0 * (ranks - 1)
+    if kind == "broadcast":
+        return 1.0, ranks - 1.0
+    return (ranks - 1) / ranks, ranks - 1.0
+
+
+def _line(start: float, each: float) -> Curve:
+    assert len(FORMS["amount"](0.0)) == 2
+    return Curve("amount", (), (start, each))

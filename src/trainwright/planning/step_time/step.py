@@ -14,7 +14,7 @@ from typing import Any
 from trainwright.machine.describe import Cluster
 from trainwright.planning.architectures.architecture import Architecture
 from trainwright.planning.memory.inventory import Inventory, by_unit, experts_by_unit, inventory, partly_trained
-from trainwright.planning.memory.matrices import exchanged_width, orthogonalized
+from trainwright.planning.memory.strategies import exchanged_width, orthogonalized
 from trainwright.planning.operations import (
     BlockKind,
     ModelPasses,
@@ -27,9 +27,8 @@ from trainwright.planning.operations import (
 from trainwright.planning.operations.weights import ADAPTED
 from trainwright.planning.stack import OWN, Stack
 from trainwright.planning.step_time.batch import seen_pairs, typical_batch
-from trainwright.planning.step_time.exchange import Exchange, UnitWork
 from trainwright.planning.step_time.rates import Group, Rates
-from trainwright.planning.step_time.update import Update
+from trainwright.planning.step_time.update import Exchange, UnitWork, Update
 from trainwright.planning.step_time.work import Pricing, Work
 from trainwright.planning.workload import AdapterShape, Choice, MixedPrecision, Workload
 

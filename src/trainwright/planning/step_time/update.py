@@ -1,15 +1,19 @@
 """Predict the time of a step besides its passes: gradient accumulation and clipping, the optimizer, offloading, data.
 
 Follows parallel/: replicated.py and gradients.py (single, ddp), fsdp.py, zero.py. Imports no torch.
+
+The schedules are those of parallel/: gradients.py (ddp), fsdp.py on torch's FSDP2, zero.py on DeepSpeed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainwright.parallel.constants import CACHED_ELEMENTS
-from trainwright.parallel.matrices.owners import ITERATIONS, assign, slowest
+from trainwright.parallel.matrix_owners import ITERATIONS, assign, slowest
 from trainwright.planning.stack import OWN, Stack
+from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice
 
@@ -156,3 +160,177 @@ class Update:
 
     def _host(self, direction: str, size: float) -> float:
         return self.pricing.speeds.curves[f"host/{direction}"].seconds(size) if size else 0.0
+
+
+_SMALL = 64  # bytes that processes exchange after every step
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """A part of the model that is gathered and reduced as one: a block, or everything outside the blocks.
+
+    ``forward``, ``backward``: seconds of computation per micro-batch. ``experts``, ``experts_trainable``: of the
+    parameters those of experts that ranks divide between them.
+    """
+
+    parameters: int
+    trainable: int
+    forward: float
+    backward: float
+    experts: int = 0
+    experts_trainable: int = 0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Predict the time of a choice's collectives.
+
+    ``hidden``: the share of a collective that can overlap with computation. ``exchanged``: bytes per element of reduced
+    gradients. ``sums_unsharded``: FSDP reduces only in the last micro-batch of a step. ``matrices``: of a block, each
+    of which DeepSpeed gathers separately; its hooks around every module take Python time. ``expert_parallel``: ranks
+    that divide the experts of a block between them. ``between``: seconds of a micro-batch in which blocks exchange
+    rows.
+    """
+
+    choice: Choice
+    rates: Rates
+    width: int
+    devices_per_node: int
+    hidden: float
+    exchanged: int = 4
+    sums_unsharded: bool = False
+    matrices: int = 7
+    expert_parallel: int = 1
+    between: float = 0.0
+
+    def exposed(self, units: Sequence[UnitWork]) -> float:
+        """Return the seconds of a step in which a device waits for others. ``units``: that outside the blocks first."""
+        choice = self.choice
+        if choice.num_processes == 1:
+            return 0.0
+        passes, told = choice.gradient_accumulation_steps, self._all("all_gather", _SMALL)
+        if choice.spec.shards:
+            told += self._all("all_reduce", _SMALL)  # the norm of sharded gradients
+        seconds = told + passes * self.between
+        for one in choice.spec.collectives:
+            if one.when == "buckets":
+                seconds += self._buckets(units)
+            elif one.when != "passes":
+                width = self.width if one.of == "parameters" else self.exchanged
+                times = passes if one.when == "micro-batch" else 1
+                seconds += times * self._all(one.kind, width * sum(unit.trainable for unit in units))
+        if all(one.when != "passes" for one in choice.spec.collectives):
+            return seconds
+        sharded = self._sharded(units)
+        if choice.replicate_size > 1:
+            sharded += self._over_replicas(units)
+        return seconds + sharded
+
+    def of_updates(self, matrices: tuple[tuple[int, int], ...], width: int) -> float:
+        """Return the seconds of exchanging ``matrices`` and their updates, in elements of ``width`` bytes.
+
+        See parallel/matrix_exchange.py.
+        """
+        choice, shards = self.choice, self.choice.shards
+        if choice.num_processes == 1 or not matrices:
+            return 0.0
+        seconds = 0.0
+        for one in assign(matrices, choice.num_processes):
+            sizes = [width * sum(matrices[n][0] * matrices[n][1] for n in owned) for owned in one]
+            replicas = [sum(sizes[begin : begin + shards]) for begin in range(0, len(sizes), shards)]
+            # In an all-to-all a rank sends each of the others its part; in an all-gather it passes all parts on.
+            seconds += 2 * self.rates.collective("all_gather", max(replicas) / shards, self._group(shards))
+            for size in replicas:
+                seconds += self.rates.collective("broadcast", size / shards, self._replicas())
+        return seconds
+
+    def _replicas(self) -> Group:
+        """Return the group of the ranks that hold the same shards."""
+        choice = self.choice
+        replicas = choice.num_processes // choice.shards
+        inside = min(replicas, max(1, min(choice.num_processes, self.devices_per_node) // choice.shards))
+        return Group(-(-replicas // inside), inside)
+
+    def _all(self, kind: CollectiveKind, size: float) -> float:
+        return self.rates.collective(kind, size, self._group(self.choice.num_processes))
+
+    def _group(self, ranks: int) -> Group:
+        """Return a group of ``ranks`` neighboring ranks."""
+        inside = min(ranks, self.devices_per_node)
+        return Group(-(-ranks // inside), inside)
+
+    def _of_same_experts(self) -> Group:
+        """Return the group of ranks that have the same experts; neighboring ranks have different ones."""
+        shards = self.choice.shards
+        inside = max(1, min(shards, self.devices_per_node) // self.expert_parallel)
+        return Group(max(1, shards // self.expert_parallel // inside), inside)
+
+    def _buckets(self, units: Sequence[UnitWork]) -> float:
+        """Return the exposed seconds of reducing gradients in buckets during the last micro-batch's backward pass.
+
+        Gradients outside the blocks come last, with no computation left to overlap.
+        """
+        last, others = self.exchanged * units[0].trainable, self.exchanged * sum(unit.trainable for unit in units[1:])
+        bucket = self.choice.spec.bucket_bytes or max(1, others)
+        buckets, rest = divmod(others, bucket)
+        before = buckets * self._all("all_reduce", bucket) + self._all("all_reduce", rest)
+        computing = sum(unit.backward for unit in units[1:])
+        return before - self.hidden * min(before, computing) + self._all("all_reduce", last)
+
+    def _sharded(self, units: Sequence[UnitWork]) -> float:
+        choice = self.choice
+        group, same = self._group(choice.shards), self._of_same_experts()
+        messages = self.matrices if choice.spec.hooks_modules else 1
+
+        def gathered(unit: UnitWork) -> float:
+            part = (unit.parameters - unit.experts) * self.width / messages
+            divided = self.rates.collective("all_gather", unit.experts * self.width, same)
+            return messages * self.rates.collective("all_gather", part, group) + divided
+
+        def scattered(unit: UnitWork) -> float:
+            part = self.exchanged * (unit.trainable - unit.experts_trainable)
+            divided = self.rates.collective("reduce_scatter", self.exchanged * unit.experts_trainable, same)
+            return self.rates.collective("reduce_scatter", part, group) + divided
+
+        gathers, scatters = [gathered(unit) for unit in units], [scattered(unit) for unit in units]
+        forward = self._forward(units, gathers)
+        if not choice.reshard_after_forward:
+            # Gathered and reduced once per step.
+            return forward + self._backward(units, [0.0] * len(units), scatters)
+        # Parameters outside the blocks stay gathered until the end of the backward pass.
+        backward = self._backward(units, [0.0, *gathers[1:]], scatters)
+        passes = choice.gradient_accumulation_steps
+        if self.sums_unsharded:
+            before = self._backward(units, [0.0, *gathers[1:]], [0.0] * len(units))
+            return passes * forward + (passes - 1) * before + backward
+        return passes * (forward + backward)
+
+    def _forward(self, units: Sequence[UnitWork], gathers: Sequence[float]) -> float:
+        """Return the exposed seconds of the forward pass: each unit is gathered while the previous one computes."""
+        waiting = gathers[0]
+        for before, gather in zip(units, gathers[1:], strict=False):
+            waiting += self._uncovered(gather, before.forward)
+        return waiting
+
+    def _backward(self, units: Sequence[UnitWork], gathers: Sequence[float], scatters: Sequence[float]) -> float:
+        """Return the exposed seconds of the backward pass.
+
+        While a unit computes, the previous unit is gathered and the gradients of the next one are reduced.
+        """
+        last = len(units) - 1
+        waiting = gathers[last] + scatters[0]
+        for index in range(last, 0, -1):
+            gather = gathers[index - 1] if index > 1 else 0.0
+            scatter = scatters[index + 1] if index < last else 0.0
+            waiting += self._uncovered(gather + scatter, units[index].backward)
+        return waiting + self._uncovered(scatters[1] if last else 0.0, units[0].backward)
+
+    def _uncovered(self, exchanging: float, computing: float) -> float:
+        """Return the seconds that communication adds to simultaneous computation."""
+        return exchanging - self.hidden * min(exchanging, computing)
+
+    def _over_replicas(self, units: Sequence[UnitWork]) -> float:
+        """Return the exposed seconds of all-reducing gradient shards over replicas, after the last reduce-scatters."""
+        sizes = [self.exchanged * unit.trainable / self.choice.shards for unit in units]
+        sums = [self.rates.collective("all_reduce", size, self._replicas()) for size in sizes]
+        return self._backward(units, [0.0] * len(units), sums)

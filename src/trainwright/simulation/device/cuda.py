@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo  # asks for a CUDA build when it is imported, which this is not
 
-from trainwright.simulation.recorders.waits import WaitLog
+from trainwright.simulation.phases import WaitLog
 
 
 @dataclass(frozen=True)

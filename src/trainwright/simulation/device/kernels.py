@@ -21,7 +21,7 @@ def install(capability: tuple[int, int]) -> None:
     """Choose attention as the plan does for a machine that is not here, and as CUDA does for padded rows."""
     from torch.nn.attention import flex_attention
 
-    from trainwright.models.attention import flex, packs
+    from trainwright.models.attention import packs
     from trainwright.models.attention.installed import ASSUMED
 
     for name in _ONE_KERNEL:
@@ -30,7 +30,7 @@ def install(capability: tuple[int, int]) -> None:
     # The compiler takes no fake tensors; uncompiled, the operator is the same.
     flexible: Any = flex_attention
     flexible._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    flex.compiled = lambda: flexible.flex_attention  # type: ignore[assignment]
+    packs.compiled = lambda: flexible.flex_attention  # type: ignore[assignment]
     packs.missing_kernels = lambda: ASSUMED.missing  # type: ignore[assignment]
     torch.nn.functional.scaled_dot_product_attention = functools.partial(_attention, capability, _SDPA)
 

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.simulation.recorders.phases import STEP_PHASES, Phases
+from trainwright.simulation.phases import STEP_PHASES, Phases
 
 # Names of torch's c10d operations: the kind as in torch.distributed, and which argument has the full size.
 _KINDS = {

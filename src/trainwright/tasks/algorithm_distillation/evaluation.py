@@ -25,10 +25,7 @@ from trainwright.drawing import new_figure
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
 from trainwright.errors import RequestError
 from trainwright.inference.finding import FoundModel, find_model
-from trainwright.models.history.files import ABOUT, is_history_model, load_history_model
-from trainwright.models.history.model import HistoryModel
-from trainwright.models.history.objective import HistoryObjective, LossWeights
-from trainwright.parallel.shards import Shard
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.paths import user_path
 from trainwright.reinforcement.environments import Environment, check_stored
@@ -41,6 +38,8 @@ from trainwright.tasks.algorithm_distillation.in_context import (
     evaluate_random,
     mean_over_last,
 )
+from trainwright.tasks.algorithm_distillation.model import ABOUT, HistoryModel, is_history_model, load_history_model
+from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.task import environment_of, open_histories, shape_of
 

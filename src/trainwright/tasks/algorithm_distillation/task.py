@@ -13,16 +13,15 @@ from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum, Measured
 from trainwright.errors import RequestError
-from trainwright.models.history.files import save_history_model
-from trainwright.models.history.model import HistoryModel, HistoryShape
-from trainwright.models.history.objective import SUMS, HistoryObjective, LossWeights
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import Recipe
+from trainwright.reinforcement.algorithms import SourceAlgorithmSection
 from trainwright.reinforcement.environments import Environment, make
 from trainwright.reinforcement.histories import Histories
-from trainwright.reinforcement.sources.settings import SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.goals import HELD_OUT_BY, Goals, find_goals
 from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, mean_over_last
+from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, save_history_model
+from trainwright.tasks.algorithm_distillation.objective import SUMS, HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.section import AlgorithmDistillationSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 from trainwright.tasks.language_model import planned_examples, stream_of

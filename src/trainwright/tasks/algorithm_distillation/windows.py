@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 
 from trainwright.data.tokens.dataset import MixturePart
-from trainwright.models.history.model import HistoryShape, Steps
-from trainwright.models.history.objective import HistoryBatch
 from trainwright.reinforcement.histories import Histories, History
+from trainwright.tasks.algorithm_distillation.model import HistoryShape, Steps
+from trainwright.tasks.algorithm_distillation.objective import HistoryBatch
 
 Array = npt.NDArray[Any]
 

@@ -1,4 +1,8 @@
-"""Preference tuning: train on compared or labelled answers, relative to a reference model."""
+"""Preference tuning: train on compared or labelled answers, relative to a reference model.
+
+w is the chosen answer of a pair and l the rejected one. All functions are element-wise, in the precision of their
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.functional import logsigmoid
 
 from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.stream.batch import Batch
@@ -22,7 +27,6 @@ from trainwright.engine.task import LossSum
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.dpo import losses
 from trainwright.tasks.dpo.mismatched import Mismatched
 from trainwright.tasks.dpo.spec import DpoSection
 from trainwright.tasks.language_model import prepare_data, prepare_once
@@ -31,6 +35,7 @@ from trainwright.transfer import on_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 __all__ = ["PreferenceTuning", "build", "prepare_once"]
 
@@ -132,11 +137,11 @@ class PreferenceTuning(ReferenceTask):
         dpo = self._dpo
         if dpo.loss == "kto":
             weights = dpo.desirable_weight, dpo.undesirable_weight
-            return losses.kto(scores, _chosen(batch), self._divergence, dpo.beta, *weights)
+            return kto_loss(scores, _chosen(batch), self._divergence, dpo.beta, *weights)
         chosen, rejected = scores.view(-1, 2).unbind(1)
         if dpo.loss == "ipo":
-            return losses.ipo(chosen, rejected, dpo.beta)
-        return losses.dpo(chosen, rejected, dpo.beta, dpo.label_smoothing)
+            return ipo_loss(chosen, rejected, dpo.beta)
+        return dpo_loss(chosen, rejected, dpo.beta, dpo.label_smoothing)
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return a vector of sums over one micro-batch of the validation stream."""
@@ -188,3 +193,48 @@ class PreferenceTuning(ReferenceTask):
 def _chosen(batch: Batch) -> torch.Tensor:
     """Return which answers are chosen or good; bool [S]."""
     return on_device(torch.tensor([role == CHOSEN for role in batch.roles]), batch.targets.device)
+
+
+def dpo_loss(chosen: torch.Tensor, rejected: torch.Tensor, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Compute direct preference optimization (arXiv 2305.18290, equation 7): -log sigma(beta (r_w - r_l)).
+
+    ``label_smoothing`` e is the probability that a pair is swapped: the loss is (1 - e) times that of the pair plus e
+    times that of the swapped pair (conservative DPO, https://ericmitchell.ai/cdpo.pdf).
+
+    Args:
+        chosen, rejected: log-ratios r_w and r_l of summed log-probabilities [P].
+    """
+    margin = beta * (chosen - rejected)
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+def ipo_loss(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tensor:
+    """Compute identity preference optimization (arXiv 2310.12036, equation 17): (r_w - r_l - 1 / (2 beta))^2.
+
+    Args:
+        chosen, rejected: log-ratios of the mean log-probabilities of an answer's tokens [P]; with sums, the target
+            margin would depend on the length.
+    """
+    return (chosen - rejected - 1 / (2 * beta)).square()
+
+
+def kto_loss(
+    ratios: torch.Tensor,
+    good: torch.Tensor,
+    divergence: torch.Tensor | float,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> torch.Tensor:
+    """Compute Kahneman-Tversky optimization (arXiv 2402.01306, equations 7 and 8) of single answers.
+
+    lambda_D (1 - sigma(beta (r - z))) for a good answer and lambda_U (1 - sigma(beta (z - r))) for a bad one.
+
+    Args:
+        ratios: log-ratios r of summed log-probabilities [D].
+        good: whether an answer is desirable, bool [D].
+        divergence: z, the estimate of KL(pi || pi_ref) that answers are compared with; at least 0.
+    """
+    gain = beta * (ratios - divergence)
+    weights = torch.where(good, desirable_weight, undesirable_weight)
+    return weights.to(gain.dtype) * (1 - torch.sigmoid(torch.where(good, gain, -gain)))

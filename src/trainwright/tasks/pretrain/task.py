@@ -20,7 +20,7 @@ from trainwright.data.stream.windows import WindowDataset, collate_windows
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.data.tokens.lengths import check_length, remember
 from trainwright.engine.task import LossSum
-from trainwright.inference.sampling import Sampling
+from trainwright.inference.generation import Sampling
 from trainwright.models.load import load_tokenizer, max_positions
 from trainwright.recipe.schema import Recipe
 from trainwright.tasks.language_model import LanguageModelTask, embeddings_of, prepare_model

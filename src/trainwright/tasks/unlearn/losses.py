@@ -2,28 +2,30 @@
 
 Each loss is a mean over the tokens or answers of the whole global batch. Their numbers (``Counts``) are known before
 the passes, so the sums of micro-batches add up to the same value for any division.
+
+pi is the trained model and pi_ref the reference, x a question and y its answer with |y| tokens.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.functional import logsigmoid
 
 from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN
 from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.extensions import load
 from trainwright.models.causal_lm import objective_at
-from trainwright.models.losses.linear_cross_entropy import Head
-from trainwright.models.losses.linear_logit_loss import LogitLoss, linear_logit_loss
-from trainwright.tasks.unlearn import formulas
+from trainwright.models.linear_losses import Head, LogitLoss, linear_logit_loss
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection
-from trainwright.tasks.unlearn.selection import only, places
 from trainwright.transfer import on_device
 
 ROLES = (FORGET, RETAIN, REFUSAL)
@@ -203,9 +205,7 @@ class UnlearnLosses:
         total = forget * forgotten
         if self._retain_loss == "activations":
             frozen = lm.reference_activations(only(batch, {RETAIN}))
-            kept = _means(
-                batch, formulas.activation_distance(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN
-            )
+            kept = _means(batch, activation_distance(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
             found.retain = kept.detach()
             total = total + retain * kept
         elif self._retain_loss == "kl":
@@ -262,7 +262,7 @@ def _learned(section: UnlearnSection) -> int:
 
 def _divergence(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
     assert teacher is not None
-    return formulas.divergence(logits, teacher)
+    return divergence(logits, teacher)
 
 
 def _at(head: Head, chosen: torch.Tensor) -> Head:
@@ -296,3 +296,212 @@ def _means(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
     """Return the sum over sequences with ``role`` of the mean of ``values`` over their targets."""
     parts = values.split(_counts(batch, role))
     return torch.stack([part.mean() for part in parts]).sum()
+
+
+def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
+    """Return indices of targets, int64 [n]: those of sequences with one of ``roles``, without each one's first
+    ``skip``.
+    """
+    found, begin = [np.zeros(0, np.int64)], 0
+    for role, count in zip(batch.roles, batch.target_counts, strict=True):
+        if role in roles:
+            found.append(np.arange(begin + min(skip, count), begin + count))
+        begin += count
+    return on_device(torch.from_numpy(np.concatenate(found)), batch.targets.device)
+
+
+def only(batch: Batch, roles: Collection[int]) -> Batch:
+    """Return the batch with only the sequences that have one of ``roles``; there must be at least one."""
+    kept = [place for place, role in enumerate(batch.roles) if role in roles]
+    if len(kept) == len(batch.roles):
+        return batch
+    chosen = places(batch, roles)
+    part = replace(
+        batch,
+        targets=batch.targets.index_select(0, chosen),
+        target_index=batch.target_index.index_select(0, chosen),
+        sequences=tuple(batch.sequences[place] for place in kept),
+        lengths=tuple(batch.lengths[place] for place in kept),
+        roles=tuple(batch.roles[place] for place in kept),
+        target_counts=tuple(batch.target_counts[place] for place in kept),
+    )
+    return _lines(part, kept) if batch.boundaries is None else _stretches(part, kept)
+
+
+def _lines(part: Batch, kept: list[int]) -> Batch:
+    """Select rows of a padded batch."""
+    lines = on_device(torch.tensor(kept), part.targets.device)
+    assert part.attention_mask is not None
+    width = part.input_ids.shape[1]
+    return replace(
+        part,
+        input_ids=part.input_ids.index_select(0, lines),
+        position_ids=part.position_ids.index_select(0, lines),
+        attention_mask=part.attention_mask.index_select(0, lines),
+        target_index=_moved(part, [(new - old) * width for new, old in enumerate(kept)]),
+        tokens=sum(part.lengths),
+    )
+
+
+def _stretches(part: Batch, kept: list[int]) -> Batch:
+    """Select sequences of a flat batch."""
+    assert part.boundaries is not None
+    edges = list(pairwise(part.boundaries.tolist()))
+    begins = np.cumsum([0, *part.lengths])
+    cut = on_device(torch.from_numpy(np.concatenate([np.arange(*edges[place]) for place in kept])), part.targets.device)
+    return replace(
+        part,
+        input_ids=part.input_ids.index_select(1, cut),
+        position_ids=part.position_ids.index_select(1, cut),
+        boundaries=torch.from_numpy(begins.astype(np.int32)),
+        target_index=_moved(part, [int(new) - edges[old][0] for new, old in zip(begins, kept, strict=False)]),
+        longest=max(part.lengths),
+        tokens=int(begins[-1]),
+    )
+
+
+def _moved(part: Batch, by: list[int]) -> torch.Tensor:
+    shifts = np.repeat(np.asarray(by, dtype=np.int64), part.target_counts)
+    return part.target_index + on_device(torch.from_numpy(shifts), part.target_index.device)
+
+
+# From the logits of every position [n, V], and optionally those of a teacher, which get no gradient.
+
+
+def undial(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
+    """Compute UNDIAL (arXiv 2402.10052): cross-entropy from softmax(z_ref - beta 1_target) to the model.
+
+    The teacher is the reference with the logit of the forget token lowered by ``beta``.
+    """
+    lowered = teacher.scatter_add(1, targets[:, None], teacher.new_full((len(teacher), 1), -beta))
+    return _cross_entropy(logits, lowered.softmax(1))
+
+
+def ce_u(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Compute CE-U (arXiv 2503.01224): cross-entropy from the model's own softmax without the target to the model.
+
+    In the target distribution, which gets no gradient, the logit of the forget token is minus infinity.
+    """
+    aim = logits.detach().scatter(1, targets[:, None], float("-inf")).softmax(1)
+    return _cross_entropy(logits, aim)
+
+
+def flatten(logits: torch.Tensor) -> torch.Tensor:
+    """Compute the logit-margin flattening of PDU (arXiv 2506.05314): (max_v z_v - mean_v z_v)^2."""
+    return (logits.amax(1) - logits.mean(1)).square()
+
+
+def divergence(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Compute KL(reference || model) = sum_v pi_ref(v) (log pi_ref(v) - log pi(v)); on retain rows (arXiv
+    2401.06121).
+    """
+    expected = teacher.log_softmax(1)
+    return (expected.exp() * (expected - logits.log_softmax(1))).sum(1)
+
+
+def _cross_entropy(logits: torch.Tensor, aim: torch.Tensor) -> torch.Tensor:
+    """Return -sum_v aim(v) log pi(v) [n]."""
+    return -(aim * logits.log_softmax(1)).sum(1)
+
+
+# From the negative log-likelihood of every forget token in nats [N], element-wise.
+
+
+def grad_ascent(losses: torch.Tensor) -> torch.Tensor:
+    """Return log pi(y_i | x, y_<i): gradient ascent (arXiv 2210.01504); GradDiff with a retain loss (arXiv
+    2203.12817).
+    """
+    return -losses
+
+
+def wga(losses: torch.Tensor, beta: float) -> torch.Tensor:
+    """Compute weighted gradient ascent (arXiv 2502.19301): w log pi(y_i | x, y_<i), with w = pi(y_i | x, y_<i)^beta.
+
+    The weight has no gradient. Tokens that are almost forgotten have almost no weight.
+    """
+    return -(-beta * losses.detach()).exp() * losses
+
+
+def satimp(losses: torch.Tensor, beta: float, importance: float) -> torch.Tensor:
+    """Compute SatImp (arXiv 2505.11953): as ``wga`` with w = p^beta (1 - p)^importance, p = pi(y_i | x, y_<i).
+
+    The first factor is the saturation of a token, the second its importance.
+    """
+    probability = (-losses.detach()).exp()
+    return -(probability**beta) * (1 - probability) ** importance * losses
+
+
+def descent(losses: torch.Tensor) -> torch.Tensor:
+    """Return -log pi(y_i | x, y_<i), the fine-tuning loss: for refusals, and for what is subtracted at the end."""
+    return losses
+
+
+# From sums over the tokens of every forget answer [D], element-wise.
+
+
+def npo(ratios: torch.Tensor, beta: float) -> torch.Tensor:
+    """Compute negative preference optimization (arXiv 2404.05868): -(2 / beta) log sigma(-beta log(pi / pi_ref)).
+
+    Args:
+        ratios: log pi(y|x) - log pi_ref(y|x), summed over the answer.
+    """
+    return -2 / beta * logsigmoid(-beta * ratios)
+
+
+def simnpo(losses: torch.Tensor, counts: torch.Tensor, beta: float, delta: float) -> torch.Tensor:
+    """Compute SimNPO (arXiv 2410.07163): -(2 / beta) log sigma(-(beta / |y|) log pi(y|x) - beta delta).
+
+    The gamma of the paper is beta times ``delta``.
+
+    Args:
+        losses: -log pi(y|x), summed over the answer.
+        counts: |y|.
+    """
+    return -2 / beta * logsigmoid(beta * (losses / counts - delta))
+
+
+def dpo(refused: torch.Tensor, ratios: torch.Tensor, beta: float) -> torch.Tensor:
+    """Compute DPO for refusals (arXiv 2305.18290, equation 7): -(2 / beta) log sigma(beta (r_refusal - r_forget)).
+
+    With alternate answers in place of the refusals it is AltPO (arXiv 2409.13474). The factor 2 / beta is that of
+    ``npo``, so that both have the same weight relative to a retain loss.
+
+    Args:
+        refused: log-ratios of the refusals or alternates.
+        ratios: log-ratios of the forget answers.
+    """
+    return -2 / beta * logsigmoid(beta * (refused - ratios))
+
+
+# From activations: RMU, representation misdirection for unlearning (arXiv 2403.03218).
+
+
+def steering(activations: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    """Return the mean over H of (h - c u)^2 at every forget position [n], with c u the fixed ``direction`` [H]."""
+    return (activations - direction).square().mean(1)
+
+
+def activation_distance(activations: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
+    """Return the mean over H of (h - h_ref)^2 at every retain position [n].
+
+    Args:
+        frozen: the reference's activations [n, H].
+    """
+    return (activations - frozen).square().mean(1)
+
+
+def direction(width: int, coefficient: float, seed: int) -> torch.Tensor:
+    """Return c u: a vector [H], fp32, of length ``coefficient``, with uniform entries in [0, 1) before scaling.
+
+    It depends only on ``width``, ``coefficient`` and ``seed``.
+    """
+    drawn = torch.rand(width, generator=torch.Generator().manual_seed(seed))
+    return drawn / drawn.norm() * coefficient
+
+
+# Dual ascent of PDU (arXiv 2506.05314): forget as much as the limit of the retain loss permits.
+
+
+def updated_multiplier(weight: float, retain_loss: float, limit: float, step_size: float) -> float:
+    """Update the multiplier of L_forget + lambda (L_retain - limit): max(0, lambda + eta (L_retain - limit))."""
+    return max(0.0, weight + step_size * (retain_loss - limit))

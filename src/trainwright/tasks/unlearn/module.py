@@ -16,7 +16,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import switched_off
 from trainwright.models.causal_lm import CausalLM, Objective
-from trainwright.models.losses.linear_cross_entropy import Head
+from trainwright.models.linear_losses import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

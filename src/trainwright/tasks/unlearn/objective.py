@@ -48,7 +48,7 @@ class Objective:
 
 
 # The built-in objectives.
-_FORMULAS = "trainwright.tasks.unlearn.formulas"
+_FORMULAS = "trainwright.tasks.unlearn.losses"
 
 GRAD_ASCENT = Objective(
     "raise the loss on the forget rows only",

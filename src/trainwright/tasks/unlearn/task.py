@@ -1,9 +1,14 @@
-"""Unlearning: make a model forget the rows to forget, while keeping its other abilities."""
+"""Unlearning: make a model forget the rows to forget, while keeping its other abilities.
+
+Task-vector negation (arXiv 2212.04089, section 3) is theta_0 - scale (theta_forget - theta_0): the run trains on the
+forget rows, and only the exported model is negated; checkpoints and metrics are those of the trained weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,27 +21,28 @@ from trainwright.data.rows.kinds import FORGET, REFUSAL, RETAIN, kind_of_rows
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
-from trainwright.data.stream.unlearning import joined, refuse_overlap, some_of, with_roles
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum, Measured
+from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.watch import Watch
-from trainwright.models.adapters.attaching import switched_off
-from trainwright.models.causal_lm import CausalLM
-from trainwright.models.cut import layer_count
+from trainwright.models.adapters.attaching import lora_layers, switched_off
+from trainwright.models.causal_lm import CausalLM, find_blocks
 from trainwright.models.load import load_config, load_model, load_tokenizer, max_positions
-from trainwright.models.weights import empty_model
+from trainwright.models.resolve_model import resolve
+from trainwright.models.truncate_config import layer_count
+from trainwright.models.weights import Weights, empty_model
+from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import find_benchmark
 from trainwright.recipe.schema import Recipe
-from trainwright.tasks.language_model import check_prepared, check_tokens, prepare_model
+from trainwright.recipe.sections.model import AdapterSection, ModelSection
+from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
-from trainwright.tasks.unlearn.formulas import direction, updated_multiplier
-from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses
+from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.parameters import check_layer, freeze_others, negated, negated_adapter, scaled_adapter
-from trainwright.tasks.unlearn.reference import PREFIX, CombinedWeights, check_reference, frozen_copy, other_model
 from trainwright.tasks.unlearn.section import UnlearnSection
+from trainwright.tasks.unlearn.stream import joined, refuse_overlap, some_of, with_roles
 from trainwright.text import plural
 from trainwright.transfer import on_device
 
@@ -343,3 +349,178 @@ class Unlearning(ReferenceTask):
         with negates:
             same = scale is None or self._adapter is not None
             return self._read_back(module, directory, all_parameters=all_parameters, same_logits=same)
+
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def freeze_others(model: nn.Module, patterns: Sequence[str] | None, last_block: int | None) -> None:
+    """Freeze parameters whose names do not fully match any of ``patterns``; None freezes none.
+
+    Args:
+        last_block: the loss depends on the output of this block, so later parameters are frozen too.
+
+    Raises:
+        RequestError: a pattern matches nothing, or no trainable parameters remain.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns or ():
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise RequestError(
+                f"unlearn.trainable: {pattern} matches none of the {len(names)} names of the model's parameters, such "
+                f"as {names[len(names) // 2]}"
+            )
+    beyond = set[nn.Parameter]()
+    if last_block is not None:
+        beyond = _after(model, last_block)
+    for name, parameter in model.named_parameters():
+        wanted = patterns is None or any(re.fullmatch(pattern, name) for pattern in patterns)
+        parameter.requires_grad_(wanted and parameter not in beyond)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RequestError(
+            f"unlearn.trainable: it only matches parameters after unlearn.layer {last_block}, which do not affect its "
+            "output; match earlier blocks, or choose a later layer"
+        )
+
+
+def _after(model: nn.Module, last_block: int) -> set[nn.Parameter]:
+    """Return parameters of later blocks and the head, on which the output of a block does not depend."""
+    blocks = find_blocks(model)
+    embeddings = set(model.get_input_embeddings().parameters())  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    later = [*blocks[last_block + 1 :], *([head] if head is not None else [])]
+    return {parameter for module in later for parameter in module.parameters()} - embeddings
+
+
+def check_layer(layer: int, blocks: int) -> None:
+    """Raise RequestError unless a model with ``blocks`` blocks has this layer."""
+    if layer >= blocks:
+        raise RequestError(
+            f"unlearn.layer: {layer} does not exist: the model has {blocks} blocks, 0 to {blocks - 1}; choose one of "
+            "the first half"
+        )
+
+
+def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters by name: those in ``before`` with their change negated and scaled, others unchanged."""
+    for name, tensor in tensors:
+        start = before.get(name)
+        if start is not None:
+            start = start.to(tensor.device, tensor.dtype)
+            tensor = start - scale * (tensor - start)
+        yield name, tensor
+
+
+def negated_adapter(tensors: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """Negate and scale the matrices of a LoRA, which was initially zero."""
+    return ((name, tensor * -scale if ".lora_B." in name else tensor) for name, tensor in tensors)
+
+
+@contextmanager
+def scaled_adapter(model: nn.Module, factor: float) -> Iterator[None]:
+    """Scale the contribution of the model's adapter by ``factor``."""
+    scales = [layer.scaling for _, layer in lora_layers(model)]
+    before = [dict(scaling) for scaling in scales]
+    for scaling in scales:
+        for name in scaling:
+            scaling[name] *= factor
+    try:
+        yield
+    finally:
+        for scaling, old in zip(scales, before, strict=True):
+            scaling.update(old)
+
+
+PREFIX = "reference."
+_KEY = "unlearn.reference"
+_OWN = ("start", "base")
+
+
+def other_model(recipe: Recipe) -> ModelSection | None:
+    """Return the model that the recipe names as its reference, or None if it is the run's own or not needed."""
+    section = recipe.own(UnlearnSection)
+    if not section.compares or section.reference in _OWN:
+        return None
+    return ModelSection(name=section.reference)
+
+
+def check_reference(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the reference available locally and check that it fits.
+
+    Raises:
+        RequestError: it cannot be found, has another tokenizer, or a different activation size.
+    """
+    if (other := other_model(recipe)) is None:
+        return
+    try:
+        resolve(other)
+        its = load_tokenizer(other)
+    except RequestError as error:
+        raise RequestError(f"{_KEY}: {str(error).removeprefix('model.name: ')}") from None
+    if its.get_vocab() != tokenizer.get_vocab():
+        different = len(set(its.get_vocab().items()) ^ set(tokenizer.get_vocab().items()))
+        raise RequestError(
+            f"{_KEY}: {other.name} has a different tokenizer ({different:,} differences in the vocabulary), so "
+            "probabilities cannot be compared; use a model with the same tokenizer"
+        )
+    own, theirs = (load_config(each).get_text_config() for each in (recipe.model, other))
+    keys = ["vocab_size"] if own.vocab_size != theirs.vocab_size else []
+    if recipe.own(UnlearnSection).facts.of == "activations" and own.hidden_size != theirs.hidden_size:
+        keys.append("hidden_size")
+    for key in keys:
+        raise RequestError(
+            f"{_KEY}: {other.name} has a {key} of {getattr(theirs, key):,} and the model {getattr(own, key):,}; they "
+            "cannot be compared"
+        )
+
+
+def frozen_copy(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, packed: bool, layer: int | None
+) -> tuple[UnlearnLM, Weights | None] | None:
+    """Return the reference as a separate model, and its weights, or None if no separate model is needed.
+
+    Args:
+        layer: the last block to keep if only its output is needed.
+    """
+    section = recipe.own(UnlearnSection)
+    other = other_model(recipe)
+    adapted = recipe.model.adapter.type != "none"
+    if other is None and (adapted or not section.needs_reference_model):
+        return None
+    wanted = other or recipe.model.model_copy(update={"adapter": AdapterSection()})
+    model, weights = load(recipe, wanted, tokenizer, f"{PREFIX}model.")
+    model.requires_grad_(False)
+    lm = UnlearnLM(model, packed=packed, layer=layer, attention=recipe.model.attention)
+    if layer is not None:
+        _cut(lm, layer + 1)
+    return lm.eval(), weights
+
+
+def _cut(lm: UnlearnLM, count: int) -> None:
+    """Permanently remove the blocks after the first ``count``."""
+    blocks = lm.blocks()
+    for module in lm.modules():
+        if isinstance(module, nn.ModuleList) and list(module) == blocks:
+            del module[count:]
+            return
+
+
+class CombinedWeights:
+    """The weights of the trained model and of its reference, combined."""
+
+    def __init__(self, own: Weights, reference: Weights) -> None:
+        self._own, self._reference = own, reference
+
+    def load(self, rank: int) -> None:
+        """Load the weights of both models."""
+        self._own.load(rank)
+        self._reference.load(rank)
+
+    def fill(self, name: str, block: Shard, world: World) -> None:
+        """Fill a block of the model that the name belongs to."""
+        (self._reference if name.startswith(PREFIX) else self._own).fill(name, block, world)
+
+    def fingerprint(self) -> str | None:
+        """Return the combined fingerprints, or None if one is None."""
+        both = self._own.fingerprint(), self._reference.fingerprint()
+        return None if None in both else "+".join(map(str, both))

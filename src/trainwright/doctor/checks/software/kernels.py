@@ -81,7 +81,7 @@ def kernels(device: torch.device) -> Iterator[Kernel]:
     import torch
     import torch.nn.functional as F
 
-    from trainwright.models.losses.linear_cross_entropy import Head, linear_cross_entropy
+    from trainwright.models.linear_losses import Head, linear_cross_entropy
 
     hidden, weight = torch.randn(_TOKENS, _HIDDEN), torch.randn(_VOCABULARY, _HIDDEN) / _HIDDEN**0.5
     targets = torch.randint(0, _VOCABULARY, (_TOKENS,))

@@ -1,0 +1,281 @@
+"""Copy a run's checkpoints, what else it needs to go on elsewhere, and its model to its places. Imports no torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainwright.engine.checkpoints.directories import remove
+from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in
+from trainwright.engine.checkpoints.remote_store import Place
+from trainwright.engine.checkpoints.stored_run import EVENTS, name_in_places
+from trainwright.engine.checkpoints.upload_state import Work, Writing
+from trainwright.errors import TrainwrightError, writes_to
+
+if TYPE_CHECKING:
+    from trainwright.engine.checkpoints.checkpoint import Checkpoint
+
+
+_LONGEST_PAUSE = 60.0  # seconds before a copy that failed is tried again; the first pause is a second
+_LAST_TRIES = 3  # of the last copy, once the run ends
+_STALL_SECONDS = 60.0  # without a byte, after which the end of a run no longer waits for its last copy
+_LOOK_SECONDS = 0.1
+
+
+class Copies:
+    """Copy the checkpoints of a run, one at a time, while training goes on, and then its model. Only rank 0 has one.
+
+    A copy that fails is tried again, until a newer checkpoint takes its place; this is told once for each place.
+
+    Args:
+        places: values of ``checkpoint.copies``.
+        checkpoints: directory of the run's checkpoints. What is no longer there is removed from the places too.
+
+    Raises:
+        RequestError: see ``Place``.
+    """
+
+    def __init__(self, places: Sequence[str], checkpoints: Path) -> None:
+        self._directory, self._run = checkpoints, checkpoints.parent
+        name = name_in_places(self._run) if places else ""
+        self._places = [Writing(Place(where, name), checkpoints) for where in places]
+        self.seconds: float | None = None  # how long the newest complete copy has taken
+        self._problems: list[str] = []
+        self._recovered: list[str] = []
+        self._waiting: Work | None = None
+        self._model: Work | None = None  # waits until the last checkpoint is copied
+        self._abandoned: int | None = None  # copies of this step and later ones are to be removed now
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, checkpoint: Path) -> None:
+        """Copy a complete checkpoint once the one that is being copied is; a newer one takes its place until then."""
+        if not self._places:
+            return
+        work = Work.of(checkpoint, self._places)
+        with self._changed:
+            if self._waiting is not None:
+                self._waiting.stack.close()
+            self._waiting = work
+            self._wake()
+
+    def add_model(self, final: Path) -> None:
+        """Copy the trained model, a directory ``final``, after the last checkpoint."""
+        if not self._places:
+            return
+        work = Work.of(final, self._places)
+        with self._changed:
+            self._model = work
+            self._wake()
+
+    def problems(self) -> list[str]:
+        """Return what has failed since the last call."""
+        with self._changed:
+            found, self._problems = self._problems, []
+        return found
+
+    def recovered(self) -> list[str]:
+        """Return which places work again since the last call, a line each."""
+        with self._changed:
+            found, self._recovered = self._recovered, []
+        return found
+
+    def wait(self, stall: float = _STALL_SECONDS) -> None:
+        """Wait until everything that was added is copied, or nothing moves for ``stall`` seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        moved, since = self._moved(), time.monotonic()
+        while (thread := self._thread) is not None:
+            thread.join(_LOOK_SECONDS)
+            if (now := self._moved()) != moved:
+                moved, since = now, time.monotonic()
+            elif thread.is_alive() and time.monotonic() - since > stall:
+                where = ", ".join(writing.place.where for writing in self._places)
+                self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest copy is not complete")
+                return
+        self._closing = False
+        for writing in (each for each in self._places if each.abandoned.step is not None):
+            self._problems.append(
+                f"checkpoint.copies: {writing.place.where}: copies of this run from step {writing.abandoned.step} on, "
+                "before which it went back, may still be there; they are removed when the run is resumed here; do not "
+                "resume it on another machine before"
+            )
+
+    def remove_from(self, step: int) -> None:
+        """Remove the copies of ``step`` and later ones: the run goes back to before it."""
+        if not self._places:
+            return
+        with self._changed:
+            if self._waiting is not None and self._waiting.belongs_after(step):
+                self._waiting.stack.close()
+                self._waiting = None
+            for writing in self._places:
+                writing.abandoned.add(step)
+            self._remove_abandoned(step)
+
+    def newest(
+        self, after: int | None, open_checkpoint: Callable[[Path], Checkpoint], before: int | None = None
+    ) -> Checkpoint | None:
+        """Return the newest copy that verifies, restored to the run; None if none is of a later step than ``after``.
+
+        Copies of step ``before`` and later ones are passed over, and those that are abandoned, which are removed.
+        """
+        with self._changed:
+            abandoned = [each.abandoned.step for each in self._places if each.abandoned.step is not None]
+            if abandoned and self._thread is None:  # otherwise it is tried before the next copy
+                self._remove_abandoned(min(abandoned))
+        for step, name, writing in self._newest_first():
+            if after is not None and step <= after:
+                break
+            if before is not None and step >= before:
+                continue
+            try:
+                stored = writing.stored(name)
+                if stored is not None and not stored.begins(self._run / EVENTS):
+                    raise CheckpointError("the run has gone on elsewhere; stop it, and --resume it to go on from there")
+                if writing.abandoned.has(step, stored):
+                    continue
+                restore(writing.place, name, self._directory)
+                return open_checkpoint(self._directory / name)
+            except Exception as error:  # of any library of fsspec
+                self._problems.append(f"the copy of {name} in {writing.place.where} cannot be used: {error}")
+        return None
+
+    def _newest_first(self) -> Iterator[tuple[int, str, Writing]]:
+        found: list[tuple[int, str, Writing]] = []
+        for writing in self._places:
+            try:
+                found.extend((step, name, writing) for step, name in writing.place.steps().items())
+            except Exception as error:
+                self._failed(writing, error)
+        return iter(sorted(found, key=lambda each: -each[0]))
+
+    def _remove_abandoned(self, step: int) -> None:
+        """Have the thread remove what is abandoned. Call it with the lock."""
+        self._abandoned = step if self._abandoned is None else min(step, self._abandoned)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the thread look for work. Call it with the lock."""
+        self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        work: Work | None = None
+        while True:
+            with self._changed:
+                if work is not None and not self._should_retry(work):
+                    if self._waiting is None:
+                        self._tell_of_incomplete(work)
+                    work.stack.close()
+                    work = None
+                abandoned, self._abandoned = self._abandoned, None
+                carried = work  # what waits was added after the run went back
+                if work is None:
+                    work, self._waiting = self._waiting, None
+                if work is None:
+                    work, self._model = self._model, None
+                if work is None and abandoned is None:
+                    self._thread = None
+                    return
+            if abandoned is not None:
+                for writing in self._places:
+                    try:
+                        writing.remove_abandoned()
+                    except Exception as error:  # tried again before the next copy
+                        self._failed(writing, error)
+                if carried is not None and carried.belongs_after(abandoned):
+                    carried.places.clear()
+            if work is not None:
+                work.places[:] = [writing for writing in work.places if not self._copied(writing, work)]
+                work.tries += 1
+                work.last_tries += self._closing
+                if not work.places:
+                    work.stack.close()
+                    work = None
+
+    def _should_retry(self, work: Work) -> bool:
+        """Wait before a copy is tried again; return whether to. Call it with the lock."""
+        closing = self._closing
+        pause = 1.0 if closing else min(2.0 ** (work.tries - 1), _LONGEST_PAUSE)
+        self._changed.wait_for(
+            lambda: self._waiting is not None or self._abandoned is not None or self._closing != closing, pause
+        )
+        return self._waiting is None and not (self._closing and work.last_tries >= _LAST_TRIES)
+
+    def _tell_of_incomplete(self, work: Work) -> None:
+        """Say where the last copy is not complete, also if the place was told to fail before. Call it with the lock."""
+        for writing in work.places:
+            self._problems.append(
+                f"checkpoint.copies: {writing.place.where}: {work.path.name} is not complete there; copy it yourself "
+                f"from {work.path}"
+            )
+
+    def _copied(self, writing: Writing, work: Work) -> bool:
+        begun = time.monotonic()
+        with self._changed:
+            if self._abandoned is not None and work.belongs_after(self._abandoned):
+                return False
+        try:
+            writing.remove_abandoned()
+            if work.is_model:
+                writing.copy_model(work)
+            else:
+                writing.copy(work, {*checkpoints_in(self._directory), work.step})
+        except Exception as error:  # of any library of fsspec; training goes on
+            self._failed(writing, error)
+            return False
+        if not work.is_model:
+            self.seconds = time.monotonic() - begun
+        if writing.failing:
+            writing.failing = False
+            with self._changed:
+                self._recovered.append(
+                    f"checkpoint.copies: {writing.place.where} can be written again: {work.path.name}"
+                )
+        return True
+
+    def _failed(self, writing: Writing, error: Exception) -> None:
+        try:
+            with writing.place.in_words():
+                raise error
+        except TrainwrightError as words:
+            told = str(words) if str(words).startswith("checkpoint.copies") else f"{writing.place.where}: {words}"
+        with self._changed:
+            if not writing.failing:
+                self._problems.append(f"{told}; training goes on, and copying is tried again")
+            writing.failing = True
+
+    def _moved(self) -> int:
+        return sum(writing.place.moved for writing in self._places)
+
+
+def restore(place: Place, name: str, checkpoints: Path) -> None:
+    """Read checkpoint ``name`` from a place into the directory of a run's checkpoints.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged.
+        RequestError, MachineError: ``checkpoints`` cannot be written.
+        Exception: the place cannot be read; whatever its library raises.
+    """
+    scratch, final = checkpoints / f".writing-{name}", checkpoints / name
+    with writes_to(checkpoints):
+        checkpoints.mkdir(exist_ok=True)
+        remove(scratch)
+    try:
+        place.read(name, scratch)
+    except BaseException:
+        remove(scratch)
+        raise
+    with writes_to(checkpoints):
+        if final.exists() or final.is_symlink():
+            final.rename(old := final.with_name(f".removing-{name}"))
+            remove(old)
+        scratch.rename(final)

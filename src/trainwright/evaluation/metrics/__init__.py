@@ -1,1 +1,0 @@
-"""Metrics of answers, one module per kind; the names are in registry.py."""

@@ -1,1 +1,0 @@
-"""Files and directories that several processes, nodes and users share."""

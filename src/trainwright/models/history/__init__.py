@@ -1,1 +1,0 @@
-"""Models of learning histories, for algorithm distillation."""

@@ -1,0 +1,438 @@
+"""New.
+
+Autograd creates a gradient for each use, both as large as the vocabulary, and adds them: for SmolLM2, 113 MB of zeros
+except for the rows of tokens in the batch. Here those rows are added to the gradient of the head in place.
+
+The head of a language model is its largest matrix product, and its logits are the largest tensor of a step: 49,152
+numbers per token for SmolLM2. Here the targets are processed in chunks. The gradient of a summed loss is known together
+with its value, so both are computed in one pass, with three matrix products per target and no recomputation. (The idea
+is from Liger Kernel, arXiv 2410.10989, section 3.2; the softmax is in fp32, or in float64 for float64 models.)
+
+As in linear_cross_entropy.py, but for any loss: autograd computes its gradient with respect to the logits, a few rows
+at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from trainwright.models.padding import padded_rows
+
+
+@contextmanager
+def shared_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
+    """Patch ``embedding`` while a model runs it; provide a function that returns the weight for its head afterwards.
+
+    Only applies on a CPU, where rows are added in the order of the tokens, in fp32 or higher, where this is as exact as
+    a separate sum, and if no quantization or sharding has changed the modules.
+    """
+    if not _applies(embedding, head):
+        # Read when it is used: a sharding strategy may gather it until then.
+        yield lambda: cast(torch.Tensor, head.weight)
+        return
+    assert isinstance(embedding, nn.Embedding)
+    of_head: list[torch.Tensor] = [embedding.weight]
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor
+        hidden, of_head[0] = _Lookup.apply(embedding.weight, tokens, embedding.padding_idx)
+        return hidden
+
+    embedding.forward = forward  # type: ignore[assignment, method-assign]
+    try:
+        yield lambda: of_head[0]
+    finally:
+        del embedding.forward
+
+
+def _applies(embedding: nn.Module, head: nn.Module) -> bool:
+    if type(embedding) is not nn.Embedding or "forward" in vars(embedding) or not torch.is_grad_enabled():
+        return False
+    if embedding._forward_pre_hooks or embedding._forward_hooks:
+        return False
+    if embedding.max_norm or embedding.scale_grad_by_freq or embedding.sparse:
+        return False
+    weight = embedding.weight
+    exact = weight.dtype in (torch.float32, torch.float64)
+    return head.weight is weight and weight.requires_grad and weight.device.type == "cpu" and exact
+
+
+class _Lookup(torch.autograd.Function):
+    """Look up rows of a weight [V, H] for tokens [...]; also return the weight for a later use."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, tokens: torch.Tensor, padding: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(tokens)
+        ctx.padding = padding
+        return nn.functional.embedding(tokens, weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: torch.Tensor, of_weight: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        tokens, of_rows = tokens.reshape(-1), of_rows.reshape(-1, of_rows.shape[-1])
+        if ctx.padding is not None:  # padding has no gradient, as in nn.Embedding
+            kept = tokens != ctx.padding
+            tokens, of_rows = tokens[kept], of_rows[kept]
+        return of_weight.index_add_(0, tokens, of_rows), None, None
+
+
+# Bytes of the logits of one chunk, in the model's precision; on a GPU as many as the hidden states have, if these are
+# more: large products use it best, and the memory is small beside that of the activations. (As torch's
+# LinearCrossEntropyOptions, whose chunks follow the hidden states at every size.)
+_CHUNK_BYTES = 128 * 2**20
+# Bytes of the fp32 logits that a CPU processes at a time.
+_BLOCK_BYTES = 2 * 2**20
+# Lower bound for the variance of log-likelihoods over the vocabulary, for nearly certain predictions.
+_LEAST_VARIANCE = 1e-6
+
+
+class Head(NamedTuple):
+    """Hidden states [N, H], weight [V, H] and bias [V] of a head, and the transformations of its logits.
+
+    Without a weight, the hidden states are the logits [N, V].
+    ``logit_scale`` multiplies the logits, then ``softcap`` bounds them as ``softcap * tanh(logits / softcap)``.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+
+def linear_cross_entropy(
+    head: Head, targets: torch.Tensor, *, target_weights: torch.Tensor | None = None, z_loss: float = 0.0
+) -> torch.Tensor:
+    """Compute the summed cross-entropy of N targets from ``hidden`` [N, H] @ ``weight`` [V, H]^T (+ ``bias`` [V]).
+
+    ``target_weights`` [N], fp32, multiply the losses of the targets and get no gradient. ``z_loss`` times the squared
+    log-sum-exp of the logits is added to the loss of every target.
+
+    Returns:
+        The sum in nats, fp32 scalar, which the caller divides by a weight.
+    """
+    total: torch.Tensor = _LinearCrossEntropy.apply(
+        head.hidden, head.weight, head.bias, targets, head.softcap, head.logit_scale, target_weights, z_loss
+    )
+    return total
+
+
+@torch.no_grad()
+def token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N], without gradients."""
+    hidden, weight, bias, softcap, logit_scale = head
+    losses, correct = [], []
+    for part in chunks(len(targets), hidden, weight):
+        chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
+        for rows in row_blocks(chunk):
+            loss, right = _loss_and_correct(chunk[rows], targets[part][rows], softcap, logit_scale)
+            losses.append(loss)
+            correct.append(right)
+    if not losses:
+        return hidden.new_zeros(0, dtype=at_least_fp32(hidden)), targets.new_zeros(0, dtype=torch.bool)
+    return torch.cat(losses), torch.cat(correct)
+
+
+def _loss_and_correct(
+    logits: torch.Tensor, wanted: torch.Tensor, softcap: float | None, logit_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return loss and correctness of some rows of logits. Their fp32 copy is freed before that of the next rows."""
+    work = _finished_in_place(logits, softcap, logit_scale)
+    chosen = work.gather(1, wanted[:, None])[:, 0]
+    correct = work.argmax(1) == wanted
+    return _to_probabilities(work)[:, 0] - chosen, correct
+
+
+@torch.no_grad()
+def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tensor:
+    """Return how many standard deviations each target's log-likelihood is above the mean [N], without gradients.
+
+    Mean and deviation are over the vocabulary, weighted by the model's probabilities (arXiv 2404.02936, equation 2).
+    """
+    hidden, weight, bias, softcap, logit_scale = head
+    found = [hidden.new_zeros(0, dtype=torch.float32)]
+    for part in chunks(len(targets), hidden, weight):
+        chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
+        for rows in row_blocks(chunk):
+            logs = finished(chunk[rows], softcap, logit_scale).log_softmax(1)
+            chances = logs.exp()
+            mean = (chances * logs).sum(1)
+            variance = (chances * (logs - mean[:, None]).square()).sum(1)
+            wanted = logs.gather(1, targets[part][rows][:, None])[:, 0]
+            found.append((wanted - mean) / variance.clamp_min(_LEAST_VARIANCE).sqrt())
+    return torch.cat(found)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        softcap: float | None,
+        logit_scale: float,
+        target_weights: torch.Tensor | None,
+        z_loss: float,
+    ) -> torch.Tensor:
+        wants = ctx.needs_input_grad
+        total = hidden.new_zeros((), dtype=at_least_fp32(hidden))
+        grad_hidden = torch.empty_like(hidden) if wants[0] else None
+        grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
+        for part in chunks(len(targets), hidden, weight):
+            logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
+            weights = None if target_weights is None else target_weights[part]
+            for rows in row_blocks(logits[:count]):
+                each = None if weights is None else weights[rows]
+                total += _loss_to_gradient(logits[rows], targets[part][rows], softcap, logit_scale, each, z_loss)
+            if grad_hidden is not None:
+                set_hidden_gradient(grad_hidden[part], logits, weight)
+            grads.add(logits, hidden[part])
+        ctx.save_for_backward(grad_hidden, *grads.result())
+        ctx.spent = False
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.spent:
+            raise RuntimeError("the gradient of linear_cross_entropy was already taken")
+        ctx.spent = True  # scale the saved gradients in place: they are as large as the head
+        scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
+        return (*scaled, None, None, None, None, None)
+
+
+class HeadGradients:
+    """Gradients of the head, summed over chunks; in fp32 if there is more than one chunk."""
+
+    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        self._like = (weight, bias)
+        self._sums: list[torch.Tensor | None] = [None, None]
+
+    def add(self, delta: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add the gradients of a chunk: of its logits [n, V], which may be padded with zeros, and hidden states."""
+        weight, bias = self._like
+        hidden = padded_rows(hidden)
+        if weight is not None:
+            before = self._sums[0]
+            if before is None:
+                self._sums[0] = delta.t() @ hidden
+            elif delta.dtype == at_least_fp32(delta):
+                before.addmm_(delta.t(), hidden)
+            else:
+                self._sums[0] = before.float().add_(delta.t() @ hidden)
+        if bias is not None:
+            before = self._sums[1]
+            part = delta.sum(0, dtype=at_least_fp32(delta))
+            self._sums[1] = part if before is None else before.add_(part)
+
+    def result(self) -> list[torch.Tensor | None]:
+        """Return the summed gradients in the dtypes of the weights."""
+        return [
+            None if like is None else torch.zeros_like(like) if total is None else total.to(like.dtype)
+            for like, total in zip(self._like, self._sums, strict=True)
+        ]
+
+
+def padded_logits(hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the raw logits of ``hidden`` [n, H], with rows of zeros after them where products need that.
+
+    They are overwritten by callers, so without a weight they are a copy of ``hidden``.
+    """
+    if weight is None:
+        return hidden.clone()
+    logits = torch.nn.functional.linear(padded_rows(hidden), weight, bias)
+    if bias is not None:
+        logits[len(hidden) :] = 0
+    return logits
+
+
+def set_hidden_gradient(gradient: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor | None) -> None:
+    """Write the gradient of hidden states [n, H], from that of their logits, which may be padded."""
+    if weight is None:
+        gradient.copy_(delta)
+    elif len(delta) == len(gradient):
+        torch.mm(delta, weight, out=gradient)
+    else:
+        gradient.copy_(torch.mm(delta, weight)[: len(gradient)])
+
+
+def _loss_to_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    weights: torch.Tensor | None,
+    z_loss: float,
+) -> torch.Tensor:
+    """Return the summed loss of some rows of logits, and overwrite the logits with its gradient."""
+    columns = targets[:, None]
+    work = _finished_in_place(logits, softcap, logit_scale)
+    slope = None if softcap is None else 1 - (work / softcap).square()
+    wanted = work.gather(1, columns)[:, 0]
+    # In place from here: probabilities, then the gradient.
+    scale = _to_probabilities(work)
+    losses = scale[:, 0] - wanted
+    if z_loss:
+        losses += z_loss * scale[:, 0].square()
+        work *= 1 + 2 * z_loss * scale
+    work.scatter_add_(1, columns, work.new_full((), -1.0).expand_as(columns))
+    if slope is not None:
+        work *= slope
+    if logit_scale != 1.0:
+        work *= logit_scale
+    if weights is not None:
+        work *= weights[:, None]
+        losses *= weights
+    if work is not logits:
+        logits.copy_(work)
+    return losses.sum()
+
+
+def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Replace ``logits`` [n, V], fp32 or higher, by the softmax of each row; return the log-sum-exp [n, 1]."""
+    # One exponential and no copy: on a CPU this takes an eighth of the time of logsumexp followed by softmax. The
+    # softmax kernel is as fast, but it sums each row sequentially, which gives errors of 1e-5 for 49,152 numbers.
+    largest = logits.amax(1, keepdim=True)
+    total = logits.sub_(largest).exp_().sum(1, keepdim=True)
+    logits.mul_(total.reciprocal())
+    return largest + total.log()
+
+
+def _finished_in_place(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
+    """Compute ``finished`` in the memory of ``logits`` if its precision suffices."""
+    if logits.dtype != at_least_fp32(logits):
+        return finished(logits, softcap, logit_scale)
+    if logit_scale != 1.0:
+        logits *= logit_scale
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
+    """Return scaled and softcapped logits in fp32 or higher, as a differentiable copy."""
+    logits = logits.to(at_least_fp32(logits), copy=True)
+    if logit_scale != 1.0:
+        logits *= logit_scale
+    if softcap is None:
+        return logits
+    bounded = logits.div_(softcap).tanh_()
+    return bounded * softcap if bounded.requires_grad else bounded.mul_(softcap)
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype for sums and softmaxes of ``tensor``: its own, but at least fp32."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def chunks(count: int, hidden: torch.Tensor, weight: torch.Tensor | None) -> list[slice]:
+    """Divide ``count`` targets into the fewest equal slices whose logits fit a chunk."""
+    vocabulary, width = (hidden.shape[1], 0) if weight is None else weight.shape
+    rows = _CHUNK_BYTES // (hidden.element_size() * vocabulary)
+    return _slices(count, max(rows, count * width // vocabulary) if hidden.is_cuda else rows)
+
+
+def row_blocks(logits: torch.Tensor) -> list[slice]:
+    """Divide rows into slices whose fp32 logits fit a CPU's cache; a single slice on a GPU."""
+    if logits.is_cuda:
+        return [slice(None)]
+    return _slices(len(logits), _BLOCK_BYTES // (4 * logits.shape[1]))
+
+
+def _slices(count: int, size: int) -> list[slice]:
+    if not count:
+        return []
+    pieces = -(-count // max(1, size))
+    size = -(-count // pieces)
+    return [slice(i, min(i + size, count)) for i in range(0, count, size)]
+
+
+# Maps logits [n, V], targets [n] and a teacher's logits [n, V] or None to the loss of each position [n].
+LogitLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def linear_logit_loss(
+    head: Head, targets: torch.Tensor, loss: LogitLoss, teacher: Head | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute a loss at N positions; return its sum, the loss of each, and the negative log-likelihood of each target.
+
+    Args:
+        targets: [N].
+        teacher: gets no gradient.
+
+    Returns:
+        Scalar, [N], [N] in nats; only the sum is differentiable, with respect to the hidden states and the head.
+    """
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _LinearLogitLoss.apply(
+        head.hidden, head.weight, head.bias, targets, loss, head, teacher
+    )
+    return found
+
+
+class _LinearLogitLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        loss: LogitLoss,
+        head: Head,
+        teacher: Head | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wants = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if wants[0] else None
+        grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        each, losses = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(len(targets), dtype=dtype)
+        for part in chunks(len(targets), hidden, weight):
+            logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
+            for rows in row_blocks(logits[:count]):
+                place = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))
+                taught = None if teacher is None else _teacher_logits(teacher, place)
+                _block(logits[rows], targets[place], loss, head, taught, each[place], losses[place])
+            if grad_hidden is not None:
+                set_hidden_gradient(grad_hidden[part], logits, weight)
+            grads.add(logits, hidden[part])
+        ctx.save_for_backward(grad_hidden, *grads.result())
+        ctx.mark_non_differentiable(each, losses)
+        return each.sum(), each, losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *unused: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
+        return (*scaled, None, None, None, None)
+
+
+def _block(
+    raw: torch.Tensor,
+    targets: torch.Tensor,
+    loss: LogitLoss,
+    head: Head,
+    taught: torch.Tensor | None,
+    each: torch.Tensor,
+    losses: torch.Tensor,
+) -> None:
+    """Compute the losses and negative log-likelihoods of some rows; overwrite ``raw`` with the gradient."""
+    with torch.enable_grad():
+        work = raw.detach().requires_grad_()
+        logits = finished(work, head.softcap, head.logit_scale)
+        value = loss(logits, targets, taught)
+        (slope,) = torch.autograd.grad(value.sum(), work)
+    each.copy_(value.detach())
+    done = logits.detach()
+    losses.copy_(done.logsumexp(1) - done.gather(1, targets[:, None])[:, 0])
+    raw.copy_(slope)
+
+
+def _teacher_logits(teacher: Head, rows: slice) -> torch.Tensor:
+    hidden = teacher.hidden[rows]
+    raw = padded_logits(hidden, teacher.weight, teacher.bias)[: len(hidden)]
+    return finished(raw, teacher.softcap, teacher.logit_scale)

@@ -1,1 +1,0 @@
-"""Losses of a linear head that never hold all logits at once."""

@@ -1,1 +1,0 @@
-"""Models of the user's own."""

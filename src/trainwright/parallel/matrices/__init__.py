@@ -1,1 +1,0 @@
-"""Matrices whose update needs all of their elements: which rank computes it, and how the others get it."""

@@ -1,0 +1,63 @@
+"""Assign the matrices that an optimizer orthogonalizes to ranks, by their cost. Imports no torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from functools import lru_cache
+
+# Iterations of Newton-Schulz, of three products each (engine/optimizer.py).
+ITERATIONS = 5
+
+# The matrices of every rank in a round, by their index.
+Round = tuple[tuple[int, ...], ...]
+
+
+def operations(rows: int, columns: int) -> int:
+    """Return the FLOPs of orthogonalizing a matrix."""
+    low, high = sorted((rows, columns))
+    return ITERATIONS * (4 * low * low * high + 2 * low**3)
+
+
+@lru_cache(maxsize=64)
+def assign(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[Round, ...]:
+    """Assign every matrix to a rank and return the rounds in which the ranks update them.
+
+    The matrix with the highest cost first, each to the rank with the least work so far. In a round, the matrices of a
+    rank have together at most as many elements as the largest matrix: this bounds the memory. One rank updates one
+    matrix at a time. The result depends on the arguments alone, so all ranks agree on it.
+    """
+    if ranks == 1:
+        return tuple(((index,),) for index in range(len(shapes)))
+    most = max((rows * columns for rows, columns in shapes), default=0)
+    rounds: list[list[list[int]]] = []
+    last, filled = [-1] * ranks, [0] * ranks  # of each rank: its last round, and the elements it has there
+    loads = [(0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(shapes)), key=lambda index: (-operations(*shapes[index]), index)):
+        work, rank = loads[0]
+        heapq.heapreplace(loads, (work + operations(*shapes[index]), rank))
+        elements = shapes[index][0] * shapes[index][1]
+        if last[rank] < 0 or filled[rank] + elements > most:
+            last[rank], filled[rank] = last[rank] + 1, 0
+        if last[rank] == len(rounds):
+            rounds.append([[] for _ in range(ranks)])
+        rounds[last[rank]][rank].append(index)
+        filled[rank] += elements
+    return tuple(tuple(map(tuple, one)) for one in rounds)
+
+
+def rows_of(rows: int, ranks: int, rank: int) -> int:
+    """Return the number of rows of a matrix that ``rank`` holds, of ``ranks`` that share it as FSDP2 does.
+
+    Equal parts, the last ones smaller or empty.
+    """
+    each = -(-rows // ranks)
+    return max(0, min(each, rows - each * rank))
+
+
+def slowest(rounds: Sequence[Round], costs: Sequence[float]) -> float:
+    """Return the cost of all rounds one after another, each that of the rank with the most to do.
+
+    ``costs``: of every matrix.
+    """
+    return sum(max(sum(costs[index] for index in owned) for owned in one) for one in rounds)

@@ -1,0 +1,308 @@
+"""Format a plan for people: a table of the candidates, and a description of the chosen one. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from trainwright.drawing import new_figure, save_chart
+from trainwright.machine.measured.quick import rates_in_words
+from trainwright.planning.errors import SHARE, Errors
+from trainwright.planning.plan import Plan
+from trainwright.planning.reasons import between, closeness, same_place, shortage, verdict
+from trainwright.planning.search import Candidate
+from trainwright.planning.step_time.step import StepTime
+from trainwright.text import count, plural, size, span
+
+# Groups of memory, from permanent to temporary, and the characters that draw them.
+_GROUPS = {
+    "weights": "█",
+    "optimizer": "▓",
+    "gradients": "▒",
+    "activations": "░",
+    "rest": "·",
+}
+_GROUP_OF = (  # by words in a part's name
+    ("optimizer", "optimizer"),
+    ("gradient", "gradients"),
+    ("bucket", "gradients"),
+    ("activation", "activations"),
+    ("loss", "activations"),
+    ("logits", "activations"),
+    ("parameter", "weights"),
+    ("weight", "weights"),
+    ("gathered", "weights"),
+    ("adapter", "weights"),
+    ("base", "weights"),
+)
+_BAR = 24
+_MEMORY = f"  {'memory':<{_BAR}}"
+_WIDE = 120  # columns that a line with the bar and most verdicts needs
+_LABEL = 14
+_SHOWN = 8
+
+
+def grouped(candidate: Candidate) -> dict[str, int]:
+    """Return the bytes at the peak by ``_GROUPS``; the overhead of the process counts as the rest."""
+    sums = dict.fromkeys(_GROUPS, 0)
+    for name, taken in candidate.memory.parts.items():
+        sums[next((group for word, group in _GROUP_OF if word in name), "rest")] += taken
+    sums["rest"] += sum(candidate.memory.overhead.values())
+    return sums
+
+
+def table(plan: Plan, everything: bool = False, width: int | None = None) -> Iterator[str]:
+    """Yield a line for each candidate, the fastest first; without ``everything`` only the best of each strategy.
+
+    If ``width`` is too narrow, memory is not drawn and a verdict has a line of its own.
+    """
+    narrow = width is not None and width < _WIDE
+    best = plan.chosen if plan.fits else None
+    rows = candidates(plan, everything=everything)
+    scale = max([one.needed_bytes for one in rows if one.runs] or [rows[0].needed_bytes]) if rows else 1
+    scale = max(scale, plan.chosen.available_bytes if plan.chosen.needed_bytes > scale // 2 else scale)
+    yield (
+        f"{'strategy':<18}{'on':>4} {'batch':>8}  {'recompute':<9}{'' if narrow else _MEMORY}{'needed':>10}"
+        f"{'step':>10}{'tokens/s':>11}{'MFU':>5}{'' if narrow else '  verdict'}"
+    )
+    for one in rows:
+        chosen = best is not None and same_place(one.choice, best.choice)
+        row = _row(one, "" if narrow else f"  {_bar(one, scale):<{_BAR}}", chosen=chosen)
+        why = _chosen_words(one) if chosen else verdict(one, plan.found.best)
+        yield from (row, f"    {why}") if narrow else (f"{row}  {why}",)
+    legend = "" if narrow else "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items()) + "; "
+    free = size(plan.chosen.available_bytes)
+    whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
+    yield f"{legend}{free} available ({whole})"
+    if (
+        shown := next((one.time for one in rows if one.time is not None and one.time.mfu is not None), None)
+    ) is not None:
+        yield f"MFU: of the {_peak(shown)}"
+    if any(not one.layout.reshard_after_forward for one in rows):
+        yield "whole: weights stay gathered between forward and backward (parallel.reshard_after_forward=false)"
+
+
+def words(plan: Plan) -> Iterator[str]:
+    """Yield a description of the chosen plan: what runs, why, its memory, and the parts of its time."""
+    if not plan.fits:
+        yield shortage(plan.chosen, plan.cluster, plan.suggestions)
+        return
+    chosen, time = plan.chosen, plan.chosen.time
+    assert time is not None
+    yield from _labelled("chosen", plan.reasons or ["as the recipe says"])
+    yield from _labelled("attention", plan.attention)
+    yield from _labelled("memory", [*_memory_lines(chosen), *_phases(chosen)])
+    yield from _labelled("step", [_time_line(time.parts, time.seconds)])
+    speed = f"{time.tokens_per_second:,.0f} tokens/s"
+    if chosen.choice.num_processes > 1 and plan.cluster.device == "cuda":
+        speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} per device"
+    if time.mfu is not None:
+        speed += f", {time.mfu:.0%} of the {_peak(time)}"
+    yield from _labelled("speed", [speed, _speed_interval(chosen.errors, time.tokens_per_second)])
+    if plan.workload.steps is not None:
+        yield from _labelled("run", [_run_line(plan)])
+    yield from _labelled("assumed", [_rates_line(plan), *_own_runs(plan), *plan.assumptions])
+
+
+def _peak(time: StepTime) -> str:
+    """Return what a share of the peak rate is a share of."""
+    return "datasheet's peak rate" if time.peak_is_nominal else "measured peak rate"
+
+
+def summary(plan: Plan) -> str:
+    """Return the chosen plan in one line."""
+    chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
+    trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
+    place = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
+    low, high = (size(round(value)) for value in chosen.errors.memory.of(chosen.memory.total))
+    memory = f"{size(chosen.memory.total)} ({low} to {high}) per process"
+    if time is None:
+        return f"{place}, {memory} of {size(chosen.available_bytes)}: it does not fit"
+    slow, fast = chosen.errors.speed.of(time.tokens_per_second)
+    speed = f"{time.tokens_per_second:,.0f} ({slow:,.0f} to {fast:,.0f}) tokens/s"
+    line = f"{place}, {memory}{', which is close' * chosen.is_close}, {span(time.seconds)} per step, {speed}"
+    steps = plan.workload.steps
+    return line if steps is None else f"{line}, {span(steps * time.seconds)} for {plural(steps, 'step')}"
+
+
+def candidates(plan: Plan, *, everything: bool) -> list[Candidate]:
+    """Return the candidates, the chosen one first, then the others by their speed and those that do not fit.
+
+    Args:
+        everything: not only the best one of each kind.
+    """
+    runs = sorted(
+        (one for one in plan.found.candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0
+    )
+    others = sorted((one for one in plan.found.candidates if not one.runs), key=lambda one: one.shortfall)
+    rows = [plan.chosen, *(one for one in [*runs, *others] if not same_place(one.choice, plan.chosen.choice))]
+    if everything:
+        return rows
+    kept: dict[tuple[object, ...], Candidate] = {}
+    for one in rows:
+        kept.setdefault((one.choice.strategy, one.layout.offloads, one.choice.num_processes == 1), one)
+    return list(kept.values())[:_SHOWN]
+
+
+def _row(one: Candidate, memory: str, *, chosen: bool) -> str:
+    choice, time = one.choice, one.time
+    batch = f"{choice.micro_batch_size} x {choice.gradient_accumulation_steps}"
+    recompute = str(choice.activation_checkpointing)
+    recompute = f"1 in {recompute}" if recompute.isdigit() else recompute
+    shown = ("-", "-") if time is None else (span(time.seconds), f"{time.tokens_per_second:,.0f}")
+    mfu = "-" if time is None or time.mfu is None else f"{time.mfu:.0%}"
+    mark = "*" if chosen else " "
+    name = f"{mark}{one.layout.describe(choice.num_processes)}"
+    return (
+        f"{name:<18}{choice.num_processes:>4} {batch:>8}  {recompute:<9}{memory}"
+        f"{size(one.needed_bytes):>10}{shown[0]:>10}{shown[1]:>11}{mfu:>5}"
+    )
+
+
+def _chosen_words(one: Candidate) -> str:
+    return "chosen; compiled, unlike the others" if one.choice.compile else "chosen"
+
+
+def _bar(one: Candidate, scale: int) -> str:
+    """Return a bar as long as the needed memory, with an arrow at the end if it does not fit."""
+    groups = grouped(one)
+    total = max(1, sum(groups.values()))
+    length = min(1.0, one.needed_bytes / scale) * _BAR
+    bar, reached = "", 0.0
+    for name, mark in _GROUPS.items():
+        reached += groups[name] / total * length
+        bar += mark * (round(reached) - len(bar))
+    return bar if one.fits else bar[: _BAR - 1] + ">"
+
+
+def _memory_lines(chosen: Candidate) -> Iterator[str]:
+    parts = {**chosen.memory.parts, **chosen.memory.overhead}
+    largest = sorted(parts.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {size(taken)}" for name, taken in largest if taken > 0.005 * chosen.memory.total)
+    yield f"{size(chosen.memory.total)} per process at the peak: {shown}"
+    if chosen.is_close:
+        yield f"{closeness(chosen)}, of {size(chosen.available_bytes)}: the largest step is tested before training"
+    else:
+        runs = _of_runs(chosen.errors, chosen.errors.memory.runs)
+        yield f"{between(chosen)} is the range of {SHARE * 10:.0f} of 10 such runs ({runs})"
+
+
+def _speed_interval(errors: Errors, predicted: float) -> str:
+    low, high = errors.speed.of(predicted)
+    runs = _of_runs(errors, errors.speed.runs)
+    return f"{low:,.0f} to {high:,.0f} tokens/s is the range of {SHARE * 10:.0f} of 10 such runs ({runs})"
+
+
+def _of_runs(errors: Errors, count: int) -> str:
+    """Return which runs an interval is from."""
+    if not count:
+        return f"{errors.words}: too few such runs, so all known runs are used"
+    return f"{errors.words}: {plural(count, 'run')} compared with their plans"
+
+
+def _phases(chosen: Candidate) -> list[str]:
+    phases = ", ".join(f"{name} {size(taken)}" for name, taken in chosen.memory.phases.items())
+    lines = [f"tensors by phase: {phases}"]
+    if chosen.host_needed_bytes:
+        lines.append(f"{size(chosen.host_needed_bytes)} in the host's memory of each node")
+    return lines
+
+
+def _time_line(parts: Mapping[str, float], seconds: float) -> str:
+    shown = [f"{name} {part / seconds:.0%}" for name, part in sorted(parts.items(), key=lambda item: -item[1])]
+    return f"{span(seconds)}: {', '.join(text for text in shown if not text.endswith(' 0%'))}"
+
+
+def _rates_line(plan: Plan) -> str:
+    if plan.calibrated:
+        return "times measured on this machine"
+    if plan.basis.trouble is not None:
+        return plan.basis.trouble
+    if (measured := plan.basis.measurement) is not None:
+        line = f"times from rates measured on this machine ({measured.measured}): {rates_in_words(measured)}"
+        return f"{line}; `trainwright machine calibrate` measures them in more detail"
+    # Any other machine may only be described, and not be present.
+    here = plan.cluster.device == "cpu"
+    return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * here}"
+
+
+def _own_runs(plan: Plan) -> Iterator[str]:
+    correction = plan.correction
+    if not correction.runs:
+        return
+    way = "" if correction.exact else ", run in other ways"
+    yield (
+        f"this machine's own runs: {correction.runs}{way}, within {correction.spread:.0%}; they took "
+        f"{correction.seconds:.2f} times the predicted time, and times are corrected by this factor"
+    )
+
+
+def _run_line(plan: Plan) -> str:
+    time, steps = plan.chosen.time, plan.workload.steps
+    assert time is not None and steps is not None
+    tokens = steps * time.tokens
+    line = f"{plural(steps, 'step')}, {count(tokens)} tokens in {span(steps * time.seconds)}"
+    if time.joules:
+        line += f", {steps * time.joules / 3.6e6:.3g} kWh"
+    return line
+
+
+def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
+    for i, line in enumerate(lines):
+        yield f"{label if not i else '':<{_LABEL}} {line}"
+
+
+_MOST_BARS = 14
+_COLORS = {
+    "weights": "#2f5d8a",
+    "optimizer": "#6fa3d0",
+    "gradients": "#c78f3f",
+    "activations": "#7a9e4e",
+    "rest": "#b8b8b8",
+}
+
+
+def draw(plan: Plan, file: Path) -> None:
+    """Write a chart with a stacked bar for each candidate, a line for the available memory, and the speeds beside them.
+
+    The chosen candidate is the first row, on a band.
+
+    Raises:
+        RequestError: ``file`` has an unsupported format, or its directory does not exist.
+        MachineError: matplotlib is not installed.
+    """
+    shown = candidates(plan, everything=True)[:_MOST_BARS]
+    figure = new_figure(12, 1.4 + 0.45 * len(shown), "--chart")
+    axes, speeds = figure.subplots(1, 2, sharey=True, width_ratios=(5, 3))
+    names = [_name(one) for one in shown]
+    names[0] += "\nchosen" if plan.fits else "\nneeds least"
+    left = [0.0] * len(shown)
+    for group, color in _COLORS.items():
+        widths = []
+        for one in shown:
+            parts = grouped(one)
+            widths.append(parts[group] / max(1, sum(parts.values())) * one.needed_bytes / 2**30)
+        axes.barh(names, widths, left=left, color=color, label=group)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.axvline(plan.chosen.available_bytes / 2**30, color="#a33", linestyle="--", label="available")
+    axes.invert_yaxis()
+    for each in (axes, speeds):
+        each.axhspan(-0.5, 0.5, color="#2f5d8a", alpha=0.12, zorder=0)
+    axes.get_yticklabels()[0].set_fontweight("bold")
+    rates = [0.0 if one.time is None else one.time.tokens_per_second for one in shown]
+    bars = speeds.barh(names, rates, color="#2f5d8a")
+    speeds.bar_label(bars, [f"{rate:,.0f}" if rate else "" for rate in rates], padding=3, fontsize="small")
+    speeds.margins(x=0.2)
+    speeds.locator_params(axis="x", nbins=4)
+    speeds.set_xlabel("tokens/s")
+    axes.set_xlabel("GiB, all processes" if plan.cluster.device == "cpu" else "GiB per device")
+    axes.set_title(f"{plan.workload.architecture.family}, {plan.cluster.name}")
+    axes.legend(loc="lower right", fontsize="small")
+    save_chart(figure, file)
+
+
+def _name(one: Candidate) -> str:
+    choice = one.choice
+    name = f"{one.layout.describe(choice.num_processes)} on {choice.num_processes}"
+    batch = f"{choice.micro_batch_size}x{choice.gradient_accumulation_steps}, {choice.activation_checkpointing}"
+    return f"{name}, {batch}" + ("" if one.fits else " (does not fit)") + (f" ({one.missing})" if one.missing else "")

@@ -1,1 +1,0 @@
-"""A plan for people: a table and a chart."""
