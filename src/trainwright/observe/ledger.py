@@ -76,6 +76,8 @@ _TAIL_BYTES = 2**16
 _LARGEST_SECONDS = 1e11
 _RANK = re.compile(r"rank-(\d{1,9})\.jsonl")
 _MOST_LOST = 1000  # returns to an earlier step that are told apart
+SHOWN_RANKS = 8  # with curves or figures of their own, as many as a node has GPUs
+_READING = 1000.0  # seconds between two looks at the newest lines, per second that a look takes
 _LONGEST_END = 10.0  # seconds; after an older line, the rank could not write its last one
 
 
@@ -192,6 +194,29 @@ def count_ends(run: Path, ranks: Iterable[int]) -> None:
 def rank_file(run: Path, rank: int) -> Path:
     """Return the file of a rank's ledger."""
     return run / DIRECTORY / f"rank-{rank}.jsonl"
+
+
+class NewestSamples:
+    """What the machines of the first ranks of a run did when each last wrote to its ledger.
+
+    The files are read at most once a second, and so rarely that reading takes a thousandth of the time.
+    """
+
+    def __init__(self, run: Path, ranks: int) -> None:
+        self._files = [rank_file(run, rank) for rank in range(min(ranks, SHOWN_RANKS))]
+        self._samples: list[Mapping[str, Any]] = []
+        self._due = 0.0
+
+    def __call__(self) -> Sequence[Mapping[str, Any]]:
+        """Return a sample for each rank that has one."""
+        begun = time.monotonic()
+        if begun >= self._due:
+            newest = (next(_lines(reversed(_tail(file).splitlines())), None) for file in self._files)
+            # Before the first step, a sample is of a few milliseconds or of loading.
+            self._samples = [line.system for line in newest if line is not None and line.step >= 0]
+            now = time.monotonic()
+            self._due = now + max(_LEAST, _READING * (now - begun))
+        return self._samples
 
 
 @dataclass(frozen=True)
