@@ -399,7 +399,7 @@ async function time(trains) {
 function machines(ranks, trains) {
   at("machine").hidden = !machine.length;
   at("now").hidden = !trains;
-  const measures = [["use", "Use"], ["memory", "Memory"], ["power", "Power"], ["temperature", "Temperature"]]
+  const measures = [["use", "Use"], ["memory", "Memory"], ["power", "Power"], ["temperature", "Temp"]]
     .filter(([name]) => ranks.some(each => name in each.now));
   at("measures").replaceChildren(...[["", "Rank"], ...measures].map(([, title]) => element("th", title, { scope: "col" })));
   at("use").replaceChildren(...ranks.map(({ rank, now }) => {
