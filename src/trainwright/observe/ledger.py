@@ -110,7 +110,8 @@ class LedgerWriter:
     """Append what ``own`` has counted to the ledger of a run, from a thread; a disk error ends nothing.
 
     Args:
-        sample: returns what the machine does now, for the same line.
+        sample: returns what the machine has done since the last call, for the same line; the first and the last line
+            have none, as of a few milliseconds it would say nothing.
     """
 
     def __init__(self, run: Path, rank: int, own: Heartbeat, sample: Callable[[], Mapping[str, Any]] = dict) -> None:
@@ -140,9 +141,9 @@ class LedgerWriter:
     def _write_now_and_then(self) -> None:
         self._write()  # also of a launch that is killed at once
         while not self._closed.wait(min(_MOST, max(_LEAST, (time.time() - self._started) * _PART))):
-            self._write()
+            self._write(self._sample())
 
-    def _write(self) -> None:
+    def _write(self, sample: Mapping[str, Any] | None = None) -> None:
         now, spent, use = time.time(), self._own.seconds(), self._own.use
         start = Use("start", waiting=False)
         spent[start] = spent.get(start, 0.0) + self._before
@@ -159,7 +160,7 @@ class LedgerWriter:
             "step": self._own.newest_step,
             "started": round(self._started, 3),
             "seconds": seconds,
-            "system": dict(self._sample()),
+            "system": dict(sample or {}),
         }
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)  # not its parents: a deleted run directory stays deleted
@@ -212,7 +213,7 @@ class NewestSamples:
         begun = time.monotonic()
         if begun >= self._due:
             newest = (next(_lines(reversed(_tail(file).splitlines())), None) for file in self._files)
-            # Before the first step, a sample is of a few milliseconds or of loading.
+            # Before the first step, a sample is of loading.
             self._samples = [line.system for line in newest if line is not None and line.step >= 0]
             now = time.monotonic()
             self._due = now + max(_LEAST, _READING * (now - begun))
