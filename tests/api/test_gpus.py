@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from tests.support.commands import PATIENCE, environment, trainwright, wait_for
 from tests.support.doctor import driver
 from tests.support.forked import Started
 from tests.support.runs import Runs
+from trainwright.cli.seeing.gpus import gpus as show_gpus
+from trainwright.errors import MachineError
 from trainwright.machine.accelerators import installed_build
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc")
@@ -91,6 +94,18 @@ def test_the_table_fits_80_columns_and_says_that_there_is_no_gpu(training: Start
     rows = [line for line in lines if line.endswith(f"of {training.run.name}")]
     assert [re.search(r"cores +[\d.]+ MiB +(rank \d)", line)[1] for line in rows] == ["rank 0", "rank 1"]  # type: ignore[index]
     assert max(map(len, [lines[2], *rows])) <= 80
+
+
+def test_the_gpus_are_shown_before_the_processes_are_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: shown.append(capsys.readouterr().out))
+    with contextlib.suppress(MachineError):  # of a GPU that cannot be used
+        show_gpus(None, watch=False, as_json=False)
+    (before,) = shown
+    assert before.startswith(("GPU  USE", "no NVIDIA GPU can be read here")) and "PROCESS" not in before
+    assert re.search(r"^(PID|no run trains)", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_gpu_and_the_rank_that_uses_it(training: Started, this_machine: None, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ BATCH = {"micro_batch_size": 2, "gradient_accumulation_steps": 1, "global_batch_
 START = {"event": "start", "task": "sft", "trainable_parameters": 90_600, "run_directory": RUN, **ABOUT, **BATCH}
 _SLOWER = "fsdp would take 1.62 times as long per step, mostly because of communication"
 REASONS = [f"parallel.strategy ddp: the fastest that fits; {_SLOWER}"]
+FIGURES = r"step \d+/9000 .*left .* tokens/s  cpu [\d-]+%  [\d.-]+ GiB"
 _SILENT = 0.1  # the largest share of a command's time in which nothing says what it does
 DATA = [f"train: tokens kept in {RUN}/cache/datasets/9d2224ceb33754e979a4f52cab518f13 (reused)"]
 
@@ -224,6 +225,18 @@ def test_every_phase_of_a_run_is_announced(tmp_path: Path, columns: int) -> None
     assert "trainwright generate run" in found.shown
     found.check_unbroken()
     found.check_announced(most=_SILENT)
+
+
+@pytest.mark.slow
+def test_what_the_ranks_do_is_beside_the_bar_of_a_run(tmp_path: Path) -> None:
+    def stop(process: subprocess.Popen[bytes], written: str) -> None:
+        if re.search(FIGURES, written[-1000:]):
+            (tmp_path / "run" / "stop").touch()
+
+    settings = ["train.max_steps=9000", "train.compile=false", "logging.run_directory=run", "parallel.num_processes=2"]
+    cache = {"TRAINWRIGHT_CACHE": str(tmp_path / "cache")}
+    found = record("train", str(TINY), ON_ROWS, *settings, cwd=tmp_path, columns=90, while_running=stop, **cache)
+    assert found.code == 75 and re.search(FIGURES, found.written), found.shown
 
 
 @pytest.mark.slow

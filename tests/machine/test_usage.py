@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.commands import environment
+from tests.support.doctor import driver
 from tests.support.kernel_files import State
 from trainwright.machine import detect
 from trainwright.machine.measured import calibration
 from trainwright.machine.usage import gpu
 from trainwright.machine.usage.causes import causes_of, in_words
 from trainwright.machine.usage.counters import Counters, clocks
-from trainwright.machine.usage.sample import Sampler
+from trainwright.machine.usage.sample import Sampler, figures_of
 
 PRESSURE = {"cpu": 10.0, "io": 20.0, "memory": 30.0}
 NONE = {"cpu": 0.0, "io": 0.0, "memory": 0.0}
@@ -214,6 +217,24 @@ def test_a_gpu_near_its_highest_clock_is_not_limited() -> None:
     assert gpu.low_clock(state) is None
     assert gpu.low_clock({**state, "limited": ["heat (driver)"]}) is not None
     assert gpu.low_clock({"clock": 900, "highest_clock": 1980}) is not None  # it does not tell why
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the stand-in for NVML is a library of Linux")
+@pytest.mark.parametrize(("visible", "shown"), [("0", "gpu 97%  4/80 GiB  350 W  91 °C"), ("", "cpu ")])
+def test_a_rank_samples_its_gpu_unless_it_runs_on_the_cpu(tmp_path: Path, visible: str, shown: str) -> None:
+    program = """if True:
+        from trainwright.machine.usage.sample import Sampler, figures_of
+        print("  ".join(figures_of([Sampler("0000:17:00.0")()]).values()))
+    """
+    command = [*driver(tmp_path), sys.executable, "-c", program]
+    variables = environment(CUDA_VISIBLE_DEVICES=visible)
+    assert subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.startswith(shown)
+
+
+def test_figures_leave_out_what_no_sample_has_and_what_is_damaged() -> None:
+    assert figures_of([]) == figures_of([{"gpu": "damaged", "cpu": "x", "memory": float("nan")}]) == {}
+    assert figures_of([{"gpu": {"memory": 2**29}}, {"cpu": 1.0}]) == {"memory": "0.5 GiB"}
+    assert figures_of([{"gpu": {"power": 10**400, "temperature": 64}, "temperature": 30}]) == {"temperature": "64 °C"}
 
 
 def test_without_nvidias_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.support.commands import wait_for
 from trainwright import text
 from trainwright.observe.console import ConsoleObserver
+from trainwright.observe.ledger import NewestSamples, rank_file
 
 
 def start(**more: Any) -> dict[str, Any]:
@@ -250,6 +251,92 @@ def test_what_was_predicted_is_shown_beside_what_was_measured() -> None:
     assert "2.0 GiB predicted" in shown(start(predicted=predicted), step(1), {**finish, "measured": on_gpu})
     unplanned = shown(start(predicted={}), step(1), {**finish, "measured": measured})
     assert "peak memory" in unplanned and "predicted" not in unplanned
+
+
+@pytest.mark.parametrize(
+    ("measured", "outside"),
+    [
+        ({"memory_bytes": 110, "step_time": 0.6, "tokens_per_second": 1000.0}, set()),
+        ({"memory_bytes": 121, "step_time": 0.6, "tokens_per_second": 1000.0}, {"memory"}),
+        ({"memory_bytes": 79, "step_time": 1.1, "tokens_per_second": 460.0}, {"memory", "step time", "speed"}),
+    ],
+)
+def test_only_a_measurement_outside_of_the_plans_interval_is_colored(
+    monkeypatch: pytest.MonkeyPatch, measured: dict[str, float], outside: set[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    predicted = {"memory_bytes": 100, "step_time": 0.5, "tokens_per_second": 1000.0, "memory_low": 0.8}
+    bounds = {"memory_high": 1.2, "speed_low": 0.5, "speed_high": 1.5}
+    finish = {"event": "finish", "status": "finished", "step": 1, "seconds": 3.0, "path": "final", "measured": measured}
+
+    def rows(bounds: dict[str, float], *, terminal: bool) -> list[str]:
+        output = shown(start(predicted={**predicted, **bounds}), step(1), finish, terminal=terminal)
+        return [line for line in output.splitlines() if " predicted, " in line]
+
+    colored = {line.split("  ")[1] for line in rows(bounds, terminal=True) if "\x1b[33m" in line}
+    assert colored == outside
+    in_words = {
+        line.split("  ")[1] for line in rows(bounds, terminal=False) if "outside of the plan's interval" in line
+    }
+    assert in_words == outside and "\x1b" not in "".join(rows(bounds, terminal=False))
+    older = rows({"memory_low": 0.0}, terminal=True)
+    assert len(older) == 3 and not any("\x1b[33m" in line or "outside" in line for line in older)
+
+
+def ledger(run: Path, rank: int, *systems: dict[str, Any]) -> None:
+    file = rank_file(run, rank)
+    file.parent.mkdir(exist_ok=True)
+    lines = [
+        {"launch": 1, "time": 2.0 + n, "step": n - 1, "started": 1.0, "seconds": {}, "system": system}
+        for n, system in enumerate(systems)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def bar(run: Path, monkeypatch: pytest.MonkeyPatch, columns: int, **more: Any) -> str:
+    """The figures beside the bar after the last step."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    output = shown(start(run_directory=str(run), **more), step(10), terminal=True)
+    drawn = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output))
+    assert max(map(len, drawn)) <= columns
+    return next(line for line in reversed(drawn) if "step 10/10" in line).partition("tokens/s")[2].strip()
+
+
+def test_what_the_gpus_do_is_beside_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"used": 0.92, "memory": 61 << 30, "total_memory": 80 << 30, "power": 310.4, "temperature": 64}
+    ledger(tmp_path, 0, {"gpu": {"used": 0.0}}, {"cpu": 1.0, "gpu": first})
+    one = bar(tmp_path, monkeypatch, 120, world_size=1)
+    assert one == "gpu 92%  61/80 GiB  310 W  64 °C"
+    ledger(tmp_path, 1, {}, {"cpu": 1.0, "gpu": {**first, "used": 0.41, "power": 299}})
+    assert bar(tmp_path, monkeypatch, 120) == "gpu 41-92%  61/80 GiB  299-310 W  64 °C"
+    assert bar(tmp_path, monkeypatch, 80) == "gpu 41-92%  61/80 GiB", "as much as fits"
+    planned = {"mfu": 0.4, "tokens_per_second": 12_345.0}
+    assert bar(tmp_path, monkeypatch, 80, predicted=planned) == "gpu 41-92%  61/80 GiB"
+    assert "MFU 40%" in bar(tmp_path, monkeypatch, 160, predicted=planned)
+    assert "61/80" not in shown(start(run_directory=str(tmp_path)), step(10)), "not in a log"
+
+
+def test_what_ranks_on_the_cpu_do_is_beside_the_bar_once_they_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = {"cpu": 9.0, "memory": 1 << 30}
+    ledger(tmp_path, 0, loading, {"cpu": 1.8, "memory": 3.2 * 2**30, "temperature": 70})
+    ledger(tmp_path, 1, loading)
+    assert bar(tmp_path, monkeypatch, 100) == "cpu 180%  3.2 GiB"
+    ledger(tmp_path, 1, loading, {"cpu": 0.9, "memory": 3.4 * 2**30})
+    assert bar(tmp_path, monkeypatch, 100) == "cpu 90-180%  3.2-3.4 GiB"
+    assert bar(tmp_path / "none", monkeypatch, 100) == ""
+
+
+def test_the_ledger_is_read_rarely(tmp_path: Path) -> None:
+    ledger(tmp_path, 0, {}, {"cpu": 1.0})
+    samples = NewestSamples(tmp_path, 2)
+    assert samples() == [{"cpu": 1.0}]
+    ledger(tmp_path, 0, {}, {"cpu": 2.0})
+    assert samples() == [{"cpu": 1.0}]
+    wait_for(lambda: samples() == [{"cpu": 2.0}])
 
 
 def test_far_from_the_plan_is_told_in_times_with_what_is_known_of_why() -> None:

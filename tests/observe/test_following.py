@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from trainwright.observe.following import Curves, RunFollower
+from trainwright.observe.reader import part_of
+from trainwright.reports.charts import curve_charts
+from trainwright.reports.figures import RunFigures
 
 
 def start(**more: Any) -> dict[str, Any]:
@@ -93,3 +96,39 @@ def test_nan_is_a_gap(tmp_path: Path) -> None:
     follower = RunFollower(tmp_path)
     follower.look()
     assert follower.curves.points("loss", "step", 10)[1] == [None, 1.0]
+
+
+def test_lost_steps_are_gaps_where_the_report_has_them(tmp_path: Path) -> None:
+    """Also of a metric that both steps beside the gap have, and for a state that is restored; not of a rare metric."""
+    numbers = [1, 2, 3, 6, 7, 8, 20]
+    metrics = {n: {"each": float(n), **({"rare": 1.0} if n in (2, 8) else {})} for n in numbers}
+    (tmp_path / "recipe.yaml").write_text("task: sft\n")
+    add(tmp_path, start(), *({**step(n), "metrics": metrics[n]} for n in numbers))
+    follower = RunFollower(tmp_path)
+    follower.look()
+    follower = RunFollower.restored(tmp_path, follower.state())
+    expected = [1, 2, 3, None, 6, 7, 8, None, 20]
+    assert follower.curves.points("loss", "step", 100)[0] == expected
+    assert follower.metrics["each"].points("each", "step", 100)[1] == expected
+    assert follower.metrics["rare"].points("rare", "step", 100)[0] == [2, 8]
+    assert [
+        index for index, row in enumerate(zip(*follower.curves.points("loss", "step", 4), strict=True)) if not row[1]
+    ]
+    rows = curve_charts([RunFigures.read(tmp_path)])[0]["data"]["values"]
+    parts = {row["step"]: row["part"] for row in rows}
+    assert [part_of(follower.curves.breaks, number) for number in numbers] == [parts[number] for number in numbers]
+
+
+def test_a_step_that_is_done_again_after_a_gap_closes_it(tmp_path: Path) -> None:
+    add(tmp_path, start(), step(1), step(4), start(resumed_from=1, time=20.0), step(2), step(3))
+    follower = RunFollower(tmp_path)
+    follower.look()
+    assert follower.curves.points("loss", "step", 100)[0] == [1, 2, 3]
+
+
+def test_a_long_run_that_goes_back_has_no_gap(tmp_path: Path) -> None:
+    """Its steps are in buckets, which are cut as a whole."""
+    add(tmp_path, start(), *map(step, range(1, 5001)), start(resumed_from=4003, time=1e5), step(4004))
+    follower = RunFollower(tmp_path)
+    follower.look()
+    assert follower.step == 4004 and None not in follower.curves.points("loss", "step", 5000)[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, Runs
 from trainwright.heartbeat import Heartbeat
 from trainwright.observe.ledger import LedgerWriter, by_category, count_ends, rank_file, read_ledger
@@ -218,3 +219,13 @@ def test_a_writer_continues_the_file_of_an_earlier_launch_that_was_cut(tmp_path:
     assert [(each.launch, each.step) for each in ledger.lines] == [(1, 1), (2, -1), (2, 3)]
     last = ledger.lines[-1]
     assert sum(last.seconds.values()) == pytest.approx(last.time - last.started, abs=0.01)
+
+
+def test_samples_are_of_whole_intervals(tmp_path: Path) -> None:
+    """The first and the last line follow another one by milliseconds, of which cores and waiting say nothing."""
+    counted = iter(range(1, 100))
+    with LedgerWriter(tmp_path, 0, Heartbeat(None), lambda: {"cpu": next(counted)}):
+        wait_for(lambda: rank_file(tmp_path, 0).is_file() and rank_file(tmp_path, 0).read_text().count("\n") >= 2)
+    (ledger,) = read_ledger(tmp_path)
+    first, *between, last = [each.system for each in ledger.lines]
+    assert first == last == {} and between == [{"cpu": number + 1} for number in range(len(between))] and between

@@ -357,6 +357,9 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
     assert content["fits"] and content["chosen"]["strategy"] == made.chosen.choice.strategy
     assert content["predicted"]["memory_bytes"] == made.chosen.memory.total
     assert {"memory_bytes", "tensors_bytes", "step_time", "tokens_per_second"} <= set(content["predicted"])
+    bounds = {name: content["predicted"][name] for name in ("memory_low", "memory_high", "speed_low", "speed_high")}
+    errors = made.chosen.errors
+    assert list(bounds.values()) == [errors.memory.low, errors.memory.high, errors.speed.low, errors.speed.high]
     assert len(content["candidates"]) == len(made.found.candidates)
 
 

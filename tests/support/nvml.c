@@ -37,6 +37,7 @@ int nvmlSystemGetDriverVersion(char *text, uint length) { snprintf(text, length,
 int nvmlSystemGetCudaDriverVersion(int *version) { *version = 13000; return OK; }
 int nvmlDeviceGetCount_v2(uint *count) { *count = COUNT; return OK; }
 int nvmlDeviceGetHandleByIndex_v2(uint index, void **handle) { *handle = &device; return index ? GPU_IS_LOST : OK; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *address, void **handle) { *handle = &device; return OK; }
 int nvmlDeviceGetName(void *handle, char *text, uint length) { snprintf(text, length, "NVIDIA H100 80GB HBM3"); return OK; }
 int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_v2 *found) {
     found->total = 80ull << 30, found->reserved = 1ull << 30, found->used = 0, found->free = 79ull << 30;

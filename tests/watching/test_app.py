@@ -41,8 +41,11 @@ def write_ledger(run: Path) -> None:
     (run / "ledger").mkdir()
     for rank in range(2):
         spent = {"forward": 3.0 + rank, "exchange": 1.0, "waiting for ranks": 1.0 - rank, "start: imports": 5.0}
-        line = {"launch": 1, "rank": rank, "time": 20.0, "step": 3, "started": 10.0, "seconds": spent}
-        (run / "ledger" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
+        gpu = {"used": 0.9 + rank / 20, "memory": 61 << 30, "total_memory": 80 << 30, "power": 310, "temperature": 64}
+        system = {"cpu": 1.0, "waited": 0.2 * rank, "gpu": gpu}
+        line = {"launch": 1, "rank": rank, "step": 3, "started": 10.0, "seconds": spent, "system": system}
+        lines = (json.dumps({**line, "time": time}) + "\n" for time in (15.0, 20.0))
+        (run / "ledger" / f"rank-{rank}.jsonl").write_text("".join(lines))
 
 
 @pytest.fixture
@@ -238,10 +241,17 @@ def test_long_runs_have_a_row_before_they_are_read(tmp_path: Path, monkeypatch: 
 
 
 def test_the_seconds_of_every_rank_are_given_by_category(board: Board, client: TestClient, tmp_path: Path) -> None:
-    assert client.get("/seconds", params={"run": "one"}).json() == {"categories": [], "ranks": []}
+    assert client.get("/seconds", params={"run": "one"}).json() == {"categories": [], "ranks": [], "machine": []}
     write_ledger(tmp_path / "group" / NAME)
     found = client.get("/seconds", params={"run": f"group/{NAME}"}).json()
     assert found["categories"] == ["forward", "exchange", "waiting for ranks", "start: imports"]
     assert [rank["seconds"]["forward"] for rank in found["ranks"]] == [3.0, 4.0]
     assert found["ranks"][1]["trained"] == pytest.approx(0.5)
+    assert list(found["ranks"][1]["now"].values()) == ["gpu 95%", "61/80 GiB", "310 W", "64 °C"]
+    curves = {each["title"]: each for each in found["machine"]}
+    assert curves["Use of each GPU (%)"]["ranks"] == {
+        "0": [[5.0, 10.0], [90.0, 90.0]],
+        "1": [[5.0, 10.0], [95.0, 95.0]],
+    }
+    assert [title for title, each in curves.items() if each["notable"]] == ["Waiting for a core (% of the time)"]
     assert client.get("/seconds", params={"run": "none"}).status_code == 404

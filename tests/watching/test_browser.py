@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
+from trainwright.machine.sharing.file_lock import lock_directory
 
 from tests.support.browser import Browser, Scheme, chromium
 from tests.support.commands import PATIENCE
@@ -184,7 +186,8 @@ def test_the_newest_runs_are_ticked_until_one_is_chosen(browser: Browser, tmp_pa
 def test_a_run_has_an_address_of_its_own_with_all_of_it(browser: Browser, tmp_path: Path) -> None:
     reward = [{**STEP, "time": 20.0 + n, "step": n, "metrics": {"reward": n % 2}} for n in range(4, 9)]
     nothing = {**STEP, "time": 30.0, "step": 9, "loss": "nan"}
-    write(tmp_path / "group" / NAME, EVALUATE, SAMPLE, *reward, nothing, {**STEP, "time": 31.0, "step": 10})
+    after = [{**STEP, "time": 31.0 + n, "step": n} for n in (10, 11, 20, 21)]
+    write(tmp_path / "group" / NAME, EVALUATE, SAMPLE, *reward, nothing, *after)
     write(tmp_path / "other")
     with watched(tmp_path) as address:
         opened = browser.open(f"{address}#{urlencode({'run': f'group/{NAME}'})}", 400)
@@ -193,13 +196,13 @@ def test_a_run_has_an_address_of_its_own_with_all_of_it(browser: Browser, tmp_pa
         assert page.locator("#list").is_hidden() and page.title() == f"group/{NAME} - Runs"
         assert page.locator("#charts figcaption").all_inner_texts()[:3] == ["loss", "validation loss", "reward"]
         assert page.locator("#evaluations :is(th, td)").all_inner_texts() == ["3", "1.5"]
-        assert page.locator(f"{LOSS} path.line").get_attribute("d").count("M") == 2, (
-            "a gap where the loss is not a number"
+        assert page.locator(f"{LOSS} path.line").get_attribute("d").count("M") == 3, (
+            "a gap where the loss is not a number, and one where steps were lost"
         )
         page.select_option("#smoothing", "0.9")
         opened.until(f"document.querySelectorAll('{LOSS} path.raw').length === 1")
         smoothed = page.locator(f"{LOSS} path.line:not(.raw)").get_attribute("d")
-        assert smoothed.count("M") == 2
+        assert smoothed.count("M") == 3
         reward_lines = page.locator('#charts figure[data-key="reward"] path.line')
         assert reward_lines.nth(0).get_attribute("d") != reward_lines.nth(1).get_attribute("d")
         page.fill("#metric", "rew")
@@ -217,3 +220,39 @@ def test_a_run_has_an_address_of_its_own_with_all_of_it(browser: Browser, tmp_pa
         page.go_back()
         page.wait_for_selector("#run:not([hidden])")
         assert page.locator("img").count() == 0 and opened.complaints == []
+
+
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_what_the_ranks_do_is_on_the_page_of_a_run(browser: Browser, tmp_path: Path, width: int) -> None:
+    """A row for each rank while the run trains; the charts are folded unless something shows in them."""
+    run = write(tmp_path / "run", EVALUATE)
+    write_ledger(run)
+    rows = "[...document.querySelectorAll('#use tr')].map(each => each.innerText.split('\\t'))"
+    titles = "(id => [...document.querySelectorAll(`#${id} figcaption`)].map(each => each.textContent))"
+    drawn = "document.querySelectorAll('#usual path.line').length"
+    with watched(tmp_path) as address:
+        with lock_directory(run, "locked"):
+            opened = browser.open(f"{address}#{urlencode({'run': 'run'})}", width)
+            page = opened.page
+            opened.until("!document.querySelector('#machine').hidden")
+            assert page.evaluate(rows) == [
+                [str(rank), f"gpu {use}%", "61/80 GiB", "310 W", "64 °C"] for rank, use in ((0, 90), (1, 95))
+            ]
+            assert page.locator("#colors li").all_inner_texts() == ["rank 0", "rank 1"]
+            assert page.evaluate(f"{titles}('notable')") == ["Waiting for a core (% of the time)"]
+            assert page.evaluate(drawn) == 0 and page.locator("#usual").is_hidden()
+            page.locator("#folded summary").click()
+            opened.until(f"{drawn} > 0")
+            folded = page.evaluate(f"{titles}('usual')")
+            assert "Use of each GPU (%)" in folded and "Memory of each GPU (GiB)" in folded
+            page.locator("#usual figure", has_text="Use of each GPU").locator("svg").hover()
+            values = "[...document.querySelectorAll('#usual figure:has(svg[aria-label^=Use]) .values span')]"
+            assert page.evaluate(f"{values}.map(each => each.textContent)") == ["90", "95"]
+            assert page.locator("#charts .values span").count() == 0, "which have another axis"
+            assert (opened.complaints, opened.barriers()) == ([], []) and opened.overflow() <= 0
+        finish = {"event": "finish", "time": 20.0, "status": "finished", "step": 3}
+        with (run / "events.jsonl").open("a") as file:
+            file.write(json.dumps(finish) + "\n")
+        opened.until("document.querySelector('#facts .finished') !== null")
+        opened.until("document.querySelector('#now').hidden")
+        assert page.locator("#machine").is_visible() and page.locator("#folded").get_attribute("open") is not None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import Activity
 from trainwright.engine.checkpoints.stored_run import EVENTS, STORED_AS
@@ -20,10 +20,11 @@ from trainwright.launch.ending.stop import is_started_again
 from trainwright.machine.sharing import Locked, lock_directory
 from trainwright.paths import open_inside, user_path, write_file
 from trainwright.recipe.files import parse_json
-from trainwright.recipe.loading import dump_recipe
-from trainwright.recipe.schema import Recipe
 from trainwright.recipe.yaml_text import parse_value
 from trainwright.text import quoted
+
+if TYPE_CHECKING:
+    from trainwright.recipe.schema import Recipe
 
 RUNS = Path("runs")
 RECIPE = "recipe.yaml"
@@ -180,6 +181,8 @@ def recipe_text(recipe: Recipe) -> str:
 
     It does not name its own directory, because another run needs another one.
     """
+    from trainwright.recipe.loading import dump_recipe  # commands that only read runs need no recipe
+
     logging = recipe.logging.model_copy(update={"run_directory": "auto"})
     return dump_recipe(recipe.model_copy(update={"logging": logging}))
 

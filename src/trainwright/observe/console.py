@@ -11,8 +11,10 @@ from typing import TextIO
 from trainwright import text
 from trainwright.activity import Ticker
 from trainwright.data.tokens.lengths import repeated
+from trainwright.machine.usage.sample import figures_of
 from trainwright.models.supported import class_in
 from trainwright.models.usage import evaluating
+from trainwright.observe.ledger import NewestSamples
 from trainwright.observe.plan_comparison import compared, reasons_of
 from trainwright.observe.progress import progress_on
 from trainwright.observe.reader import EarlierEvents, EventRecord, precision_of, read_earlier, resumed_step
@@ -107,7 +109,8 @@ class ConsoleObserver:
         for label, value in _banner(_brief(event) if brief else event):
             self._write(f"{label:<{_LABEL}} {value}")
         self._write()
-        self._progress.begin(self._resumed or 0, self._remaining)
+        samples = NewestSamples(self._run, event["world_size"])
+        self._progress.begin(self._resumed or 0, self._remaining, lambda: [*figures_of(samples()).values()])
 
     def _measured(self, metrics: dict[str, float]) -> None:
         self._first_metrics = self._first_metrics or metrics
@@ -170,14 +173,14 @@ class ConsoleObserver:
                 self._row(text.metric_name(name), f"{text.metric(first)} -> {text.metric(last)}{by}")
         measured = event.get("measured", {})
         rows = list(compared(self._predicted, measured))
-        for label, value in rows:
-            self._row(label, value)
+        for row in rows:
+            self._row(row.label, row.words, warns=row.is_outside)
         for number, why in enumerate(reasons_of(self._predicted, measured)):
             self._row("" if number else "why", why)
         if resident := self._last_step.get("resident_bytes"):
             self._row("memory now", f"{text.size(resident)} resident in the largest process at the last step")
         memory = self._last_step.get("memory_bytes")
-        if memory and not any(label == "memory" for label, _ in rows):
+        if memory and not any(row.label == "memory" for row in rows):
             self._row("peak memory", f"{text.size(memory)} on the process with the highest peak")
         for label, value in self._places(event):
             self._row(label, value)
@@ -210,8 +213,8 @@ class ConsoleObserver:
             rows.append(("report", str(self._run / "report.html")))
         return rows
 
-    def _row(self, label: str, value: str) -> None:
-        self._write(f"  {label:<{_LABEL}} {value}")
+    def _row(self, label: str, value: str, *, warns: bool = False) -> None:
+        self._progress.write(f"  {label:<{_LABEL}} {value}", warns=warns)
 
 
 def _saved_in(model: Path) -> str:

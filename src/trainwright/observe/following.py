@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.engine.events import LONGEST_LINE, parse_event
-from trainwright.observe.reader import EventRecord, history_of, resumed_step
+from trainwright.observe.reader import EventRecord, history_of, lost_between, part_of, resumed_step
 from trainwright.paths import open_inside
 
 EVENTS = "events.jsonl"
 _CHUNK_BYTES = 2**20
 _BUCKETS = 1024
 _GLANCE_BYTES = 2**16  # of the beginning and the end of a long file
-_FORMAT = 4  # of a state
+_FORMAT = 5  # of a state
+_MOST_BREAKS = 1000  # of a curve
 _MOST_METRICS, _LONGEST_NAME = 100, 200  # of the steps of a run; other metrics have no curve
 _CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time", "memory_bytes")
 
@@ -35,17 +36,21 @@ class Curves:
     Attributes:
         positions: by name the column of each bucket's last step: ``step``, ``tokens``, ``seconds`` (of training).
         values: by curve the columns of mean, lowest and highest value.
+        breaks: the steps before which steps are missing.
     """
 
     def __init__(self, names: Sequence[str] = _CURVES) -> None:
         self._names = names
         self.positions = {name: array("d") for name in ("step", "tokens", "seconds")}
         self.values: dict[str, tuple[array[float], array[float], array[float]]] = {}
+        self.breaks: list[int] = []
         self._counts = array("q")
         self._width = 1  # steps in a bucket
 
-    def add(self, event: EventRecord, seconds: float) -> None:
-        """Add a ``step`` event; ``seconds``: of training up to it."""
+    def add(self, event: EventRecord, seconds: float, *, after_loss: bool = False) -> None:
+        """Add a ``step`` event; ``seconds``: of training up to it; ``after_loss``: steps before it are missing."""
+        if after_loss and len(self.breaks) < _MOST_BREAKS:
+            self.breaks.append(int(event["step"]))
         row = (float(event["step"]), _number(event.get("tokens")), seconds)
         opens = not self._counts or self._counts[-1] >= self._width
         if opens and len(self._counts) >= 2 * _BUCKETS:
@@ -87,22 +92,31 @@ class Curves:
         for columns in self.values.values():
             for column in columns:
                 del column[len(at) :]
+        del self.breaks[part_of(self.breaks, step) :]
         return self.positions["seconds"][-1] if at else 0.0
 
     def points(self, name: str, by: str, most: int) -> list[list[float | None]]:
-        """Return at most ``most`` points of a curve as columns: place, mean, lowest, highest. None: not a number."""
+        """Return at most ``most`` points of a curve as columns: place, mean, lowest, highest. None: not a number; a
+        point of nothing else is a gap, where steps are missing.
+        """
         mean, low, high = self.values.get(name, (array("d"),) * 3)
         size = len(mean)
         step = max(1, math.ceil(size / most))
         at = self.positions[by]
         groups = [range(first, min(first + step, size)) for first in range(0, size, step)]
         counts = self._counts
-        return [
+        columns = [
             [_finite(at[group[-1]]) for group in groups],
             [_finite(sum(mean[i] * counts[i] for i in group) / sum(counts[i] for i in group)) for group in groups],
             [_finite(min(low[i] for i in group)) for group in groups],
             [_finite(max(high[i] for i in group)) for group in groups],
         ]
+        parts = [part_of(self.breaks, int(self.positions["step"][group[-1]])) for group in groups]
+        for index in reversed(range(1, len(groups))):
+            if parts[index] != parts[index - 1]:
+                for column in columns:
+                    column.insert(index, None)
+        return columns
 
     def columns(self) -> Iterator[array[Any]]:
         """Yield all columns, those of ``values`` in the order of its names."""
@@ -113,7 +127,13 @@ class Curves:
 
     def head(self) -> dict[str, Any]:
         """Return what ``restored`` needs beside the columns."""
-        return {"fields": self._names, "names": list(self.values), "size": len(self._counts), "width": self._width}
+        return {
+            "fields": self._names,
+            "names": list(self.values),
+            "size": len(self._counts),
+            "width": self._width,
+            "breaks": self.breaks,
+        }
 
     @classmethod
     def restored(cls, head: Mapping[str, Any], data: memoryview) -> tuple[Curves, memoryview]:
@@ -124,7 +144,7 @@ class Curves:
         """
         found = cls(head["fields"])
         found.values = {name: (array("d"), array("d"), array("d")) for name in head["names"]}
-        found._width = int(head["width"])
+        found._width, found.breaks = int(head["width"]), head["breaks"]
         size = int(head["size"])
         for number, column in enumerate(found.columns()):
             column.frombytes(data[8 * size * number : 8 * size * (number + 1)])
@@ -339,13 +359,16 @@ class RunFollower:
     def _take_step(self, event: EventRecord) -> None:
         seconds = float(event["step_time"])
         self._seconds += seconds
-        self.curves.add(event, self._seconds)
+        after_loss = self.last_step is not None and lost_between(self.last_step, event)
+        self.curves.add(event, self._seconds, after_loss=after_loss)
+        before = (self.last_step or {}).get("metrics") or {} if after_loss else {}
         for name, value in (event.get("metrics") or {}).items():
             if name not in self.metrics:
                 if len(self.metrics) >= _MOST_METRICS or len(name) > _LONGEST_NAME:
                     continue
                 self.metrics[name] = Curves((name,))
-            self.metrics[name].add({"step": event["step"], "tokens": event.get("tokens"), name: value}, self._seconds)
+            row = {"step": event["step"], "tokens": event.get("tokens"), name: value}
+            self.metrics[name].add(row, self._seconds, after_loss=name in before)
         self.last_step = event
 
     def _take_other(self, event: EventRecord, kind: str) -> None:
@@ -357,7 +380,7 @@ class RunFollower:
                 for curves in self.metrics.values():
                     curves.cut(kept)
                 at = self.curves.positions["step"]
-                self.last_step = {**self.last_step, "step": int(at[-1])} if self.last_step and at else None
+                self.last_step = {**self.last_step, "step": kept} if self.last_step and at else None
         if kind == "start":
             self.start, self.finish = event, None
         elif kind == "finish":

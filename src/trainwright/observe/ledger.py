@@ -76,6 +76,8 @@ _TAIL_BYTES = 2**16
 _LARGEST_SECONDS = 1e11
 _RANK = re.compile(r"rank-(\d{1,9})\.jsonl")
 _MOST_LOST = 1000  # returns to an earlier step that are told apart
+SHOWN_RANKS = 8  # with curves or figures of their own, as many as a node has GPUs
+_READING = 1000.0  # seconds between two looks at the newest lines, per second that a look takes
 _LONGEST_END = 10.0  # seconds; after an older line, the rank could not write its last one
 
 
@@ -108,7 +110,8 @@ class LedgerWriter:
     """Append what ``own`` has counted to the ledger of a run, from a thread; a disk error ends nothing.
 
     Args:
-        sample: returns what the machine does now, for the same line.
+        sample: returns what the machine has done since the last call, for the same line; the first and the last line
+            have none, as of a few milliseconds it would say nothing.
     """
 
     def __init__(self, run: Path, rank: int, own: Heartbeat, sample: Callable[[], Mapping[str, Any]] = dict) -> None:
@@ -138,9 +141,9 @@ class LedgerWriter:
     def _write_now_and_then(self) -> None:
         self._write()  # also of a launch that is killed at once
         while not self._closed.wait(min(_MOST, max(_LEAST, (time.time() - self._started) * _PART))):
-            self._write()
+            self._write(self._sample())
 
-    def _write(self) -> None:
+    def _write(self, sample: Mapping[str, Any] | None = None) -> None:
         now, spent, use = time.time(), self._own.seconds(), self._own.use
         start = Use("start", waiting=False)
         spent[start] = spent.get(start, 0.0) + self._before
@@ -157,7 +160,7 @@ class LedgerWriter:
             "step": self._own.newest_step,
             "started": round(self._started, 3),
             "seconds": seconds,
-            "system": dict(self._sample()),
+            "system": dict(sample or {}),
         }
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)  # not its parents: a deleted run directory stays deleted
@@ -192,6 +195,29 @@ def count_ends(run: Path, ranks: Iterable[int]) -> None:
 def rank_file(run: Path, rank: int) -> Path:
     """Return the file of a rank's ledger."""
     return run / DIRECTORY / f"rank-{rank}.jsonl"
+
+
+class NewestSamples:
+    """What the machines of the first ranks of a run did when each last wrote to its ledger.
+
+    The files are read at most once a second, and so rarely that reading takes a thousandth of the time.
+    """
+
+    def __init__(self, run: Path, ranks: int) -> None:
+        self._files = [rank_file(run, rank) for rank in range(min(ranks, SHOWN_RANKS))]
+        self._samples: list[Mapping[str, Any]] = []
+        self._due = 0.0
+
+    def __call__(self) -> Sequence[Mapping[str, Any]]:
+        """Return a sample for each rank that has one."""
+        begun = time.monotonic()
+        if begun >= self._due:
+            newest = (next(_lines(reversed(_tail(file).splitlines())), None) for file in self._files)
+            # Before the first step, a sample is of loading.
+            self._samples = [line.system for line in newest if line is not None and line.step >= 0]
+            now = time.monotonic()
+            self._due = now + max(_LEAST, _READING * (now - begun))
+        return self._samples
 
 
 @dataclass(frozen=True)

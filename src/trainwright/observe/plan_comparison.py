@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from trainwright import text
 from trainwright.machine.usage.causes import causes_of
@@ -11,19 +13,35 @@ from trainwright.machine.usage.causes import causes_of
 _FAR = 1.5
 
 
-def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield label, prediction and measurement of everything that has both."""
+class Compared(NamedTuple):
+    """A measurement beside its prediction. ``is_outside``: it is outside of the plan's interval, and is coloured."""
+
+    label: str
+    words: str
+    is_outside: bool
+
+
+def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[Compared]:
+    """Yield everything that has both a prediction and a measurement.
+
+    Args:
+        predicted: see `Plan.predicted`; without its intervals, as from older plans, nothing is outside of one.
+    """
     # The measured peak of a GPU counts tensors only, without its libraries.
     memory = "tensors_bytes" if "tensors_bytes" in predicted and "tensors_bytes" in measured else "memory_bytes"
-    shown: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-        ("memory", memory, text.size),
-        ("step time", "step_time", lambda seconds: f"{seconds:.3g} s"),
-        ("speed", "tokens_per_second", lambda rate: f"{text.count(rate)} tokens/s"),
+    shown: tuple[tuple[str, str, Callable[[float], str], str], ...] = (
+        ("memory", memory, text.size, "memory"),
+        ("step time", "step_time", lambda seconds: f"{seconds:.3g} s", "speed"),
+        ("speed", "tokens_per_second", lambda rate: f"{text.count(rate)} tokens/s", "speed"),
     )
-    for label, name, words in shown:
+    for label, name, words, kind in shown:
         if name in measured and predicted.get(name):
             expected, found = predicted[name], measured[name]
-            yield label, f"{words(expected)} predicted, {words(found)} measured ({_off(found / expected)})"
+            low, high = predicted.get(f"{kind}_low", 0.0), predicted.get(f"{kind}_high", math.inf)
+            ratio = expected / max(found, 1e-9) if name == "step_time" else found / expected
+            is_outside = not low <= ratio <= high
+            off = _off(found / expected) + ", outside of the plan's interval" * is_outside
+            yield Compared(label, f"{words(expected)} predicted, {words(found)} measured ({off})", is_outside)
 
 
 def _off(ratio: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trainwright import text
@@ -26,8 +27,8 @@ class ProgressDisplay(Protocol):
 
     is_drawn: bool
 
-    def begin(self, done: int, remaining: Remaining) -> None:
-        """Start with ``done`` steps."""
+    def begin(self, done: int, remaining: Remaining, machine: Callable[[], list[str]] = list) -> None:
+        """Start with ``done`` steps; ``machine``: returns figures of what the machine does."""
 
     def step(self, event: EventRecord) -> None:
         """Show a step."""
@@ -35,8 +36,8 @@ class ProgressDisplay(Protocol):
     def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
         """Show that ``what`` has been running for ``seconds`` instead of a step; ``for_log``: a log gets a line."""
 
-    def write(self, line: str) -> None:
-        """Print a line."""
+    def write(self, line: str, *, warns: bool = False) -> None:
+        """Print a line; ``warns``: in the color of a warning, where there are colors."""
 
     def close(self) -> None:
         """Remove the display."""
@@ -58,8 +59,8 @@ class Lines:
         self._last = float("-inf")
         self._remaining = Remaining({})
 
-    def begin(self, done: int, remaining: Remaining) -> None:
-        """Start with ``done`` steps."""
+    def begin(self, done: int, remaining: Remaining, machine: Callable[[], list[str]] = list) -> None:
+        """Start with ``done`` steps; a log has no figures of the machine."""
         self._remaining = remaining
 
     def step(self, event: EventRecord) -> None:
@@ -77,7 +78,7 @@ class Lines:
         if for_log:
             self.write(in_log(what, seconds, fraction))
 
-    def write(self, line: str) -> None:
+    def write(self, line: str, *, warns: bool = False) -> None:
         """Print a line."""
         say(line, file=self._stream)
 
@@ -114,10 +115,11 @@ class Bar:
         self._drawn = 0.0
         self._drawn_before = False  # whether the bar was already drawn
         self._remaining = Remaining({})
+        self._machine: Callable[[], list[str]] = list
 
-    def begin(self, done: int, remaining: Remaining) -> None:
+    def begin(self, done: int, remaining: Remaining, machine: Callable[[], list[str]] = list) -> None:
         """Start the bar with ``done`` steps."""
-        self._remaining = remaining
+        self._remaining, self._machine = remaining, machine
         self._task = self._progress.add_task("train", total=remaining.total, completed=done, done="", figures="")
         self._done = done
         self._show([])
@@ -131,7 +133,8 @@ class Bar:
         if now - self._drawn >= _REDRAW_SECONDS or self._done == self._remaining.total:
             self._drawn = now
             loss, *others = figures(event)
-            self._show([loss, f"{text.duration(left)} left", *others])
+            mfu = [others.pop()] if "mfu" in event else []  # long, and for wide terminals
+            self._show([loss, f"{text.duration(left)} left", *others, *self._machine(), *mfu])
 
     def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
         """Show a long operation, with its seconds."""
@@ -161,13 +164,13 @@ class Bar:
         self._progress.update(self._task, completed=self._done, done=done, figures=text.encodable(shown, self._stream))
         self._progress.refresh()
 
-    def write(self, line: str) -> None:
+    def write(self, line: str, *, warns: bool = False) -> None:
         """Print a line above the bar."""
         if self._drawn_before:
             text.draw("", self._stream)
             self._drawn_before = False
         shown = text.wrapped(text.printable(line), text.columns(self._stream, 80))
-        self._console.print(text.encodable(shown, self._stream), soft_wrap=True)
+        self._console.print(text.encodable(shown, self._stream), soft_wrap=True, style="yellow" if warns else None)
 
     def close(self) -> None:
         """Remove the bar."""

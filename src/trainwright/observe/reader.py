@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,6 +139,18 @@ def precision_of(start: EventRecord) -> str:
     """Return the precision of a `start` event in words."""
     computed = str(start.get("mixed_precision")).replace("no", "fp32")
     return f"{computed}, fp32 products in TF32" if start.get("tf32") else computed
+
+
+def lost_between(before: EventRecord, after: EventRecord) -> bool:
+    """Return whether steps are missing between two ``step`` events."""
+    return int(after["step"]) > int(before["step"]) + 1
+
+
+def part_of(breaks: Sequence[int], step: int) -> int:
+    """Return in which part of a curve a step is: how many of ``breaks``, before each of which steps are missing, are up
+    to it. A curve has a gap between two points of different parts.
+    """
+    return bisect_right(breaks, step)
 
 
 def resumed_step(start: EventRecord) -> int | None:

@@ -87,11 +87,14 @@ class Plan:
 
         ``mfu`` is left out if the peak rate is unknown; ``nominal_peak`` is 1 if it is that of a datasheet.
         ``calibrated`` and ``measured`` are 1 if times are from rates that the calibration or the quick measurement
-        found on this machine. ``correction``: the factor on the step time from this machine's own runs.
+        found on this machine. ``correction``: the factor on the step time from this machine's own runs. The ``low`` and
+        ``high`` of memory and speed are the interval of measured to predicted values of such runs, see `Errors`.
         """
         predicted: dict[str, float] = {
             "memory_bytes": self.chosen.memory.total,
             "tensors_bytes": self.chosen.memory.allocated,
+            "memory_low": self.chosen.errors.memory.low,
+            "memory_high": self.chosen.errors.memory.high,
         }
         if self.chosen.time is not None:
             predicted["step_time"] = self.chosen.time.seconds
@@ -101,6 +104,10 @@ class Plan:
                 predicted["nominal_peak"] = float(self.chosen.time.peak_is_nominal)
             predicted["calibrated"] = float(self.calibrated)
             predicted["correction"] = self.correction.seconds
+            predicted["speed_low"], predicted["speed_high"] = (
+                self.chosen.errors.speed.low,
+                self.chosen.errors.speed.high,
+            )
             predicted["measured"] = float(self.basis.measurement is not None)
         if self.chosen.choice.threads is not None:
             predicted["threads"] = self.chosen.choice.threads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any
 from trainwright.errors import RequestError
 from trainwright.installation import install_command
 from trainwright.machine.cache import cache_root, try_write
+from trainwright.observe.reader import part_of
 from trainwright.reports.figures import Curve, RunFigures, curves_of
 
 AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Seconds of training", "flops": "FLOPs"}
@@ -47,7 +47,7 @@ def _rows(curve: Curve, run: str, places: Mapping[str, Mapping[int, float]]) -> 
     for index, (step, value) in enumerate(curve.points):
         row = {axis: _near(places[axis], step) for axis in AXES} | {"step": step, "value": value, "run": run}
         row |= {smoothing_field(weight): values[index] for weight, values in curve.smoothed.items()}
-        rows.append(row | {"part": bisect_right(curve.breaks, step)})
+        rows.append(row | {"part": part_of(curve.breaks, step)})
     sizes = Counter(row["part"] for row in rows)
     return [row | {"alone": True} if sizes[row["part"]] == 1 else row for row in rows]
 

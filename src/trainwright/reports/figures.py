@@ -16,7 +16,7 @@ from trainwright.errors import RequestError
 from trainwright.launch.run_directory import RECIPE
 from trainwright.machine.sharing import is_locked
 from trainwright.observe.following import RunFollower
-from trainwright.observe.reader import EventRecord, read_log, read_recipe
+from trainwright.observe.reader import EventRecord, lost_between, read_log, read_recipe
 from trainwright.paths import run_path
 
 # Curves over steps: the field of a `step` event, its title, and its unit.
@@ -279,7 +279,7 @@ def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
         most: points of a curve; a longer one is thinned, with the extremes of each part kept.
     """
     found: dict[str, Curve] = {}
-    lost = [(before, after) for before, after in pairwise(run.steps) if after["step"] > before["step"] + 1]
+    lost = [(before, after) for before, after in pairwise(run.steps) if lost_between(before, after)]
     for name, (title, unit) in CURVES.items():
         found[name] = Curve(title, unit, breaks=[int(after["step"]) for _, after in lost])
         scale = 2**30 if unit == "GiB" else 1

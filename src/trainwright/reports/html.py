@@ -35,6 +35,7 @@ def table(
     text: Sequence[int] = (),
     numbers: Sequence[int] = (),
     names: Sequence[int] = (),
+    warned: Sequence[int] = (),
 ) -> str:
     """Return a table.
 
@@ -42,6 +43,7 @@ def table(
         text: columns of longer text, whose line breaks are kept.
         numbers: columns of numbers that are compared with each other: on one line, and one below the other.
         names: columns of names that may be very long: cut at the width of the column, and shown whole as a tooltip.
+        warned: rows in the color of a warning.
     """
     kinds = dict.fromkeys(text, " class=text dir=auto") | dict.fromkeys(numbers, " class=number")
     kinds |= dict.fromkeys(names, " class=name")
@@ -50,13 +52,13 @@ def table(
         for column, name in enumerate(head)
     )
     lines = "".join(
-        "<tr>"
+        f"<tr{' class=warn' if number in warned else ''}>"
         + "".join(
             f"<td{kinds.get(column, '')}{_tooltip(cell) if column in names else ''}>{escaped(cell)}</td>"
             for column, cell in enumerate(row)
         )
         + "</tr>"
-        for row in rows
+        for number, row in enumerate(rows)
     )
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{shown}</tr></thead><tbody>{lines}</tbody></table></div>'

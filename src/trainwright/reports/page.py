@@ -146,7 +146,8 @@ def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
     predicted = run.start.get("predicted", {})
     lines = list(compared(predicted, measured))
     if lines:
-        yield table(["", "This run"], [(label.capitalize(), words) for label, words in lines])
+        outside = [number for number, line in enumerate(lines) if line.is_outside]
+        yield table(["", "This run"], [(line.label.capitalize(), line.words) for line in lines], warned=outside)
         yield "".join(prose(f"{why}.") for why in reasons_of(predicted, measured))
     charts = []
     chosen = mapping(plan.get("chosen"))

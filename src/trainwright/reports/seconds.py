@@ -5,17 +5,17 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from trainwright import text
-from trainwright.observe.ledger import CATEGORIES, TRAINING, RankLedger
+from trainwright.observe.ledger import CATEGORIES, SHOWN_RANKS, TRAINING, RankLedger
 from trainwright.observe.reader import EventRecord
 from trainwright.reports.charts import Specification, bar_chart, heat_chart, time_chart
 from trainwright.reports.figures import RunFigures, is_number, thinned
 from trainwright.reports.html import Page, table
 
-_RANKS = 8  # of more, a summary is shown
 _POINTS = 400
 _MOST_ROWS = 50
 # Measures of the ledger's samples: title, unit, and what the values are multiplied by.
@@ -59,7 +59,7 @@ def where_time_went(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -
     trained = sum(rank.trained * rank.wall for rank in ledger) / max(sum(rank.wall for rank in ledger), 1e-9)
     yield f"<p>{trained:.1%} of the time of all ranks was used for {', '.join(TRAINING[:-1])} and {TRAINING[-1]}.</p>"
     categories = [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)]
-    heads = [f"Rank {rank.rank}" for rank in ledger] if len(ledger) <= _RANKS else ["Mean", "Least", "Most"]
+    heads = [f"Rank {rank.rank}" for rank in ledger] if len(ledger) <= SHOWN_RANKS else ["Mean", "Least", "Most"]
     yield table(
         ["Seconds", *heads], [_of_category(name, ledger) for name in categories], numbers=range(1, len(heads) + 1)
     )
@@ -74,27 +74,53 @@ def where_time_went(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -
 def _of_category(name: str, ledger: Sequence[RankLedger]) -> tuple[str, ...]:
     """Return a row of the table: the seconds of every rank, or a summary of many."""
     values = [rank.seconds.get(name, 0.0) for rank in ledger]
-    shown = values if len(values) <= _RANKS else [statistics.fmean(values), min(values), max(values)]
+    shown = values if len(values) <= SHOWN_RANKS else [statistics.fmean(values), min(values), max(values)]
     # All in one unit, as ranks are compared.
     return (name.capitalize(), *(f"{value:,.{1 if value >= 10 else 2}f}" if value else "" for value in shown))
 
 
+@dataclass(frozen=True)
+class MachineCurves:
+    """A measure of what the machines of the first ranks did.
+
+    Attributes:
+        is_notable: something shows in it that most machines have nothing of. The others are folded on a page.
+        points: by rank the seconds since the run began, and the values.
+    """
+
+    title: str
+    unit: str
+    is_notable: bool
+    points: Mapping[int, Sequence[tuple[float, float]]]
+
+
+def machine_curves(ledger: Sequence[RankLedger], most: int = _POINTS) -> Iterator[MachineCurves]:
+    """Yield every measure that the samples of the first ranks have, with at most ``most`` points of a rank."""
+    begun = min((rank.lines[0].started for rank in ledger), default=0.0)
+    for name, (title, unit, scale) in _MEASURES.items():
+        points = {}
+        for rank in ledger[:SHOWN_RANKS]:
+            values = ((index, _measure(line.system, name)) for index, line in enumerate(rank.lines))
+            shown = thinned([(index, value * scale) for index, value in values if value is not None], most)
+            points[rank.rank] = [(rank.lines[index].time - begun, value) for index, value in shown]
+        least = _NOTABLE.get(name, 0.0) * scale
+        if any(value >= least for of_rank in points.values() for _, value in of_rank):
+            yield MachineCurves(title, unit, name in _NOTABLE, points)
+
+
 def machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
     """Yield charts of what the machines of the first ranks did."""
-    begun = min((rank.lines[0].started for rank in ledger), default=0.0)
-    notable: list[Specification] = []
-    usual: list[Specification] = []
-    for name, (title, unit, scale) in _MEASURES.items():
-        rows: list[dict[str, Any]] = []
-        for rank in ledger[:_RANKS]:
-            values = ((index, _measure(line.system, name)) for index, line in enumerate(rank.lines))
-            for index, value in thinned([(i, v * scale) for i, v in values if v is not None], _POINTS):
-                rows.append({"after": rank.lines[index].time - begun, "value": value, "run": f"rank {rank.rank}"})
-        if any(row["value"] >= _NOTABLE.get(name, 0.0) * scale for row in rows):
-            (notable if name in _NOTABLE else usual).append(time_chart(title, unit, rows))
+    charts: dict[bool, list[Specification]] = {True: [], False: []}
+    for curves in machine_curves(ledger):
+        rows = [
+            {"after": after, "value": value, "run": f"rank {rank}"}
+            for rank, points in curves.points.items()
+            for after, value in points
+        ]
+        charts[curves.is_notable].append(time_chart(curves.title, curves.unit, rows))
     yield from _limited(ledger)
-    yield page.charts(notable)
-    if usual:
+    yield page.charts(charts[True])
+    if usual := charts[False]:
         yield f"<details><summary>{text.plural(len(usual), 'more chart')}</summary>{page.charts(usual)}</details>"
 
 

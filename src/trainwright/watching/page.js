@@ -29,7 +29,8 @@ const rows = new Map(), selected = new Set(), received = new Map();  // by id; i
 const stopping = new Set();  // ids of runs that were asked to stop and still train
 let columns = COLUMNS;  // and one for each key in which the recipes of the ticked runs differ
 let order = "changed", descending = true, opened = null, drawn = "", asking = false, chosen = false, edited = false;
-let pointer = null;  // the place on the horizontal axis that is pointed at
+let pointer = null;  // what is pointed at: the place on the horizontal axis of a group of charts
+let machine = [];  // the curves of what the ranks of the opened run do
 const pointed = new Map();  // by chart what shows the values there
 
 // Show an element for each item. Those of before stay, so that what is open or focused, and a click, outlast updates.
@@ -107,8 +108,10 @@ function fill(found, row, key) {
   if (key === "status") found.className = `status ${row.status}`;
 }
 
-const color = id => COLORS[rows.get(id).number % COLORS.length];
-const dash = id => DASHES[Math.floor(rows.get(id).number / COLORS.length) % DASHES.length];
+// A line is of a run, by its id, or of a rank, by its number.
+const number = line => typeof line === "number" ? line : rows.get(line).number;
+const color = line => COLORS[number(line) % COLORS.length];
+const dash = line => DASHES[Math.floor(number(line) / COLORS.length) % DASHES.length];
 
 function mark(place, id) {
   place.className = "mark";
@@ -178,18 +181,22 @@ function draw(names) {
   const wanted = all.filter(name => title(name).toLowerCase().includes(text)).sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
   at("empty").textContent = wanted.length ? "" : all.length ? "No chart has this name." : names.length ? "No values yet."
     : "Tick runs in the table to draw their curves over each other.";
-  pointed.clear();
-  keep(at("charts"), wanted, name => name, name => {
-    const chart = element("figure");
-    chart.append(element("figcaption", title(name)), element("p", "", { className: "values" }), element("div"));
-    return chart;
-  });
+  keep(at("charts"), wanted, name => name, name => figure(title(name)));
   for (const chart of at("charts").children) {
+    // Only what varies from step to step is smoothed.
+    const isSmooth = chart.dataset.key === "learning_rate" || chart.dataset.key.startsWith("validation/");
+    const weight = isSmooth ? 0 : Number(at("smoothing").value), axis = at("axis").selectedOptions[0].textContent;
     const curves = new Map(names.filter(id => received.get(id).curves.has(chart.dataset.key))
       .map(id => [id, scaled(received.get(id).curves.get(chart.dataset.key), chart.dataset.key)]));
-    picture(chart, curves);
+    picture(chart, curves, { axis, weight, log: at("log").checked });
   }
   point();
+}
+
+function figure(caption) {
+  const chart = element("figure");
+  chart.append(element("figcaption", caption), element("p", "", { className: "values" }), element("div"));
+  return chart;
 }
 
 const title = name => name === "memory_bytes" ? "memory (GiB)" : name.replace("/", " ").replaceAll("_", " ");
@@ -208,8 +215,9 @@ function smooth(values, weight) {
   });
 }
 
-function picture(chart, curves) {
-  const log = at("log").checked, place = chart.lastChild, width = Math.max(240, place.clientWidth), height = 220;
+function picture(chart, curves, { axis, weight = 0, log = false }) {
+  pointed.delete(chart);
+  const place = chart.lastChild, width = Math.max(240, place.clientWidth), height = 220;
   const [left, right, top, bottom] = [58, 14, 8, 26];
   const usable = (x, y) => x != null && y != null && (!log || y > 0);
   const level = y => log ? Math.log10(y) : y;
@@ -224,10 +232,7 @@ function picture(chart, curves) {
   if (y0 === y1) { const room = log ? 0.1 : Math.abs(y0) / 10 || 1; [y0, y1] = [y0 - room, y1 + room]; }
   const across = x => left + (x - x0) / (x1 - x0 || 1) * (width - left - right);
   const up = y => height - bottom - (level(y) - y0) / (y1 - y0 || 1) * (height - top - bottom);
-  // Only what varies from step to step.
-  const isSmooth = chart.dataset.key === "learning_rate" || chart.dataset.key.startsWith("validation/");
-  const weight = isSmooth ? 0 : Number(at("smoothing").value), axis = at("axis").selectedOptions[0].textContent;
-  const found = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${title(chart.dataset.key)} by ${axis}` });
+  const found = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${chart.firstChild.textContent} by ${axis}` });
   for (const x of ticks(x0, x1, width < 500 ? 4 : 8)) found.append(svg("text", { x: across(x), y: height - 8, "text-anchor": "middle" },
     Intl.NumberFormat("en", { notation: "compact" }).format(x)));
   const levels = log ? between(y0, y1) : ticks(y0, y1, 5), digits = log ? 0 : Math.max(0, -Math.floor(Math.log10(levels[1] - levels[0] || 1) + 1e-9));
@@ -282,24 +287,26 @@ function hover(chart, found, curves, { width, height, left, right, top, bottom, 
   found.append(cursor);
   found.onpointermove = event => {
     const box = found.getBoundingClientRect();
-    pointer = x0 + ((event.clientX - box.left) * width / box.width - left) / (width - left - right) * (x1 - x0 || 1);
+    const x = x0 + ((event.clientX - box.left) * width / box.width - left) / (width - left - right) * (x1 - x0 || 1);
+    pointer = { x, group: chart.closest("section") };
     point();
   };
   found.onpointerleave = () => { pointer = null; point(); };
   pointed.set(chart, () => {
     cursor.setAttribute("visibility", "hidden");
     const values = [];
+    const x = pointer?.group === chart.closest("section") ? pointer.x : null;
     let nearest = null;
-    if (pointer != null) for (const [id, [places, means]] of curves) {
+    if (x != null) for (const [id, [places, means]] of curves) {
       let best = -1;
       places.forEach((place, i) => {
-        if (place != null && means[i] != null && (best < 0 || Math.abs(place - pointer) < Math.abs(places[best] - pointer))) best = i;
+        if (place != null && means[i] != null && (best < 0 || Math.abs(place - x) < Math.abs(places[best] - x))) best = i;
       });
       if (best < 0) continue;
       const value = element("span");
       value.append(mark(element("i"), id), short(means[best]));
       values.push(value);
-      if (nearest == null || Math.abs(places[best] - pointer) < Math.abs(nearest - pointer)) nearest = places[best];
+      if (nearest == null || Math.abs(places[best] - x) < Math.abs(nearest - x)) nearest = places[best];
     }
     chart.querySelector(".values").replaceChildren(...values);
     if (nearest == null || nearest < x0 || nearest > x1) return;
@@ -309,7 +316,7 @@ function hover(chart, found, curves, { width, height, left, right, top, bottom, 
 }
 
 function point() {
-  for (const show of pointed.values()) show();
+  for (const [chart, show] of pointed) if (chart.isConnected) show(); else pointed.delete(chart);
 }
 
 // Show the page of the run that the address names, or the table.
@@ -358,15 +365,17 @@ async function show(id) {
   keep(at("file"), found.logs, name => name, name => element("option", name));
   const first = found.logs.includes(file) ? file : found.logs.find(name => name.startsWith("rank-"));
   if (first) at("file").value = first;
-  await time();
+  await time(trains);
   await log();
 }
 
 // A row for each category, a column for each rank: few ranks fit a narrow window, and many scroll.
-async function time() {
+async function time(trains) {
   const run = opened;
-  const { categories, ranks } = await ask("seconds", { run }).catch(() => ({ categories: [], ranks: [] }));
+  const { categories, ranks, machine: curves } = await ask("seconds", { run }).catch(() => ({ categories: [], ranks: [], machine: [] }));
   if (run !== opened) return;
+  machine = curves;
+  machines(ranks, trains);
   at("time").hidden = !ranks.length;
   at("ranks").replaceChildren(element("th", "Seconds"), ...ranks.map(each => element("th", `Rank ${each.rank}`)));
   const whole = ranks.map(each => Object.values(each.seconds).reduce((a, b) => a + b, 0) || 1);
@@ -384,6 +393,41 @@ async function time() {
   const last = element("tr");
   last.append(element("th", "in training", { scope: "row" }), ...ranks.map(each => element("td", `${(100 * each.trained).toFixed(1)}%`)));
   at("seconds").replaceChildren(...lines, last);
+}
+
+// A row for each rank while the run trains, and charts over its seconds; folded unless something shows in them.
+function machines(ranks, trains) {
+  at("machine").hidden = !machine.length;
+  at("now").hidden = !trains;
+  const measures = [["use", "Use"], ["memory", "Memory"], ["power", "Power"], ["temperature", "Temp"]]
+    .filter(([name]) => ranks.some(each => name in each.now));
+  at("measures").replaceChildren(...[["", "Rank"], ...measures].map(([, title]) => element("th", title, { scope: "col" })));
+  at("use").replaceChildren(...ranks.map(({ rank, now }) => {
+    const row = element("tr");
+    row.append(element("th", `${rank}`, { scope: "row" }), ...measures.map(([name]) => element("td", now[name] ?? "")));
+    return row;
+  }));
+  const lines = [...new Set(machine.flatMap(each => Object.keys(each.ranks).map(Number)))].sort((a, b) => a - b);
+  keep(at("colors"), lines.length > 1 ? lines : [], String, rank => {
+    const entry = element("li");
+    entry.append(mark(element("i"), rank), `rank ${rank}`);
+    return entry;
+  });
+  for (const id of ["notable", "usual"])
+    keep(at(id), machine.filter(each => each.notable === (id === "notable")), each => each.title, each => figure(each.title));
+  const count = at("usual").children.length;
+  at("folded").hidden = !count;
+  at("folded").firstChild.textContent = `${count} more chart${count === 1 ? "" : "s"}`;
+  drawMachine();
+}
+
+function drawMachine() {
+  for (const { title, notable, ranks } of machine) {
+    if (!notable && !at("folded").open) continue;  // it has no width until it is unfolded
+    const chart = [...at(notable ? "notable" : "usual").children].find(each => each.dataset.key === title);
+    picture(chart, new Map(Object.entries(ranks).map(([rank, [xs, ys]]) => [Number(rank), [xs, ys, ys, ys]])), { axis: "seconds" });
+  }
+  point();
 }
 
 async function log() {
@@ -444,7 +488,8 @@ at("stop").onclick = async () => {
 at("checkpoint").onclick = async () => {
   at("answer").textContent = await ask("checkpoint", { run: opened }, "POST").catch(error => error.message);
 };
-addEventListener("resize", () => { drawn = ""; refresh(); });
+at("folded").ontoggle = drawMachine;
+addEventListener("resize", () => { drawn = ""; refresh(); drawMachine(); });
 addEventListener("hashchange", route);
 table();
 const stream = new EventSource(address("events"));

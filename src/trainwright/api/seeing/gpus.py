@@ -87,8 +87,8 @@ class MachineUse:
         processes = [{**asdict(each), "run": None if each.run is None else str(each.run)} for each in self.processes]
         return {"gpus": gpus, "processes": processes}
 
-    def lines(self, width: int | None = None) -> Iterator[str]:
-        """Yield the lines of ``trainwright gpus``, see `text.table`."""
+    def gpu_lines(self, width: int | None = None) -> Iterator[str]:
+        """Yield the lines of the GPUs, see `text.table`."""
         if self.gpus:
             head = ["GPU", "USE", "MEMORY", "POWER", "TEMP", "NAME"]
             yield from text.table([head, *(_columns(*each) for each in enumerate(self.gpus))], width)
@@ -96,6 +96,9 @@ class MachineUse:
             machine = detect()
             of_cpu = f": {machine.describe()}" if machine.is_here and not machine.gpus else ""
             yield f"no NVIDIA GPU can be read here; runs train on the CPU{of_cpu}"
+
+    def process_lines(self, width: int | None = None) -> Iterator[str]:
+        """Yield the lines of the processes."""
         if self.processes:
             yield ""
             of_gpus = ["GPU", "GPU MEMORY"] if self.gpus else []
@@ -106,9 +109,13 @@ class MachineUse:
             yield "no run trains on this machine" + (", and no program uses a GPU" if self.gpus else "")
 
 
-def machine_use(seconds: float) -> MachineUse:
-    """Return what the GPUs of this machine and the ranks of runs do; CPU use is measured for ``seconds``."""
-    ranks, gpus = _ranks(), all_gpus()
+def machine_use(seconds: float, gpus: Sequence[Mapping[str, Any]] | None = None) -> MachineUse:
+    """Return what the GPUs of this machine and the ranks of runs do; CPU use is measured for ``seconds``.
+
+    Args:
+        gpus: what `all_gpus` has just returned; None: ask.
+    """
+    ranks, gpus = _ranks(), all_gpus() if gpus is None else gpus
     pids = {*ranks, *(pid for gpu in gpus for pid in gpu.get("processes", ()))}
     begun = time.monotonic()
     before = {pid: _cpu_seconds(pid) for pid in pids}

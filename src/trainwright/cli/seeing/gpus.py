@@ -30,22 +30,30 @@ def gpus(
 
     Ends with 0, or 3: there is a GPU that cannot be used.
     """
-    from trainwright.api.seeing.gpus import machine_use
+    from trainwright.api.seeing.gpus import MachineUse, machine_use
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
+    from trainwright.machine.usage.gpu import all_gpus
 
     if seconds is not None and not watch:
         raise RequestError(f"{seconds:g}: a time between tables needs --watch; add it, or leave the time out")
     interval = _SAMPLE_SECONDS
     with suppress(KeyboardInterrupt):
-        while True:
+        if not watch and not as_json:  # the GPUs are shown while the processes are measured
+            first = MachineUse(all_gpus(), ())
+            for line in first.gpu_lines(width := table_width(sys.stdout)):
+                say(line)
+            for line in machine_use(interval, first.gpus).process_lines(width):
+                say(line)
+        while watch or as_json:
             use = machine_use(interval)
             if as_json:
                 say(json.dumps(use.values(), indent=None if watch else 1), wrap=False)
             else:
-                if watch and is_terminal(sys.stdout):
+                if is_terminal(sys.stdout):
                     clear(sys.stdout)
-                for line in use.lines(table_width(sys.stdout)):
+                width = table_width(sys.stdout)
+                for line in (*use.gpu_lines(width), *use.process_lines(width)):
                     say(line)
             if not watch:
                 break

@@ -7,7 +7,6 @@ and to which process (a terminal's ctrl-C goes to the whole group, a scheduler's
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
@@ -71,6 +70,8 @@ class Flags:
     """
 
     def __init__(self) -> None:
+        import multiprocessing  # every command imports this module
+
         context = multiprocessing.get_context(START_METHOD)
         self.stop: Flag = context.RawValue(ctypes.c_byte, 0)
         self.fresh: Flag = context.RawValue(ctypes.c_byte, 0)

@@ -35,12 +35,14 @@ def gpu_of(address: str) -> dict[str, Any]:
 def asked(library: Any, handle: Any) -> dict[str, Any]:
     """Return what a GPU tells, without what it does not tell.
 
-    ``used`` is the share of the time in which it computed; memory is in bytes, ``power`` in watts, clocks are in MHz,
-    ``temperature`` is in degrees Celsius; ``limited`` names what lowers its clock.
+    ``used`` is the share of the time in which it computed; ``memory`` and ``total_memory`` are in bytes,
+    ``power`` is in watts, clocks are in MHz, ``temperature`` is in degrees Celsius; ``limited`` names what lowers its
+    clock.
     """
     questions: dict[str, Callable[[], Any]] = {
         "used": lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
         "memory": lambda: library.nvmlDeviceGetMemoryInfo(handle).used,
+        "total_memory": lambda: library.nvmlDeviceGetMemoryInfo(handle).total,
         "power": lambda: library.nvmlDeviceGetPowerUsage(handle) / 1000,
         "clock": lambda: library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM),
         "highest_clock": lambda: library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_SM),
@@ -53,8 +55,8 @@ def asked(library: Any, handle: Any) -> dict[str, Any]:
 def all_gpus() -> list[dict[str, Any]]:
     """Return what NVML tells about every GPU of this machine, see `asked`; empty without NVML or a GPU.
 
-    Each also has its ``name``, ``total_memory`` in bytes, and its ``processes``: by pid, the bytes of its memory that
-    they use, None where NVML does not tell.
+    Each also has its ``name``, and its ``processes``: by pid, the bytes of its memory that they use, None where NVML
+    does not tell.
     """
     try:
         import pynvml
@@ -75,7 +77,6 @@ def _gpu_at(library: Any, index: int) -> dict[str, Any]:
         return {"name": f"not readable: {error}"}
     questions: dict[str, Callable[[], Any]] = {
         "name": lambda: library.nvmlDeviceGetName(handle),
-        "total_memory": lambda: library.nvmlDeviceGetMemoryInfo(handle).total,
         "processes": lambda: {
             each.pid: each.usedGpuMemory for each in library.nvmlDeviceGetComputeRunningProcesses(handle)
         },

@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ _SINCE = {
 _CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 _ZONES = re.compile(r"x86_pkg_temp|.*cpu.*")
 _MOST_SENSORS = 4
+_LARGEST = 1e18  # of a figure that is shown
 _CPUINFO_BYTES = 8192  # of a file that is long where there are many cores
 
 
@@ -67,12 +68,44 @@ class Sampler:
             found["clock"] = round(clock)
         if (heat := _temperature(self._root)) is not None:
             found["temperature"] = heat
-        if self._gpu is not None and (gpu := gpu_of(self._gpu)):
+        # A run on the CPU hides the GPUs from itself.
+        if self._gpu is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and (gpu := gpu_of(self._gpu)):
             found["gpu"] = gpu
         return found
 
     def _counters(self) -> Counters:
         return Counters.now(self._parent, self._root, all_threads=False)
+
+
+def figures_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what the ranks of a run do in few characters; of several, the lowest and the highest value of each figure.
+
+    ``use``, ``memory``, ``power`` and ``temperature`` of their GPUs; without GPUs, ``use`` of the processors (100% is
+    one core) and resident ``memory``. What no sample has is left out.
+    """
+    gpus = [gpu for sample in samples if isinstance(gpu := sample.get("gpu"), Mapping)]
+    total = max(_values(gpus, "total_memory"), default=0.0) / 2**30
+    shown = {
+        "use": ("used", "gpu ", 100, "%") if gpus else ("cpu", "cpu ", 100, "%"),
+        "memory": ("memory", "", 2**-30, f"/{total:.0f} GiB" if total else " GiB"),
+        "power": ("power", "", 1, " W"),
+        "temperature": ("temperature" if gpus else "", "", 1, " °C"),  # that of the processors is not a rank's
+    }
+    return {
+        name: f"{label}{_range([scale * value for value in values])}{unit}"
+        for name, (field, label, scale, unit) in shown.items()
+        if (values := _values(gpus or samples, field))
+    }
+
+
+def _values(samples: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    values = (sample.get(name) for sample in samples)
+    return [float(value) for value in values if isinstance(value, int | float) and abs(value) < _LARGEST]
+
+
+def _range(values: Sequence[float]) -> str:
+    ends = (f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in (min(values), max(values)))
+    return "-".join(dict.fromkeys(ends))
 
 
 def process_age(pid: int | None = None) -> float:
