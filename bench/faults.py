@@ -21,9 +21,8 @@ from support.faults.setting import setting
 from support.results import results_directory
 
 from trainwright.drilling import phases
-from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
+from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials, table
 from trainwright.drilling.kinds import KINDS, matching, schedule
-from trainwright.drilling.report import table
 
 
 def main() -> int:

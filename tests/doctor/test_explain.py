@@ -14,8 +14,7 @@ import trainwright as tw
 from tests.support.commands import PATIENCE, environment, trainwright
 from tests.support.runs import Runs
 from trainwright.diagnosis.explain import Diagnosis, advice, explain
-from trainwright.diagnosis.known_error import Role
-from trainwright.diagnosis.table import KNOWN_ERRORS
+from trainwright.diagnosis.known_error import Role, known_errors
 from trainwright.recipe.json_schema import recipe_json_schema
 
 # Each begins with two lines: the issue that has it, and the name of the error, as its thread found it; `unknown` for an
@@ -250,15 +249,15 @@ def test_a_log_that_cannot_be_read_ends_with_2(tmp_path: Path, log: str) -> None
 
 
 def test_names_are_unique_and_every_error_says_why_and_what_to_do() -> None:
-    names = [error.name for error in KNOWN_ERRORS]
+    names = [error.name for error in known_errors()]
     assert len(names) == len(set(names)) > 80
-    assert [error.name for error in KNOWN_ERRORS if not (error.cause and error.fixes and all(error.fixes))] == []
-    assert set(Role) == {error.role for error in KNOWN_ERRORS}
+    assert [error.name for error in known_errors() if not (error.cause and error.fixes and all(error.fixes))] == []
+    assert set(Role) == {error.role for error in known_errors()}
 
 
 def test_fixes_name_only_keys_that_recipes_have() -> None:
     schema = recipe_json_schema()
-    text = " ".join(" ".join((error.cause, *error.fixes, *error.recipe_fixes)) for error in KNOWN_ERRORS)
+    text = " ".join(" ".join((error.cause, *error.fixes, *error.recipe_fixes)) for error in known_errors())
     sections = "train|optimizer|parallel|checkpoint|evaluate|logging|data"
     keys = set(re.findall(rf"(?<![\w./])({sections})\.([a-z_]+)\b(?!\()", text))
     assert len(keys) > 10

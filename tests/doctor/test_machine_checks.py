@@ -19,11 +19,10 @@ from trainwright.doctor.checks.check import CannotCheck, Check, CheckContext, Ch
 from trainwright.doctor.checks.gpus.health import _xids
 from trainwright.doctor.checks.gpus.offload import judged as judged_copies
 from trainwright.doctor.checks.network.interfaces import _adapters
-from trainwright.doctor.checks.network.nccl_variables import EFFECTS, OLD_NAMES
+from trainwright.doctor.checks.network.nccl import EFFECTS, OLD_NAMES
 from trainwright.doctor.checks.processes.links import _judged as judged_sums
-from trainwright.doctor.checks.registry import CHECKS
 from trainwright.doctor.checks.report import MachineReport
-from trainwright.doctor.checks.running import examine
+from trainwright.doctor.checks.running import CHECKS, examine
 from trainwright.doctor.checks.software.kernels import TOLERANCES, Kernel, compare, kernels
 from trainwright.doctor.checks.software.torch_build import _of_build
 from trainwright.doctor.checks.system.cores import _capped, _heat, _shares, _slow

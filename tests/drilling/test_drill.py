@@ -20,17 +20,27 @@ from tests.support.runs import ON_ROWS, ROOT, TINY
 from trainwright.api.drilling import Drill, DrillRequest, _drill, _trials
 from trainwright.cli.main import app
 from trainwright.drilling import phases
-from trainwright.drilling.campaign import BROKEN, HELD, MISSED, SKIPPED, Results, run_trials
+from trainwright.drilling.campaign import (
+    BROKEN,
+    HELD,
+    MISSED,
+    SKIPPED,
+    Results,
+    cells,
+    notes,
+    rows_of,
+    run_trials,
+    shown,
+    table,
+)
 from trainwright.drilling.faults import catalog  # noqa: F401
 from trainwright.drilling.faults.disks import disk_size
+from trainwright.drilling.invariants import Broken, Skipped, Undisturbed, checkpoints_complete, complete_and_same
 from trainwright.drilling.kinds import KINDS, Case, Kind, Trial, Worlds, matching, moved, schedule
-from trainwright.drilling.promises import checkpoints_complete, complete_and_same
-from trainwright.drilling.report import cells, notes, rows_of, shown, table
-from trainwright.drilling.scene import Scene, measures_of, undisturbed_seconds
-from trainwright.drilling.setting import Setting
 from trainwright.drilling.shortened import phases_of, setting_of, shortened, spreads_of
+from trainwright.drilling.trial_environment import Scene, measures_of, undisturbed_seconds
+from trainwright.drilling.trial_settings import Setting
 from trainwright.drilling.undisturbed import refusals
-from trainwright.drilling.verdicts import Broken, Skipped, Undisturbed
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.sections.faults import FaultsSection

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.machine import compilers
-from trainwright.machine.compilers import why_no_triton, why_not_compiled
+from trainwright.machine import processor
+from trainwright.machine.processor import why_no_triton, why_not_compiled
 
 
 @pytest.fixture
@@ -65,5 +65,5 @@ def test_a_gpu_needs_the_headers_of_python(programs: Path) -> None:
 
 def test_a_gpu_needs_triton(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(programs, "gcc")
-    monkeypatch.setattr(compilers, "find_spec", lambda name: None)
+    monkeypatch.setattr(processor, "find_spec", lambda name: None)
     assert why_not_compiled("cuda") == "needs Triton, which is not installed"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainwright.machine.cache import cache_root
-from trainwright.observe import kept
+from trainwright.observe import following
 from trainwright.observe.following import RunFollower
 
 START = {"event": "start", "time": 0.0, "max_steps": 10, "resumed_from": None}
@@ -27,12 +27,12 @@ def add(run: Path, *events: dict[str, Any]) -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "_LONG_BYTES", 1)
+    monkeypatch.setattr(following, "_LONG_BYTES", 1)
     found = tmp_path / "run"
     found.mkdir()
     evaluation = {"event": "evaluate", "time": 5.0, "step": 2, "metrics": {"loss": 2.0}}
     add(found, START, *(step(number) for number in range(1, 5)), evaluation)
-    kept.read_run(found)
+    following.read_run(found)
     return found
 
 
@@ -43,10 +43,10 @@ def facts(run: RunFollower) -> Any:
 
 
 def test_only_what_was_added_is_read_again(run: Path) -> None:
-    assert kept.follower_of(run).unread() == 0
+    assert following.follower_of(run).unread() == 0
     fault = {"event": "fault", "time": 19.0, "step": 5}
     add(run, step(5, 9.0), fault, {**START, "resumed_from": 3, "time": 20.0})
-    again = kept.follower_of(run)
+    again = following.follower_of(run)
     assert 0 < again.unread() < 400
     again.look()
     whole = RunFollower(run)
@@ -58,10 +58,10 @@ def test_half_a_line_is_kept_until_its_rest_is_written(run: Path) -> None:
     line = json.dumps(step(5)) + "\n"
     with (run / "events.jsonl").open("a") as file:
         file.write(line[:30])
-    assert kept.read_run(run).step == 4 and kept.follower_of(run).half_written
+    assert following.read_run(run).step == 4 and following.follower_of(run).half_written
     with (run / "events.jsonl").open("a") as file:
         file.write(line[30:])
-    assert kept.read_run(run).step == 5
+    assert following.read_run(run).step == 5
 
 
 @pytest.mark.parametrize("change", ["replaced", "shortened", "overwritten"])
@@ -75,7 +75,7 @@ def test_another_file_is_read_whole(run: Path, change: str) -> None:
         file.write_text("".join(line + "\n" for line in text.splitlines()[:3]))
     else:
         file.write_text(text.replace('"loss": 1.0', '"loss": 3.0'))  # the same file and size
-    assert kept.follower_of(run).read_bytes == 0
+    assert following.follower_of(run).read_bytes == 0
 
 
 def test_a_damaged_cache_is_left_aside(run: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_damaged_cache_is_left_aside(run: Path) -> None:
     whole = file.read_bytes()
     for damaged in (b"", b"\n", whole[:-8], whole[:40], whole.replace(b'"format": [', b'"format": [9')):
         file.write_bytes(damaged)
-        assert kept.follower_of(run).read_bytes == 0
+        assert following.follower_of(run).read_bytes == 0
 
 
 def test_a_glance_has_the_beginning_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

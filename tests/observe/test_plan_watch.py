@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainwright.engine.events import Event, Notice
-from trainwright.machine.usage.own_process import OwnProcess
-from trainwright.observe.plan_comparison import reasons_of
+from trainwright.machine.usage.sample import OwnProcess
 from trainwright.observe.plan_watch import PlanWatch, Watched
+from trainwright.observe.reader import reasons_of
 
 PLAN = {"predicted": {"step_time": 1.0, "tokens_per_second": 1000.0, "threads": 4, "measured": 1.0}}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainwright.observe import remaining
-from trainwright.observe.remaining import Remaining
+from trainwright.observe import progress
+from trainwright.observe.progress import Remaining
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(remaining.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
 
     def run(self, left: Remaining, *events: tuple[float, dict[str, Any]]) -> None:
         for seconds, event in events:

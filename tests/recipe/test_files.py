@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.errors import RequestError
 from trainwright.recipe.files import parse_json, read_json, read_text
-from trainwright.recipe.sections.model_sizes import check_sizes
+from trainwright.recipe.sections.model import check_sizes
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from trainwright.reports.charts import curve_charts
 from trainwright.reports.comparing import paired_differences, recipe_differences
 from trainwright.reports.figures import RunFigures, curves_of, moving_average, thinned
 from trainwright.reports.html import Page, prose
+from trainwright.reports.page import machines, seconds_by_kind
 from trainwright.reports.remarks import Remarks, write_remarks
-from trainwright.reports.seconds import machines, seconds_by_kind
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\x1b[31m'
 

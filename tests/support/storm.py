@@ -27,9 +27,9 @@ from tests.support.commands import MACHINE, environment
 from tests.support.interruptions import KINDS, MINUTES, Interruption
 from tests.support.runs import ON_ROWS, TINY
 from tests.support.slurm import Slurm
-from trainwright.drilling import phases, promises
+from trainwright.drilling import invariants, phases
+from trainwright.drilling.invariants import Broken, require
 from trainwright.drilling.shortened import shortened
-from trainwright.drilling.verdicts import Broken, require
 from trainwright.recipe.loading import dump_recipe
 
 START, STEP, EVALUATION, CHECKPOINT = "start-up", "step", "evaluation", "checkpoint"
@@ -118,7 +118,7 @@ class _Scene:
             time.sleep(self.draw.uniform(0, 2.0 if self.trial.phase == START else STEP_SECONDS))
             if self._state(job) not in ("RUNNING", "CONFIGURING"):
                 raise _Missed(f"the job was {self._state(job)} before the interruption")
-            reached = promises.last_step(self.run)
+            reached = invariants.last_step(self.run)
             undo = self.interruption.act(self.slurm, job, self.draw)
             self._wait_until(lambda: self._state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), job, "no end")
             undo()
@@ -164,8 +164,8 @@ class _Scene:
     def _check(self, job: str, wanted: Path, reached: int) -> None:
         state, log = self._state(job), self._log()
         require(state in self.interruption.ends, f"the job ended as {state}: {self._shown(job)}\n{log}")
-        promises.complete_and_same(self.run, wanted, exact=True)
-        promises.none_lost(self.run)
+        invariants.complete_and_same(self.run, wanted, exact=True)
+        invariants.none_lost(self.run)
         left = [path.name for path in (self.run / "checkpoints").iterdir() if path.name.startswith(".")]
         require(not left, f"left in checkpoints/: {left}")
         require("Traceback (most recent call last)" not in log, f"a traceback in the log: {log}")
@@ -239,7 +239,7 @@ def make_references(work: Path) -> None:
 def _lost(run: Path) -> int:
     """The most steps that one start did again."""
     lost, last = 0, 0
-    for event in promises.lines(run):
+    for event in invariants.lines(run):
         if event["event"] == "start":
             lost, last = max(lost, last - int(event["resumed_from"] or 0)), int(event["resumed_from"] or 0)
         elif event["event"] == "step":

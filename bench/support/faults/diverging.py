@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainwright.drilling import promises
+from trainwright.drilling import invariants
+from trainwright.drilling.invariants import require
 from trainwright.drilling.kinds import ANY, fault
-from trainwright.drilling.scene import FAILED, Scene
-from trainwright.drilling.verdicts import require
+from trainwright.drilling.trial_environment import FAILED, Scene
 
 
 @fault(
@@ -24,9 +24,9 @@ def diverging(scene: Scene) -> None:
     overrides = [*scene.variant.split(), "checkpoint.every=1", "optimizer.warmup_steps=0"]
     ended = scene.wait(scene.train(*overrides))
     scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
-    reached = promises.last_step(scene.run)
-    saved = promises.checkpoints_complete(scene.run)
+    reached = invariants.last_step(scene.run)
+    saved = invariants.checkpoints_complete(scene.run)
     require(not saved or saved[-1] <= reached, f"checkpoints of {saved}, and only {reached} steps were taken")
     again = scene.go_on(first=overrides)
     scene.expect(again, (FAILED,), ["step", "not finite|nan|inf"])
-    require(promises.last_step(scene.run) == reached, "the second attempt got elsewhere")
+    require(invariants.last_step(scene.run) == reached, "the second attempt got elsewhere")

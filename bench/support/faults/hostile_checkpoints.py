@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from support.faults.setting import REFUSAL_BYTES
-from trainwright.drilling import promises
+from trainwright.drilling import invariants
+from trainwright.drilling.invariants import require
 from trainwright.drilling.kinds import ANY, fault
-from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, Scene
-from trainwright.drilling.verdicts import require
+from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 
 Manifest = dict[str, Any]
 _RANK = "rank-00000.safetensors"
@@ -146,7 +146,7 @@ _CHANGES: dict[str, Callable[[Path, Manifest], None]] = {
 def hostile_checkpoint(scene: Scene) -> None:
     """Not used, in words, with nothing followed outside the run; one before it is used where there is one."""
     scene.stopped_run()
-    steps = promises.checkpoint_steps(scene.run)
+    steps = invariants.checkpoint_steps(scene.run)
     changed = scene.draw.choice([steps[-1:], steps])
     for step in changed:
         _change(scene.run / "checkpoints" / f"step-{step:08d}", _CHANGES[scene.variant])
@@ -158,8 +158,8 @@ def hostile_checkpoint(scene: Scene) -> None:
         return
     scene.expect(ended, (FINISHED, REQUEST, FAILED), "checkpoint|step-")
     if ended.code == FINISHED:
-        promises.complete_and_same(scene.run, scene.reference(), exact=True)
-        resumed = [e.get("resumed_from") for e in promises.lines(scene.run) if e["event"] == "start"][-1]
+        invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+        resumed = [e.get("resumed_from") for e in invariants.lines(scene.run) if e["event"] == "start"][-1]
         require(resumed == steps[-2], f"resumed from {resumed}: the checkpoint of step {steps[-1]} was used")
 
 

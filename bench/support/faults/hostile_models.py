@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from support.faults.setting import REFUSAL_BYTES, REFUSAL_SECONDS
+from trainwright.drilling.invariants import require
 from trainwright.drilling.kinds import fault
-from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, Scene
-from trainwright.drilling.verdicts import require
+from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 
 _WEIGHTS = "model.safetensors"
 

@@ -7,7 +7,7 @@ import os
 import resource
 from pathlib import Path
 
-from trainwright.drilling import phases, promises
+from trainwright.drilling import invariants, phases
 from trainwright.drilling.faults.kills import started
 from trainwright.drilling.kinds import ANY, fault
 from trainwright.drilling.mounts import (
@@ -20,7 +20,7 @@ from trainwright.drilling.mounts import (
     mounts_refused,
     own_mounts,
 )
-from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
+from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 
 _TOO_FEW = r"open files|files open|ulimit -n"
 _SHORT = (FINISHED, REQUEST, MACHINE, FAILED)
@@ -48,7 +48,7 @@ def no_more_files(scene: Scene) -> None:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, number))
     ended = scene.wait(command)
     scene.expect(ended, _SHORT, _TOO_FEW)
-    promises.checkpoints_complete(scene.run)
+    invariants.checkpoints_complete(scene.run)
     scene.as_undisturbed() if ended.code == FINISHED else scene.resumes()
 
 
@@ -89,7 +89,7 @@ def small_cgroup(scene: Scene) -> None:
     if ended.code == FINISHED:
         scene.as_undisturbed(scene.setting.halvable, exact=False)
     elif scene.run.exists():
-        promises.checkpoints_complete(scene.run)
+        invariants.checkpoints_complete(scene.run)
         scene.resumes(overrides=scene.setting.halvable, exact=False)
 
 
@@ -104,4 +104,4 @@ def no_more_time(scene: Scene) -> None:
     resource.prlimit(workers[rank], resource.RLIMIT_CPU, limits)
     ended = scene.wait(command)
     scene.expect(ended, (FAILED, STOPPED), f"rank {rank}" if ended.code == FAILED else "resume")
-    promises.none_lost(scene.run)
+    invariants.none_lost(scene.run)

@@ -6,11 +6,11 @@ import socket
 import sys
 import time
 
-from trainwright.drilling import promises
+from trainwright.drilling import invariants
 from trainwright.drilling.commands import Command, Ended
+from trainwright.drilling.invariants import Broken, require
 from trainwright.drilling.kinds import fault
-from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, Scene
-from trainwright.drilling.verdicts import Broken, require
+from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 
 _WORLDS = (("ddp", 2), ("fsdp", 2), ("ddp", 3))
 # A rank that waits for something that cannot come does not wait for minutes.
@@ -63,7 +63,7 @@ def one_port(scene: Scene) -> None:
         if not done:
             _all_refused(scene, job, str(port))
             continue
-        began = [event["run_directory"] for event in promises.lines(run) if event["event"] == "start"]
+        began = [event["run_directory"] for event in invariants.lines(run) if event["event"] == "start"]
         require(began == [str(run)], f"{run} has the events of {began}")
     if finished[0]:
         scene.as_undisturbed()

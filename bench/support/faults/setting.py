@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from trainwright.drilling.commands import Ended
-from trainwright.drilling.scene import REQUEST, Scene
-from trainwright.drilling.setting import Setting
-from trainwright.drilling.verdicts import require
+from trainwright.drilling.invariants import require
+from trainwright.drilling.trial_environment import REQUEST, Scene
+from trainwright.drilling.trial_settings import Setting
 
 ROOT = Path(__file__).resolve().parents[3]
 # A command that only refuses does so soon, and in bounded memory.

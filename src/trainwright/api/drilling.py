@@ -32,9 +32,9 @@ from trainwright.text import say
 
 if TYPE_CHECKING:
     from trainwright.drilling.campaign import Results
+    from trainwright.drilling.invariants import Undisturbed
     from trainwright.drilling.kinds import Spread, Trial
-    from trainwright.drilling.setting import Setting
-    from trainwright.drilling.verdicts import Undisturbed
+    from trainwright.drilling.trial_settings import Setting
     from trainwright.recipe import schema
     from trainwright.recipe.yaml_text import Tree
 
@@ -78,7 +78,7 @@ class Drill:
 
     def table(self, width: int | None = None) -> str:
         """Return the table for a terminal with ``width`` columns. None: as wide as it is."""
-        from trainwright.drilling.report import shown
+        from trainwright.drilling.campaign import shown
 
         return shown(self.cells, self.notes, width)
 
@@ -172,8 +172,7 @@ class DrillRequest:
 
 def _drill(asked: DrillRequest, progress: bool) -> Drill:
     """Perform the trials that have no verdict yet, in a process that does nothing else."""
-    from trainwright.drilling.campaign import Results
-    from trainwright.drilling.report import cells, notes, rows_of
+    from trainwright.drilling.campaign import Results, cells, notes, rows_of
     from trainwright.drilling.shortened import setting_of, shortened, spreads_of
     from trainwright.launch.ending.stop import interruptible
     from trainwright.launch.group.environment import refuse_worker
@@ -318,8 +317,8 @@ def _perform(
 
 def _undisturbed_seconds(setting: Setting, left: Sequence[Trial], stream: TextIO | None) -> float:
     """Return what a run takes without a fault. Raises MachineError, RequestError or TrainingError if none finishes."""
-    from trainwright.drilling.scene import undisturbed_seconds
-    from trainwright.drilling.verdicts import Undisturbed
+    from trainwright.drilling.invariants import Undisturbed
+    from trainwright.drilling.trial_environment import undisturbed_seconds
 
     try:
         with Activity(stream, "training once without a fault"):

@@ -12,7 +12,7 @@ from trainwright.text import plural, say
 
 if TYPE_CHECKING:
     from trainwright.diagnosis.explain import Diagnosis, LogError
-    from trainwright.diagnosis.run_logs import LogText
+    from trainwright.diagnosis.log import LogText
 
 
 def doctor(
@@ -104,7 +104,7 @@ def _explain(source: str, as_json: bool) -> None:
 def _read(source: str) -> LogText:
     """Return the text of a log, whatever bytes it has."""
     from trainwright.api.doctor.explaining import read_log
-    from trainwright.diagnosis.run_logs import LogText
+    from trainwright.diagnosis.log import LogText
 
     if source == "-":
         return LogText(sys.stdin.buffer.read().decode("utf-8", errors="replace"))
@@ -152,7 +152,7 @@ def _short(finding: LogError, log: LogText) -> str:
 
 
 def _place(log: LogText, number: int, ranks: list[int]) -> str:
-    from trainwright.diagnosis.details import ranks_in_words
+    from trainwright.diagnosis.explain import ranks_in_words
 
     file, line = log.place(number)
     where = f"line {line}" if file is None else f"line {line} of {file}"

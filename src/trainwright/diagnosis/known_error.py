@@ -1,11 +1,14 @@
-"""Describe one kind of error: how it is recognized, what causes it and what to do."""
+"""The known errors, in known_errors.toml: how each is recognized, what causes it and what to do."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
 
 
 class Role(IntEnum):
@@ -72,3 +75,38 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     """Return a pattern for lines in lower case: three times as fast as one that ignores the case."""
     pattern = _LETTERS.sub(lambda found: found[0] if found[0][0] == "\\" else found[0].lower(), pattern)
     return re.compile(_RUN.sub(lambda run: f"{run[1]}{{{int(run[2] == '+')},{_LONGEST_RUN}}}", pattern))
+
+
+@cache
+def known_errors() -> tuple[KnownError, ...]:
+    """Return all known errors. The order matters where one line matches several: the first one counts."""
+    records = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_text(encoding="utf-8"))["error"]
+    return tuple(_read(record) for record in records)
+
+
+def _read(record: dict[str, Any]) -> KnownError:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+    return KnownError(**{**values, "role": Role[record.get("role", "cause").upper()]})
+
+
+def known_error(line: str, *, is_notice: bool = False) -> KnownError | None:
+    """Return the known error that a line of a log reports: a cause before a symptom, a symptom before a follow-up.
+
+    Args:
+        line: one line, without the prefix of a launcher.
+        is_notice: whether the line has the level of a warning or below.
+    """
+    found = (error for error in known_errors() if (error.in_notices or not is_notice) and error.matches(line))
+    return min(found, key=lambda error: error.role, default=None)
+
+
+def is_machine_fault(message: str) -> bool:
+    """Return whether the message of an exception says that hardware, or the connection to another rank, failed."""
+    error = known_error(" ".join(message.split()))
+    return is_lost_connection(message) or (error is not None and error.name == "gpu-hardware")
+
+
+def is_lost_connection(message: str) -> bool:
+    """Return whether the message of an exception only says that another rank cannot be reached any more."""
+    error = known_error(" ".join(message.split()))
+    return error is not None and error.name in ("rank-lost", "rendezvous", "gloo-connect", "nccl-timeout")

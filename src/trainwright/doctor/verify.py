@@ -20,8 +20,7 @@ from trainwright.launch import run_directory
 from trainwright.launch.ending.stop import Stopping
 from trainwright.launch.process import console, preload_worker, prepare_environment, run_in_child
 from trainwright.machine.machine import Machine
-from trainwright.observe.progress import progress_on
-from trainwright.observe.remaining import Remaining
+from trainwright.observe.progress import Remaining, progress_on
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import ModelSection

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.drilling.verdicts import Broken
+from trainwright.drilling.invariants import Broken
 from trainwright.machine.allocator import peak_resident
 
 LOOK_SECONDS = 0.004

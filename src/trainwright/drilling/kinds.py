@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainwright.recipe.strategy_spec import spec_of
 
 if TYPE_CHECKING:
-    from trainwright.drilling.scene import Scene
+    from trainwright.drilling.trial_environment import Scene
 
 # Strategy and number of processes.
 Spread = tuple[str, int]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.drilling.commands import LOOK_SECONDS, Command
-from trainwright.drilling.verdicts import Broken, Missed
+from trainwright.drilling.invariants import Broken, Missed
 
 IMPORTS, PREPARATION, JOINING = "imports", "preparation", "joining"
 FIRST_STEP, STEP, EVALUATION, GENERATION = "first step", "step", "evaluation", "generation"

@@ -11,7 +11,7 @@ from typing import Any
 import trainwright
 from trainwright.drilling import phases
 from trainwright.drilling.kinds import Spread
-from trainwright.drilling.setting import Setting
+from trainwright.drilling.trial_settings import Setting
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import OptimizerSection, Recipe

@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from trainwright.drilling.invariants import Undisturbed
 from trainwright.drilling.kinds import Spread
-from trainwright.drilling.setting import Setting
-from trainwright.drilling.verdicts import Undisturbed
+from trainwright.drilling.trial_settings import Setting
 from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING
 
 # What trials are compared with.

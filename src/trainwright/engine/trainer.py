@@ -41,7 +41,7 @@ from trainwright.engine.progress import EVALUATION, GENERATION, TrainingProgress
 from trainwright.engine.task import Measured
 from trainwright.errors import TrainingError
 from trainwright.machine.usage.counters import Counters
-from trainwright.machine.usage.own_process import OwnProcess
+from trainwright.machine.usage.sample import OwnProcess
 from trainwright.parallel.world import StopRequested
 from trainwright.paths import write_file
 

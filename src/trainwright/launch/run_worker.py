@@ -51,8 +51,7 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.numa import bind
-from trainwright.machine.usage.own_process import OwnProcess
-from trainwright.machine.usage.sample import Sampler
+from trainwright.machine.usage.sample import OwnProcess, Sampler
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.quantization import count_parameters

@@ -15,8 +15,7 @@ from trainwright.errors import RequestError
 from trainwright.models.gpt.config import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OWN
-from trainwright.recipe.sections.model_sizes import check_sizes
+from trainwright.recipe.sections.model import OWN, check_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

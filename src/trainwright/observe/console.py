@@ -15,10 +15,16 @@ from trainwright.machine.usage.sample import figures_of
 from trainwright.models.supported import class_in
 from trainwright.models.usage import evaluating
 from trainwright.observe.ledger import NewestSamples
-from trainwright.observe.plan_comparison import compared, reasons_of
-from trainwright.observe.progress import progress_on
-from trainwright.observe.reader import EarlierEvents, EventRecord, precision_of, read_earlier, resumed_step
-from trainwright.observe.remaining import Remaining
+from trainwright.observe.progress import Remaining, progress_on
+from trainwright.observe.reader import (
+    EarlierEvents,
+    EventRecord,
+    compared,
+    precision_of,
+    read_earlier,
+    reasons_of,
+    resumed_step,
+)
 
 _LINE_SECONDS = 5.0
 # A log says that a step takes long only after this time: it has lines of other steps.

@@ -17,7 +17,7 @@ from trainwright.machine.detect import detect
 from trainwright.machine.measured.own_runs import remember, run_of
 from trainwright.machine.usage.causes import Cause, causes_of, in_words
 from trainwright.machine.usage.counters import Counters
-from trainwright.machine.usage.own_process import OwnProcess
+from trainwright.machine.usage.sample import OwnProcess
 from trainwright.recipe.strategy_spec import spec_of
 from trainwright.registries import STRATEGIES
 

@@ -25,8 +25,7 @@ from trainwright.planning.memory.inventory import OUTSIDE, Weight, inventory
 from trainwright.planning.operations import BatchShape
 from trainwright.planning.workload import ReferenceWork, Workload, adapter_of, quantization_of
 from trainwright.recipe.files import read_json
-from trainwright.recipe.sections.model import OWN
-from trainwright.recipe.sections.model_sizes import check_sizes
+from trainwright.recipe.sections.model import OWN, check_sizes
 
 if TYPE_CHECKING:
     from trainwright.data.sources.row_files import Row

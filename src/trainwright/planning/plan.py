@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.machine.compilers import why_not_compiled
 from trainwright.machine.describe import Cluster
 from trainwright.machine.measured.own_runs import Correction
+from trainwright.machine.processor import why_not_compiled
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions, worlds
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.processes import in_range

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.recipe import parallel_checks
 from trainwright.recipe.contradiction import Contradiction
-from trainwright.recipe.sections.model_sizes import absurd_sizes
+from trainwright.recipe.sections.model import absurd_sizes
 from trainwright.registries import TASKS
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
+    StringConstraints,
     create_model,
     model_serializer,
     model_validator,
@@ -39,7 +40,6 @@ from trainwright.recipe.sections.fields import (
 from trainwright.recipe.sections.launch import LaunchSection
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
-from trainwright.recipe.sections.push import PushSection
 from trainwright.recipe.sections.train import TrainSection
 from trainwright.recipe.task_spec import TaskSpec
 from trainwright.registries import METRICS, OBSERVERS, TASKS
@@ -312,3 +312,17 @@ def _with_a_corpus_for_the_tokenizer(values: dict[str, Any]) -> dict[str, Any]:
         if name == "characters" or (kind == "bpe" and rest.isdigit()):
             return {**values, "model": {**model, "tokenizer": f"{name}:{source}"}}
     return values
+
+
+class PushSection(Section):
+    """Upload of the finished model to the Hugging Face Hub. The token comes from HF_TOKEN or `hf auth login`."""
+
+    repository: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")] = Field(
+        description="Repository, owner/name; it is created if it does not exist."
+    )
+    private: bool = Field(True, description="Create the repository as private.")
+    checkpoints: bool = Field(
+        False,
+        description="Also upload every checkpoint, to checkpoints/ in the repository, while the run goes on; if "
+        "uploads take longer than the time between checkpoints, only the newest.",
+    )

@@ -14,13 +14,15 @@ from typing import Any
 from trainwright.api.seeing.runs import directories, unreadable
 from trainwright.errors import RequestError
 from trainwright.launch.run_directory import RECIPE
-from trainwright.observe.following import RunFollower
-from trainwright.observe.kept import follower_of, keep
+from trainwright.machine.usage.sample import figures_of
+from trainwright.observe.following import RunFollower, follower_of, keep
+from trainwright.observe.ledger import CATEGORIES, read_ledger
+from trainwright.observe.reader import EventRecord, read_log
 from trainwright.paths import files_inside, open_inside
 from trainwright.reports.comparing import recipe_differences
 from trainwright.reports.figures import FLOPS, RunFigures
+from trainwright.reports.page import machine_curves
 from trainwright.reports.remarks import Remarks, read_remarks, write_remarks
-from trainwright.watching.seconds import Seconds
 
 AXES = ("step", "tokens", "seconds", "flops")
 _LOOK_SECONDS = 1.0
@@ -289,3 +291,58 @@ def _evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float
 
 def _logs(directory: Path) -> list[str]:
     return [name for name in files_inside(directory, "logs") if name.endswith(".log")]
+
+
+_RANKS = 256  # of more, the first ones
+_POINTS = 120  # of a curve
+# A ledger is read again after this time, or this many times what reading it takes.
+_LEAST_SECONDS, _TIMES = 5.0, 20.0
+
+
+class Seconds:
+    """The ledgers of runs, which are read at most every few seconds."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[float, dict[str, Any]]] = {}  # until when, and what
+
+    def of(self, run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
+        """Return ``categories`` in their order, and for each of ``ranks`` its number, ``trained``, ``seconds`` by
+        category and ``now``, what it does in few words by name; and ``machine``, its curves over the seconds since the
+        run began.
+
+        Args:
+            events: those of the run that count.
+        """
+        until, found = self._known.get(run, (0.0, {}))
+        begun = time.monotonic()
+        if begun >= until:
+            found = _read(run, events)
+            now = time.monotonic()
+            self._known[run] = now + max(_LEAST_SECONDS, _TIMES * (now - begun)), found
+        return found
+
+
+def _read(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
+    # Only a run that went back has repeated anything; which steps, all its events say.
+    went_back = sum(event["event"] in ("start", "rewind") for event in events) > 1
+    ledger = read_ledger(run, read_log(run / "events.jsonl").everything if went_back else ())[:_RANKS]
+    return {
+        "categories": [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)],
+        "ranks": [
+            {
+                "rank": each.rank,
+                "trained": each.trained,
+                "seconds": dict(each.seconds),
+                "now": figures_of([each.lines[-1].system]),
+            }
+            for each in ledger
+        ],
+        "machine": [
+            {
+                "title": f"{curves.title} ({curves.unit})",
+                "notable": curves.is_notable,
+                "ranks": {rank: list(zip(*points, strict=True)) for rank, points in curves.points.items() if points},
+            }
+            for curves in machine_curves(ledger, _POINTS)
+        ],
+    }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.diagnosis.explain import Diagnosis
 from trainwright.diagnosis.explain import explain as diagnose
-from trainwright.diagnosis.run_logs import LogText, read_file, read_run
+from trainwright.diagnosis.log import LogText, read_file, read_run
 from trainwright.errors import RequestError
 from trainwright.paths import user_path
 

@@ -60,8 +60,7 @@ class MachineRequest:
 def examine_machine(request: MachineRequest) -> MachineReport:
     """Run the checks in this process, whose standard output gets nothing. Changes this process."""
     from trainwright.doctor.checks.check import CheckContext
-    from trainwright.doctor.checks.registry import checks_named
-    from trainwright.doctor.checks.running import examine
+    from trainwright.doctor.checks.running import checks_named, examine
     from trainwright.launch.ending.stop import Stopping
     from trainwright.machine.detect import detect
 

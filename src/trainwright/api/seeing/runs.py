@@ -179,8 +179,7 @@ def _summary(directory: Path) -> RunSummary:
 
 
 def _summary_of_files(directory: Path) -> RunSummary:
-    from trainwright.observe.following import RunFollower
-    from trainwright.observe.kept import read_run
+    from trainwright.observe.following import RunFollower, read_run
     from trainwright.reports.figures import RunFigures
 
     damage = []

@@ -2,14 +2,4 @@
 
 from __future__ import annotations
 
-from trainwright.drilling.faults import (  # noqa: F401
-    damage,
-    disks,
-    kills,
-    memory,
-    numbers,
-    resuming,
-    signals,
-    sockets,
-    torchrun,
-)
+from trainwright.drilling.faults import damage, disks, kills, signals, torchrun  # noqa: F401

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.drilling import phases, promises
-from trainwright.drilling.kinds import ANY, fault
-from trainwright.drilling.scene import FAILED, FINISHED, REQUEST, STOPPED, Scene
-from trainwright.drilling.verdicts import require
+from trainwright.drilling import invariants, phases
+from trainwright.drilling.commands import Ended
+from trainwright.drilling.invariants import require
+from trainwright.drilling.kinds import ANY, COPIES, SEVERAL, fault
+from trainwright.drilling.trial_environment import FAILED, FINISHED, REQUEST, STOPPED, Scene
+from trainwright.recipe.loading import load_recipe
 
 _FILES = ("state.json", "manifest.json", "rank-00000.safetensors", "recipe.yaml")
 _DAMAGES = ("a bit flipped", "cut in half", "emptied", "deleted", "longer", "a directory", "a link to nothing")
@@ -27,7 +31,7 @@ def damaged_checkpoint(scene: Scene) -> None:
     """The newest one or two checkpoints are rejected with the file's name, and the one before is used."""
     scene.stopped_run()
     count = scene.draw.choice([1, 1, 2])
-    steps = promises.checkpoint_steps(scene.run)
+    steps = invariants.checkpoint_steps(scene.run)
     file, _, damage = scene.variant.partition(" ")
     if file.startswith("rank-"):
         file = f"rank-{scene.draw.randrange(_ranks(scene)):05d}.safetensors"
@@ -36,13 +40,13 @@ def damaged_checkpoint(scene: Scene) -> None:
     scene.injected = time.time()
     ended = scene.go_on()
     scene.expect(ended, (FINISHED,))
-    events = promises.lines(scene.run)
+    events = invariants.lines(scene.run)
     resumed = [event.get("resumed_from") for event in events if event["event"] == "start"][-1]
     require(resumed == steps[-count - 1], f"resumed from {resumed}; checkpoints of {steps[-count:]} were damaged")
     told = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + ended.text
     for step in steps[-count:]:
         require(f"step-{step:08d}/{file}" in told, f"nothing said of step-{step:08d}/{file}: {told}")
-    promises.complete_and_same(scene.run, scene.reference(), exact=True)
+    invariants.complete_and_same(scene.run, scene.reference(), exact=True)
 
 
 @fault("every checkpoint damaged", spreads=ANY, variants=[f"{file} cut in half" for file in _FILES[:3]], share=1)
@@ -50,7 +54,7 @@ def all_damaged(scene: Scene) -> None:
     """Nothing is trained over it, nothing is deleted, and the message says why."""
     scene.stopped_run()
     file = scene.variant.partition(" ")[0]
-    for step in promises.checkpoint_steps(scene.run):
+    for step in invariants.checkpoint_steps(scene.run):
         damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, "cut in half", scene.draw)
     before = sorted(map(str, (scene.run / "checkpoints").rglob("*")))
     scene.expect(scene.go_on(), (FAILED, REQUEST), ["checkpoint", "new run"])
@@ -61,14 +65,14 @@ def all_damaged(scene: Scene) -> None:
 def damaged_and_pruned(scene: Scene) -> None:
     """Old checkpoints are pruned while newer ones cannot be read: a readable one exists at all times."""
     scene.stopped_run()
-    steps = promises.checkpoint_steps(scene.run)
+    steps = invariants.checkpoint_steps(scene.run)
     bad = frozenset(scene.draw.sample(steps[1:], scene.draw.choice([1, 2])))
     for step in bad:
         file = scene.draw.choice(_FILES[:3])
         damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, scene.draw.choice(_DAMAGES[:4]), scene.draw)
     for _ in range(2):
         keep = f"checkpoint.keep_last={scene.variant}"
-        starts = sum(event["event"] == "start" for event in promises.lines(scene.run))
+        starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
         command = scene.trainwright("train", "--resume", str(scene.run), keep)
         whole = _newest_complete(scene, bad)
         reached = scene.draw.randrange(whole + 1, max(whole + 2, min(whole + 7, phases.STEPS - 2)))
@@ -85,7 +89,7 @@ def damaged_and_pruned(scene: Scene) -> None:
         require(max(left) >= whole, f"the checkpoint of step {whole} is gone, whole ones are of {left}")
     ended = scene.go_on()
     scene.expect(ended, (FINISHED,))
-    promises.complete_and_same(scene.run, scene.reference(), exact=True)
+    invariants.complete_and_same(scene.run, scene.reference(), exact=True)
 
 
 @fault(
@@ -121,7 +125,7 @@ def foreign_names(scene: Scene) -> None:
         path.symlink_to("nowhere" if what == "link to nothing" else "step-00000018")
     ended = scene.go_on()
     scene.expect(ended, (FINISHED,))
-    promises.complete_and_same(scene.run, scene.reference(), exact=True)
+    invariants.complete_and_same(scene.run, scene.reference(), exact=True)
 
 
 @fault(
@@ -140,9 +144,9 @@ def damaged_run(scene: Scene) -> None:
     ended = scene.wait(resume)
     scene.expect(ended, (FINISHED, REQUEST, FAILED), file)
     if ended.code == FINISHED and file == "events.jsonl":  # whose steps before are lost
-        promises.check_final(scene.run, scene.reference(), exact=True)
+        invariants.check_final(scene.run, scene.reference(), exact=True)
     elif ended.code == FINISHED:
-        promises.complete_and_same(scene.run, scene.reference(), exact=True)
+        invariants.complete_and_same(scene.run, scene.reference(), exact=True)
     else:
         _remove(before)
         before.write_bytes(text)
@@ -181,9 +185,72 @@ def _ranks(scene: Scene) -> int:
 
 
 def _whole(scene: Scene) -> list[int]:
-    found = promises.checkpoint_steps(scene.run)
-    return [s for s in found if promises.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
+    found = invariants.checkpoint_steps(scene.run)
+    return [s for s in found if invariants.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
 
 
 def _newest_complete(scene: Scene, bad: frozenset[int]) -> int:
     return max(_whole(scene), default=0)
+
+
+_POLICIES = "trainwright.drilling.faults.planted"
+# A check that finds nothing comes first, so that there is a checkpoint to go back to.
+_CHECKED_EVERY = 4
+_CHECKS = (f"faults.replay_every={_CHECKED_EVERY}", "faults.on_corruption=rewind", "checkpoint.every=2")
+_BITS = 23
+
+
+@fault("NaN in a pass", spreads=ANY, variants=("at a step before a checkpoint", "after one"), share=2)
+def not_a_number(scene: Scene) -> None:
+    """The run fails at that step, is not restarted, stores no such number, and continues without the cause."""
+    first = 2 if scene.variant.startswith("at") else phases.SAVES_EVERY + 1
+    step = scene.draw.randrange(first, first + phases.SAVES_EVERY - 2)
+    rank = scene.draw.randrange(scene.case.spread[1])
+    plain = _uncompiled(scene)
+    ended = _train(scene, "NotANumber", {"rank": rank, "step": step, "pass": 0}, *plain)
+    scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
+    reached = invariants.last_step(scene.run)
+    require(reached == step - 1, f"step {step} was NaN, and the last one is {reached}")
+    invariants.none_lost(scene.run)
+    scene.resumes(overrides=plain)
+
+
+@fault("a flipped bit of a weight", spreads=COPIES, share=2)
+def flipped_weight(scene: Scene) -> None:
+    """The next check finds it and names the rank, and the run rewinds to before it."""
+    _flipped(scene, "Weight", scene.draw.randrange(_CHECKED_EVERY + 1, 2 * _CHECKED_EVERY))
+
+
+@fault("a flipped bit of an activation", spreads=SEVERAL, share=2)
+def flipped_activation(scene: Scene) -> None:
+    """The check of that step finds it and names the rank."""
+    _flipped(scene, "Activation", 2 * _CHECKED_EVERY, _uncompiled(scene))
+
+
+@fault("a clock that jumps", spreads=ANY, variants=("+3600", "-3600", "+86400", "-1"), share=1)
+def clock(scene: Scene) -> None:
+    """Nothing changes."""
+    rank, step = scene.draw.randrange(scene.case.spread[1]), scene.draw.randrange(1, phases.STEPS - 1)
+    scene.stays_undisturbed(_train(scene, "Clock", {"rank": rank, "step": step, "seconds": float(scene.variant)}))
+
+
+def _flipped(scene: Scene, policy: str, step: int, overrides: Sequence[str] = ()) -> None:
+    rank = scene.draw.randrange(scene.case.spread[1])
+    where = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
+    scene.stays_undisturbed(_train(scene, policy, where, *_CHECKS, *overrides), overrides)
+    told = [event["rank"] for event in invariants.faults(scene.run, "corrupted_weights", "corrupted_computation")]
+    require(told, f"{where} was not noticed")
+    require(told[-1] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {told}")
+
+
+def _uncompiled(scene: Scene) -> tuple[str, ...]:
+    """Return overrides of a run whose blocks can be changed: compiled ones do not see hooks that are added later."""
+    compiled = load_recipe(scene.reference() / "recipe.yaml").train.compile
+    return ("train.compile=false",) if compiled else ()
+
+
+def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> Ended:
+    """Train the run with an additional step policy."""
+    own = load_recipe(scene.recipe).train.step_policies
+    policies = f"train.step_policies={json.dumps([*own, f'{_POLICIES}:{policy}'])}"
+    return scene.wait(scene.train(policies, *overrides, variables={"TRAINWRIGHT_FAULT": json.dumps(where)}))

@@ -9,12 +9,12 @@ import signal
 import time
 
 from trainwright import text
-from trainwright.drilling import phases, promises
+from trainwright.drilling import invariants, phases
 from trainwright.drilling.faults.kills import started
+from trainwright.drilling.invariants import Skipped, require
 from trainwright.drilling.kinds import ANY, fault
 from trainwright.drilling.mounts import fill, make_read_only, mount_disk, mounts_refused, own_mounts
-from trainwright.drilling.scene import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
-from trainwright.drilling.verdicts import Skipped, require
+from trainwright.drilling.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 from trainwright.machine.detect import detect
 
 _SMALLEST_DISK = 96 * 2**20
@@ -46,7 +46,7 @@ def full_disk(scene: Scene) -> None:
     filler.unlink(missing_ok=True)
     scene.expect(ended, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if ended.code == STOPPED else _FULL)
     if scene.run.exists():
-        promises.checkpoints_complete(scene.run)
+        invariants.checkpoints_complete(scene.run)
     if ended.code != FINISHED:
         ended = scene.go_on()
         scene.expect(ended, (FINISHED,))
@@ -64,7 +64,7 @@ def limited_files(scene: Scene) -> None:
         _limit_files(pids, resource.RLIM_INFINITY)
     ended = scene.wait(command)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
-    promises.checkpoints_complete(scene.run)
+    invariants.checkpoints_complete(scene.run)
     if ended.code != FINISHED:
         ended = scene.go_on()
         scene.expect(ended, (FINISHED,))
@@ -80,7 +80,7 @@ def read_only_later(scene: Scene) -> None:
     ended = scene.wait(command)
     make_read_only(scene.run, False)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), "read-only")
-    promises.checkpoints_complete(scene.run)
+    invariants.checkpoints_complete(scene.run)
     if ended.code != FINISHED:
         scene.expect(scene.go_on(), (FINISHED,))
     scene.as_undisturbed()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
 import time
 
-from trainwright.drilling import phases, promises
+from trainwright.drilling import invariants, phases
 from trainwright.drilling.commands import TRAINWRIGHT, Command
-from trainwright.drilling.kinds import ANY, fault
-from trainwright.drilling.scene import FAILED, FAULT, FINISHED, MACHINE, REQUEST, Scene
-from trainwright.drilling.verdicts import Missed, require
+from trainwright.drilling.invariants import Missed, Skipped, require
+from trainwright.drilling.kinds import ANY, Spread, fault
+from trainwright.drilling.trial_environment import FAILED, FAULT, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 
 # A lost process ends the run as failed; a machine's own failure may have a code of its own.
 _LOST = (FAILED, FAULT)
@@ -38,7 +39,7 @@ def kill_worker(scene: Scene) -> None:
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGKILL, workers[rank])
     ended = scene.wait(command)
-    restarts = [event for event in promises.lines(scene.run) if event["event"] == "restart"]
+    restarts = [event for event in invariants.lines(scene.run) if event["event"] == "restart"]
     if ended.code == FINISHED and not restarts and scene.phase == phases.EXPORT:
         raise Missed("the run had finished when the signal came")
     if scene.variant == "restarted":
@@ -47,7 +48,7 @@ def kill_worker(scene: Scene) -> None:
         require(len(restarts) == len(named) == 1, f"rank {rank} was killed, restarts are {restarts}")
         return
     scene.expect(ended, _LOST, rf"rank {rank}\b.*kill")
-    promises.none_lost(scene.run)
+    invariants.none_lost(scene.run)
     scene.resumes()
 
 
@@ -74,14 +75,14 @@ def kill_repeatedly(scene: Scene) -> None:
     command.kill()
     for _ in range(int(scene.variant) - 1):
         command = scene.trainwright("train", "--resume", str(scene.run))
-        starts = sum(event["event"] == "start" for event in promises.lines(scene.run))
+        starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
         if scene.draw.random() < 0.5:
             time.sleep(scene.draw.uniform(0.5, 4.0))
         else:
             scene.wait_until(command, functools.partial(_started_again, scene, starts))
             time.sleep(scene.draw.uniform(0, 0.4))
         command.kill()
-        promises.none_lost(scene.run)
+        invariants.none_lost(scene.run)
     scene.resumes()
 
 
@@ -105,11 +106,13 @@ def kill_shell(scene: Scene) -> None:
         time.sleep(0.2)
     ended = scene.wait(shell)
     require("Traceback" not in ended.text, f"a traceback: {ended}")
-    finished = any(event["event"] == "finish" and event["status"] == "finished" for event in promises.lines(scene.run))
+    finished = any(
+        event["event"] == "finish" and event["status"] == "finished" for event in invariants.lines(scene.run)
+    )
     if finished:
         scene.as_undisturbed()
         return
-    reached, saved = promises.last_step(scene.run), promises.checkpoint_steps(scene.run)
+    reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
     require(not reached or (saved and saved[-1] == reached), f"ended at step {reached}, checkpoints are of {saved}")
     scene.resumes()
 
@@ -147,7 +150,7 @@ def _killed_and_resumed(scene: Scene, command: Command) -> None:
     if ended.code == FINISHED:
         raise Missed("the run had finished when the signal came")
     require(ended.code == -signal.SIGKILL, f"wanted a killed command, got {ended}")
-    promises.none_lost(scene.run)
+    invariants.none_lost(scene.run)
     scene.resumes()
 
 
@@ -156,4 +159,98 @@ def _started_again(scene: Scene, starts: int) -> bool:
 
 
 def _starts(scene: Scene) -> int:
-    return sum(event["event"] == "start" for event in promises.lines(scene.run))
+    return sum(event["event"] == "start" for event in invariants.lines(scene.run))
+
+
+@fault("another strategy or number of processes", spreads=ANY, variants=("after SIGKILL", "after SIGTERM"), share=5)
+def another_world(scene: Scene) -> None:
+    """The same losses to rounding, the same examples exactly."""
+    other = _other(scene, [spread for spread in scene.setting.spreads if spread != scene.case.spread])
+    if scene.variant == "after SIGKILL":
+        scene.stopped_run()
+    else:
+        _stop(scene, scene.train(), phases.STEPS // 2)
+    _resumed_as(scene, other)
+
+
+@fault("processes that leave and come back", spreads=ANY, share=3)
+def leave_and_come_back(scene: Scene) -> None:
+    """Another number of processes for some steps, then the original: the same losses up to rounding."""
+    own = scene.case.spread
+    other = _other(scene, [spread for spread in scene.setting.spreads if spread[1] != own[1]])
+    _stop(scene, scene.train(), phases.SAVES_EVERY + 1)
+    _stop(scene, scene.trainwright("train", "--resume", str(scene.run), *_as(other)), 2 * phases.SAVES_EVERY + 1)
+    _resumed_as(scene, own)
+
+
+@fault("a run that is being trained is resumed too", spreads=ANY, phases=(phases.STEP,), share=1)
+def resumed_twice(scene: Scene) -> None:
+    """The second command is refused with a clear message, and the first, suspended meanwhile, is not disturbed."""
+    first = scene.train()
+    scene.wait_until(first, lambda: phases.has_event(scene.run, "step", 1))
+    suspended = first.processes()
+    for process in suspended:
+        first.send(signal.SIGSTOP, process)
+    if first.ended or phases.has_event(scene.run, "finish"):
+        raise Missed("the first had finished")
+    second = scene.wait(scene.trainwright("train", "--resume", str(scene.run)))
+    for process in suspended:
+        first.send(signal.SIGCONT, process)
+    scene.expect(second, (REQUEST,), "being trained")
+    scene.stays_undisturbed(scene.wait(first))
+
+
+def _other(scene: Scene, others: list[Spread]) -> Spread:
+    """Return one of the spreads that the recipe can be trained with."""
+    scene.draw.shuffle(others)
+    found = next(filter(scene.can_train, others), None)
+    if found is None:
+        raise Skipped("there is no other number of processes or strategy among those that are tried")
+    return found
+
+
+def _as(spread: Spread) -> tuple[str, str]:
+    return f"parallel.strategy={spread[0]}", f"parallel.num_processes={spread[1]}"
+
+
+def _stop(scene: Scene, command: Command, step: int) -> None:
+    """Stop the run with a checkpoint once its newest launch has reached the step."""
+    starts = sum(event["event"] == "start" for event in invariants.lines(scene.run))
+    scene.wait_for_step(command, step, starts)
+    scene.injected = scene.injected or time.time()
+    command.send(signal.SIGTERM)
+    ended = scene.wait(command)
+    if ended.code == FINISHED:
+        raise Missed("the run had finished when the signal came")
+    scene.expect(ended, (STOPPED,), "resume")
+    invariants.none_lost(scene.run)
+
+
+def _resumed_as(scene: Scene, spread: Spread) -> None:
+    ended = scene.go_on(*_as(spread))
+    scene.expect(ended, (FINISHED,))
+    scene.as_undisturbed(exact=False)
+    start = next(event for event in reversed(invariants.lines(scene.run)) if event["event"] == "start")
+    ran = start["strategy"], start["world_size"]
+    require(ran == spread, f"asked for {spread}, ran {ran}")
+
+
+@fault(
+    "an address space that is limited later", spreads=ANY, phases=phases.TRAINING, variants=("0", "1", "8"), share=1.5
+)
+def limited_addresses(scene: Scene) -> None:
+    """A worker's memory is limited to what it has plus some MiB: smaller micro-batches, or a clear error."""
+    halvable = scene.setting.halvable
+    command = started(scene, *halvable)
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    with open(f"/proc/{workers[rank]}/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize() + int(scene.variant) * 2**20
+    resource.prlimit(workers[rank], resource.RLIMIT_AS, (size, size))
+    ended = scene.wait(command)
+    scene.expect(ended, (FINISHED, FAILED, MACHINE), "memory")
+    invariants.checkpoints_complete(scene.run)
+    if ended.code == FINISHED:
+        scene.as_undisturbed(halvable, exact=False)
+    else:
+        scene.resumes(overrides=halvable, exact=False)

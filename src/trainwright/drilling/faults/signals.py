@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
+import re
 import signal
+import socket
+import subprocess
 import time
+from pathlib import Path
 
-from trainwright.drilling import phases, promises
+from trainwright.drilling import invariants, phases
 from trainwright.drilling.commands import Ended
-from trainwright.drilling.faults.kills import started
+from trainwright.drilling.faults.kills import RESTARTS, started
+from trainwright.drilling.invariants import Missed, require
 from trainwright.drilling.kinds import ANY, SEVERAL, fault
-from trainwright.drilling.scene import FAILED, FAULT, FINISHED, STOPPED, Scene
-from trainwright.drilling.verdicts import Missed, require
+from trainwright.drilling.trial_environment import FAILED, FAULT, FINISHED, STOPPED, Scene
 
 _STOPS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
@@ -40,7 +48,7 @@ def stop_worker(scene: Scene) -> None:
     command.send(getattr(signal, scene.variant), workers[rank])
     ended = scene.wait(command)
     scene.expect(ended, (FINISHED, STOPPED, FAILED), f"rank {rank}" if ended.code == FAILED else "resume")
-    promises.none_lost(scene.run)
+    invariants.none_lost(scene.run)
     scene.resumes() if ended.code else scene.as_undisturbed()
 
 
@@ -69,7 +77,7 @@ def second_interrupt(scene: Scene) -> None:
     command.send(signal.SIGINT)
     ended = scene.wait(command)
     scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else "killed|ctrl-C")
-    promises.checkpoints_complete(scene.run)
+    invariants.checkpoints_complete(scene.run)
     scene.resumes()
 
 
@@ -86,7 +94,7 @@ def frozen_worker(scene: Scene) -> None:
     command.send(signal.SIGTERM)
     ended = scene.wait(command)
     scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else f"rank {rank}")
-    promises.checkpoints_complete(scene.run)
+    invariants.checkpoints_complete(scene.run)
     scene.resumes()
 
 
@@ -98,13 +106,13 @@ def hanging_worker(scene: Scene) -> None:
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGSTOP, workers[rank])
     ended = scene.wait(command)
-    told = [event["rank"] for event in promises.faults(scene.run, "hang")]
+    told = [event["rank"] for event in invariants.faults(scene.run, "hang")]
     require(told == [rank], f"rank {rank} was stopped, the faults are of ranks {told}: {ended}")
     if scene.variant == "restart":
         scene.stays_undisturbed(ended)
         return
     scene.expect(ended, (FAILED, FAULT), rf"rank {rank}\b")
-    promises.none_lost(scene.run)
+    invariants.none_lost(scene.run)
     scene.resumes()
 
 
@@ -123,13 +131,85 @@ def paused_worker(scene: Scene) -> None:
 def _stopped_and_resumed(scene: Scene, ended: Ended) -> None:
     if ended.code == FINISHED:
         # Only a run whose last step was done when the signal came may finish.
-        promises.complete_and_same(scene.run, scene.reference(), exact=True)
+        invariants.complete_and_same(scene.run, scene.reference(), exact=True)
         if scene.phase != phases.EXPORT:
             raise Missed("the run had finished when the signal came")
         return
     scene.expect(ended, (STOPPED,), "stop")
-    if any(event["event"] == "step" for event in promises.lines(scene.run)):
-        reached, saved = promises.last_step(scene.run), promises.checkpoint_steps(scene.run)
+    if any(event["event"] == "step" for event in invariants.lines(scene.run)):
+        reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
         require(saved and saved[-1] == reached, f"stopped at step {reached}, checkpoints are of steps {saved}")
-        promises.none_lost(scene.run)
+        invariants.none_lost(scene.run)
     scene.resumes()
+
+
+_PIDFD_GETFD = 438  # the number of the system call, the same on all architectures since Linux 5.6
+_ESTABLISHED = "01"  # include/net/tcp_states.h
+
+
+@functools.cache
+def cut_refused() -> str | None:
+    """Return why this process cannot cut the connections of its children; None if it can."""
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE) as child:
+        try:
+            os.close(_file_of(child.pid, 0))
+        except (OSError, AttributeError) as error:
+            return f"no access to the connections of other processes: {error}"
+        finally:
+            child.kill()
+    return None
+
+
+@fault(
+    "connections that are cut", spreads=SEVERAL, phases=phases.TRAINING, variants=RESTARTS, share=2, needs=cut_refused
+)
+def cut_connections(scene: Scene) -> None:
+    """Every rank ends in bounded time, and the run goes on, by itself or resumed."""
+    command = started(scene, RESTARTS[scene.variant])
+    workers = scene.workers(command)
+    rank = scene.draw.choice(list(workers))
+    require(_cut(workers[rank]) or command.ended, f"rank {rank} has no connections")
+    ended = scene.wait(command)
+    restarts = [event for event in invariants.lines(scene.run) if event["event"] == "restart"]
+    if ended.code == FINISHED:
+        if not restarts:
+            raise Missed("the run needed its connections no more")
+        require(scene.variant == "restarted", f"restarts are off, and there was one: {restarts}")
+        scene.stays_undisturbed(ended)
+        return
+    scene.expect(ended, (FAILED, FAULT), r"rank \d")
+    require(scene.variant == "resumed", f"restarts are on, and the run ended: {ended}")
+    invariants.none_lost(scene.run)
+    scene.resumes()
+
+
+def _cut(pid: int) -> int:
+    """Shut down every TCP connection of a process; return their number."""
+    connections = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _ESTABLISHED:
+                connections.add(fields[9])
+    count = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
+            if found and found[1] in connections:
+                with socket.socket(fileno=_file_of(pid, int(link.name))) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def _file_of(pid: int, number: int) -> int:
+    """Return a file of another process as a file of this one."""
+    process = os.pidfd_open(pid)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        found: int = libc.syscall(_PIDFD_GETFD, process, number, 0)
+        if found < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return found
+    finally:
+        os.close(process)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 
-from trainwright.drilling import phases, promises
+from trainwright.drilling import invariants, phases
 from trainwright.drilling.commands import Command
+from trainwright.drilling.invariants import Missed, require
 from trainwright.drilling.kinds import SEVERAL, fault
-from trainwright.drilling.scene import FINISHED, Scene
-from trainwright.drilling.verdicts import Missed, require
+from trainwright.drilling.trial_environment import FINISHED, Scene
 
 
 @fault("a stop under torchrun", spreads=SEVERAL, phases=phases.TRAINING, variants=("SIGTERM", "SIGINT"), share=1)
@@ -20,7 +20,7 @@ def stop_torchrun(scene: Scene) -> None:
     ended = scene.wait(command)
     if ended.code == FINISHED:
         raise Missed("the run had finished when the signal came")
-    reached, saved = promises.last_step(scene.run), promises.checkpoint_steps(scene.run)
+    reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
     require(not reached or (saved and saved[-1] == reached), f"stopped at {reached}, checkpoints of {saved}: {ended}")
     scene.resumes()
 
@@ -36,7 +36,7 @@ def kill_under_torchrun(scene: Scene) -> None:
     if ended.code == FINISHED:
         raise Missed("the run had finished when the signal came")
     require(f"error: rank {rank}" in ended.text, f"rank {rank} is not named: {ended}")
-    promises.none_lost(scene.run)
+    invariants.none_lost(scene.run)
     scene.resumes()
 
 
@@ -48,7 +48,7 @@ def kill_agent(scene: Scene) -> None:
     ended = scene.wait(command)
     if ended.code == FINISHED:
         raise Missed("the run had finished when the signal came")
-    promises.none_lost(scene.run)
+    invariants.none_lost(scene.run)
     scene.resumes()
 
 

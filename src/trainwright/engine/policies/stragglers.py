@@ -18,7 +18,7 @@ from trainwright import heartbeat
 from trainwright.engine.events import Notice
 from trainwright.engine.policies.base import StepGradients, StepPolicy, Training
 from trainwright.machine.usage.causes import Cause, in_words
-from trainwright.machine.usage.own_process import OwnProcess
+from trainwright.machine.usage.sample import OwnProcess
 
 # The phases in which ranks are compared, with those of the heartbeat that belong to them; fields of RankReport.
 _PHASES = {

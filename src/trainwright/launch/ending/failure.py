@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.diagnosis.explain import advice
-from trainwright.diagnosis.table import is_lost_connection, is_machine_fault
+from trainwright.diagnosis.known_error import is_lost_connection, is_machine_fault
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError
 from trainwright.launch.ending.stop import START_METHOD

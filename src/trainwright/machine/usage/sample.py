@@ -8,13 +8,17 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from trainwright.machine.detect import detect
+from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.system_files import read
-from trainwright.machine.usage.counters import Counters, cores_of, memory
+from trainwright.machine.usage.causes import Cause, causes_of
+from trainwright.machine.usage.counters import Counters, clocks, cores_of, memory
 from trainwright.machine.usage.gpu import gpu_of
 
 # Of what happened since the last sample, what a sample has, with the digits that are kept.
@@ -157,3 +161,58 @@ def _zones(root: Path) -> Iterator[Path]:
     for zone in sorted((root / "sys/class/thermal").glob("thermal_zone*")):
         if _ZONES.fullmatch(read(zone / "type").strip()):
             yield zone / "temp"
+
+
+@dataclass(frozen=True)
+class OwnProcess:
+    """This process of a run.
+
+    Attributes:
+        threads: that it computes with.
+        processes: of the run on this machine.
+        gpu: index of its GPU among those of this machine; None if it computes on the processor.
+    """
+
+    threads: int
+    processes: int = 1
+    gpu: int | None = None
+
+    @property
+    def parent(self) -> int | None:
+        """The process whose children are the ranks on this machine; None if this is the only one."""
+        return os.getppid() if self.processes > 1 else None
+
+    @property
+    def gpu_address(self) -> str | None:
+        """The PCI address of its GPU, if there is one here."""
+        if self.gpu is None:
+            return None
+        machine = detect()
+        return machine.gpus[self.gpu].address if machine.is_here and self.gpu < len(machine.gpus) else None
+
+    def counters(self) -> Counters:
+        """Return what the kernel has counted."""
+        return Counters.now(self.parent)
+
+    def since(self, before: Counters) -> dict[str, float]:
+        """Return what happened since then: see `Counters.since`, with what `causes_of` wants to know beside it."""
+        known = {"threads": self.threads, "processes": self.processes, "cores": usable_cores()}
+        return {**known, **self.counters().since(before)}
+
+    def causes(
+        self, before: Counters, *, elsewhere: float, planned_threads: float | None = None, sleeps: bool = True
+    ) -> list[Cause]:
+        """Return what has made this process slow since then, largest first.
+
+        Args:
+            elsewhere: seconds for which it waited for other ranks.
+            planned_threads, sleeps: see `causes_of`.
+        """
+        address = self.gpu_address
+        return causes_of(
+            {**dict(clocks()), **self.since(before)},
+            elsewhere=elsewhere / max(time.monotonic() - before.wall, 1e-6),
+            planned_threads=planned_threads,
+            sleeps=sleeps or self.gpu is not None,
+            gpu=None if address is None else gpu_of(address),
+        )

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from trainwright.machine.compilers import why_no_triton
+from trainwright.machine.processor import why_no_triton
 from trainwright.models.attention.kernels import Platform
 
 _SOFT_CAPS = (2, 6)  # version of flash-attn with soft caps and a deterministic backward pass

@@ -15,7 +15,7 @@ from trainwright.models.configuration import NOT_MADE
 from trainwright.models.gguf.assumed import adds_space, query_scalar
 from trainwright.models.gguf.rope import FREQUENCIES, LONG, SHORT, read_rope
 from trainwright.models.supported import check_supported
-from trainwright.recipe.sections.model_sizes import check_sizes
+from trainwright.recipe.sections.model import check_sizes
 
 if TYPE_CHECKING:
     import torch

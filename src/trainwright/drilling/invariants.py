@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.doctor.comparison import TOLERANCES, magnitude
-from trainwright.drilling.verdicts import Broken, require
 from trainwright.recipe.loading import load_recipe
 
 _EXACT = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
@@ -202,3 +201,29 @@ def _spans(numbers: list[int]) -> str:
         else:
             spans.append([number, number])
     return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in spans) or "none"
+
+
+class Broken(Exception):
+    """A promise was not kept; the message says which."""
+
+
+class Missed(Exception):
+    """The fault was not injected, because the run had passed the moment. The trial is repeated."""
+
+
+class Skipped(Exception):
+    """This fault cannot be injected on this machine."""
+
+
+class Undisturbed(Exception):
+    """The run without a fault does not finish, so nothing can be compared with it."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"the undisturbed run ended with exit code {code}:\n{text.strip()}")
+        self.code, self.text = code, text
+
+
+def require(holds: object, otherwise: str) -> None:
+    """Raise Broken with the message unless the condition holds."""
+    if not holds:
+        raise Broken(otherwise)

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainwright.drilling import phases, promises
+from trainwright.drilling import invariants, phases
 from trainwright.drilling.commands import TRAINWRIGHT, Command, Ended
+from trainwright.drilling.invariants import Broken, Missed, Undisturbed, require
 from trainwright.drilling.kinds import KINDS, Case, Spread, Trial
-from trainwright.drilling.setting import Setting
+from trainwright.drilling.trial_settings import Setting
 from trainwright.drilling.undisturbed import REFERENCE, forget_refusals, made_once
-from trainwright.drilling.verdicts import Broken, Missed, Undisturbed, require
 from trainwright.launch.run_directory import override_of, with_directory
 
 FINISHED, REQUEST, MACHINE, FAILED, FAULT, STOPPED = 0, 2, 3, 4, 5, 75
@@ -133,7 +133,7 @@ class Scene:
 
     def wait_for_step(self, command: Command, step: int, starts: int) -> None:
         """Wait until the launch with this index has reached a step."""
-        self.wait_until(command, lambda: promises.step_since(self.run, starts) >= step)
+        self.wait_until(command, lambda: invariants.step_since(self.run, starts) >= step)
 
     def workers(self, command: Command) -> dict[int, int]:
         """Return the process of each rank, once all exist."""
@@ -189,8 +189,8 @@ class Scene:
 
     def as_undisturbed(self, overrides: Sequence[str] = (), *, exact: bool = True) -> None:
         """Require that the run is the undisturbed one, with nothing half-written beside its checkpoints."""
-        promises.complete_and_same(self.run, self.reference(overrides), exact=exact)
-        promises.none_lost(self.run)
+        invariants.complete_and_same(self.run, self.reference(overrides), exact=exact)
+        invariants.none_lost(self.run)
         leftovers = [path.name for path in (self.run / "checkpoints").iterdir() if path.name.startswith(".")]
         require(not leftovers, f"left in checkpoints/: {leftovers}")
 
@@ -283,7 +283,7 @@ class Scene:
             command.kill()
         if ended.code != FINISHED:
             raise Undisturbed(ended.code, ended.text)
-        first = next(event["time"] for event in promises.lines(run) if event["event"] == "step")
+        first = next(event["time"] for event in invariants.lines(run) if event["event"] == "step")
         run.with_name("seconds.json").write_text(json.dumps({"start": first - begun, "all": ended.seconds}))
 
     def _make_stopped(self, run: Path, overrides: Sequence[str]) -> None:
@@ -296,7 +296,7 @@ class Scene:
                 self.wait_until(command, lambda: phases.has_event(run, "step", phases.STEPS - 4))
             finally:
                 command.kill()
-            if promises.checkpoint_steps(run) == [6, 12, 18]:
+            if invariants.checkpoint_steps(run) == [6, 12, 18]:
                 return
         raise Broken("no run could be killed between its third checkpoint and its end")
 
@@ -331,7 +331,7 @@ def measured(scene: Scene) -> dict[str, float]:
     if scene.injected is None or not scene.run.exists():
         return {}
     failed = [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
-    found = measures_of(promises.lines(scene.run), scene.injected, failed)
+    found = measures_of(invariants.lines(scene.run), scene.injected, failed)
     return {**found, "start": seconds_of(scene.reference())["start"]} if "recovery" in found else found
 
 

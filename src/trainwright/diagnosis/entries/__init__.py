@@ -1,1 +1,0 @@
-"""The known errors, one module per topic."""
