@@ -92,6 +92,17 @@ def test_a_mistyped_key_is_not_reported_as_missing_too(refusal: Refusal) -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("override", "built_in"),
+    [("evaluate.metrics=[mine]", "'rouge_l'"), ("logging.observers=[mine]", "'wandb'"), ("task=mine", "'unlearn'")],
+)
+def test_an_unknown_name_says_what_is_built_in_and_how_to_name_ones_own(
+    override: str, built_in: str, refusal: Refusal
+) -> None:
+    (line,) = refusal("", override)
+    assert built_in in line and line.endswith('(your own: file.py:Name or module:Name), not "mine"')
+
+
 def test_missing_keys_say_what_they_are_for(refusal: Refusal) -> None:
     lines = refusal(start="task: sft\ndata: {}\n")
     assert lines[0].startswith("run.yaml: model: is missing. The model")
@@ -413,8 +424,8 @@ def test_the_inherited_section_of_another_task_is_removed_by_null(written: str, 
     write("task: unlearn\nunlearn: {objective: npo}\n", "base.yaml")
     [line] = refusal("include: base.yaml\n")
     assert line == (
-        "base.yaml:2: unlearn: has no effect with task sft; remove it, or set task to unlearn; unlearn: null removes an "
-        "inherited one (task: run.yaml:1)"
+        "base.yaml:2: unlearn: has no effect with task sft; remove it, or set task to unlearn; unlearn: null removes "
+        "an inherited one (task: run.yaml:1)"
     )
     assert load_recipe(Path("run.yaml"), ["unlearn=null"]).task == "sft"
     assert load_recipe(write(SMALLEST + "include: base.yaml\n" + written)).task == "sft"
