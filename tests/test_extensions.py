@@ -93,7 +93,7 @@ def test_a_place_needs_no_registration(tmp_path: Path, monkeypatch: pytest.Monke
             "trainwright itself",
         ),
         ("", "half = faulty:Half", "halve", "unknown test 'halve'; did you mean half?"),
-        ("", "half = faulty:Half", "x", "unknown test 'x'; choose from ours, half, or use module:Name"),
+        ("", "half = faulty:Half", "x", "unknown test 'x'; choose from ours, half, or use file.py:Name or module:Name"),
         ("", "half = faulty:Half", "faulty:", "test faulty:: expected package.module:Name"),
         ("", "half = faulty:Half", "nowhere:Half", "test nowhere:Half cannot be imported: No module named 'nowhere'"),
     ],

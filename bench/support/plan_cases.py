@@ -127,7 +127,7 @@ def _case(chance: random.Random, family: str, strategy: str, processes: int, lar
         documents = tuple(2 * length for length in documents)
     return Case(
         config=_config(chance, family, larger),
-        adapter=_adapter(chance, family, strategy),
+        adapter=_adapter(chance, family),
         strategy=strategy,
         processes=processes,
         precision=chance.choice(["no", "bf16"]),
@@ -139,14 +139,14 @@ def _case(chance: random.Random, family: str, strategy: str, processes: int, lar
     )
 
 
-def _adapter(chance: random.Random, family: str, strategy: str) -> dict[str, Any]:
+def _adapter(chance: random.Random, family: str) -> dict[str, Any]:
     kind = chance.choice(["full"] * 6 + ["lora"] * 2 + ["dora", "qlora"])
     section: dict[str, Any] = {"type": "lora", "rank": chance.choice([4, 16, 64]), "dropout": chance.choice([0, 0.1])}
     if chance.random() < 0.3:
         section["targets"] = _ATTENTION.get(family, ["q_proj", "v_proj"])
     if kind == "full":
         return {}
-    if kind == "qlora" and not strategy.startswith("zero"):  # which refuse it
+    if kind == "qlora":
         section["quantisation"] = "nf4"
     return section | ({"type": "dora"} if kind == "dora" else {})
 

@@ -35,6 +35,7 @@ T = TypeVar("T")
 _TRUST = "TRAINWRIGHT_TRUST_CODE"
 # Also inherited: the folders of recipes, in which modules are found after those of the working directory.
 _FOLDERS = "TRAINWRIGHT_MODULES"
+OWN = "file.py:Name or module:Name"  # how a recipe names somebody's code, in messages
 _MARK = "__trainwright_extension__"
 
 
@@ -199,7 +200,7 @@ class Registry(Generic[T]):
         if near:
             return f"did you mean {near[0]}?"
         names = f"choose from {', '.join(self.names())}, or" if self.names() else "none is installed;"
-        return f"{names} use module:Name"
+        return f"{names} use {OWN}"
 
     def _registered(self) -> dict[str, _Entry]:
         entries: dict[str, _Entry] = {}

@@ -75,13 +75,13 @@ def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
 
 def test_estimates_count_text_and_not_roles() -> None:
     rows = [{"messages": [{"role": "user", "content": "x" * 38}, {"role": "assistant", "content": "y" * 76}]}]
-    words, letters = estimate(rows, 1000, bytewise=False), estimate(rows, 1000, bytewise=True)
+    words, letters = estimate([rows], 1000, bytewise=False), estimate([rows], 1000, bytewise=True)
     assert words is not None and letters is not None
     assert words.quantiles == (10 + 20 + 12,) and not words.exact
     assert letters.quantiles == (38 + 76 + 12,)
 
 
 def test_estimates_are_cut_as_examples_are_and_need_rows() -> None:
-    found = estimate([{"text": "x" * 10_000}, {"text": "x"}], 512, bytewise=False)
+    found = estimate([[{"text": "x" * 10_000}], [{"text": "x"}]], 512, bytewise=False)
     assert found is not None and found.quantiles == (6, 512)
     assert estimate([], 512, bytewise=False) is None

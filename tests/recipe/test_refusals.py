@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 
+_TASK = "task: sft\ndata: {train: pydoc}\n"
 SMALLEST = "task: sft\nmodel: {name: some/model}\ndata: {train: pydoc}\n"
 
 Refusal = Callable[..., list[str]]
@@ -71,6 +73,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(refusal: Refusal) ->
         "logging.tensorboard",
         "optimizer.learning_rte",
         "optimizer.eps",
+        "train.micro_batch_size",
         "train.seed",
         "evaluate.every",
     ]
@@ -87,6 +90,17 @@ def test_a_mistyped_key_is_not_reported_as_missing_too(refusal: Refusal) -> None
         "run.yaml:2: model.nmae: unknown key; did you mean name?",
         "run.yaml:3: data.trian: unknown key; did you mean train?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "built_in"),
+    [("evaluate.metrics=[mine]", "'rouge_l'"), ("logging.observers=[mine]", "'wandb'"), ("task=mine", "'unlearn'")],
+)
+def test_an_unknown_name_says_what_is_built_in_and_how_to_name_ones_own(
+    override: str, built_in: str, refusal: Refusal
+) -> None:
+    (line,) = refusal("", override)
+    assert built_in in line and line.endswith('(your own: file.py:Name or module:Name), not "mine"')
 
 
 def test_missing_keys_say_what_they_are_for(refusal: Refusal) -> None:
@@ -362,6 +376,59 @@ def test_problems_in_an_included_file_have_its_lines(refusal: Refusal, write: Wr
         "shared/base.yaml:3: train.sede: unknown key; did you mean seed?",
         'shared/base.yaml:4: train.max_steps: expected a whole number, not "none"',
     ]
+
+
+def test_problems_of_one_value_from_elsewhere_are_one_message_with_one_fix(refusal: Refusal, write: Write) -> None:
+    write("parallel: {strategy: fsdp, reshard_after_forward: false, offload_parameters: true}\n", "base.yaml")
+    fix = ["parallel.reshard_after_forward=true", "parallel.offload_parameters=false"]
+    lines = refusal("include: base.yaml\n", "parallel.strategy=ddp")
+    assert lines == [
+        "override 'parallel.strategy=ddp': parallel.strategy: \"ddp\" does not go with 2 values written elsewhere; "
+        f"change it, or add {' '.join(fix)}",
+        "  base.yaml:1: parallel.reshard_after_forward: has no effect with parallel.strategy ddp, only with fsdp",
+        "  base.yaml:1: parallel.offload_parameters: has no effect with parallel.strategy ddp, only with fsdp, zero3",
+    ]
+    assert load_recipe(Path("run.yaml"), ["parallel.strategy=ddp", *fix]).parallel.strategy == "ddp"
+
+
+def test_a_fix_leaves_no_next_problem(refusal: Refusal, write: Write) -> None:
+    """Without the metrics their number of rows would be the next problem; without validation rows two are."""
+    write("data: {validation: 0.1}\nevaluate: {metrics: [rouge_l], every: 5, generation_limit: 8}\n", "base.yaml")
+    text = "task: sft\nmodel: {name: some/model}\ndata: {train: pydoc, validation: null}\ninclude: base.yaml\n"
+    lines = refusal(start=text)
+    assert lines[0].startswith("run.yaml:3: data.validation: null does not go with 2 values written elsewhere; change")
+    fix = shlex.split(lines[0].partition("or add ")[2])
+    assert load_recipe(Path("run.yaml"), fix).evaluate.metrics == []
+
+
+def test_one_value_of_a_base_and_what_is_written_over_it(refusal: Refusal, write: Write) -> None:
+    write("model: {adapter: {type: none}}\n", "base.yaml")
+    lines = refusal(
+        "include: base.yaml\nmodel: {name: some/model, adapter: {rank: 4, quantisation: nf4}}\n", start=_TASK
+    )
+    assert len(lines) == 3
+    assert lines[0].startswith('base.yaml:1: model.adapter.type: "none" does not go with 2 values written elsewhere;')
+    assert not any("base.yaml" in line or "; set" in line for line in lines[1:])  # cause and fix are given once
+
+
+def test_an_invalid_value_does_not_hide_a_contradiction(refusal: Refusal) -> None:
+    text = "optimizer: {eps: tiny}\ntrain: {seed: x, global_batch_size: 4, micro_batch_size: 8}\n"
+    keys = [line.split(": ")[1] for line in refusal(text)]
+    assert keys == ["optimizer.eps", "train.seed", "train.micro_batch_size"]
+    keys = [line.split(": ")[1] for line in refusal("train: {global_batch_size: 0, micro_batch_size: 8}\n")]
+    assert keys == ["train.global_batch_size"]  # nothing is known of a batch that is to be written anew
+
+
+@pytest.mark.parametrize("written", ["unlearn: null\n", "unlearn:\n"])
+def test_the_inherited_section_of_another_task_is_removed_by_null(written: str, refusal: Refusal, write: Write) -> None:
+    write("task: unlearn\nunlearn: {objective: npo}\n", "base.yaml")
+    [line] = refusal("include: base.yaml\n")
+    assert line == (
+        "base.yaml:2: unlearn: has no effect with task sft; remove it, or set task to unlearn; unlearn: null removes "
+        "an inherited one (task: run.yaml:1)"
+    )
+    assert load_recipe(Path("run.yaml"), ["unlearn=null"]).task == "sft"
+    assert load_recipe(write(SMALLEST + "include: base.yaml\n" + written)).task == "sft"
 
 
 def test_an_included_file_that_is_missing_or_broken(refusal: Refusal, write: Write) -> None:

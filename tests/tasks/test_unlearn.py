@@ -16,6 +16,9 @@ from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.support.runs import Runs, column, difference, events
 from tests.support.slow import slow_but
 from tests.support.unlearning import OBJECTIVES, write_rows
+from trainwright.planning.facts import Facts, facts_of
+from trainwright.recipe.loading import load_recipe
+from trainwright.tasks.unlearn.task import prepare_once
 
 DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: pip install 'deepspeed==0.19.*'"
@@ -132,6 +135,29 @@ def test_every_alternate_is_preferred_to_the_answer_of_its_row(
     first, *_, last = measured(run)
     assert last["alternate_nll"] - first["alternate_nll"] < last["forget_nll"] - first["forget_nll"]
     assert first["forget_loss"] == pytest.approx(2 / 0.1 * math.log(2), rel=1e-4)  # the model is its own reference
+
+
+def test_a_plan_counts_the_tokens_of_all_alternates_as_the_run_does(
+    runs: Runs, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the rows are prepared it estimates them, and after that it counts those of the same objective."""
+    monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
+    lengths = ("data.max_length=160", "data.pack_length=null")
+
+    def planned(objective: str) -> Facts:
+        return facts_of(load_recipe(recipe, [f"unlearn.objective={objective}", *lengths]))
+
+    estimated = {name: planned(name).workload.batch_tokens for name in ("altpo", "npo")}
+    trained = {name: column(run_of(runs, recipe, name, ONE, *lengths), "tokens") for name in estimated}
+    measured_tokens = {name: tokens[-1] / len(tokens) for name, tokens in trained.items()}
+    assert estimated["altpo"] == pytest.approx(measured_tokens["altpo"], rel=0.2)
+    more = measured_tokens["altpo"] / measured_tokens["npo"]
+    assert estimated["altpo"] / estimated["npo"] == pytest.approx(more, rel=0.03)
+    resolved = ["unlearn.objective=altpo", *lengths, ONE, "parallel.strategy=single"]
+    assert prepare_once(load_recipe(recipe, resolved), tmp_path) == 16 + 8
+    counted = planned("altpo")
+    assert not counted.estimated and planned("dpo").estimated  # it has the same sources, and one refusal a row
+    assert counted.workload.batch_tokens == pytest.approx(measured_tokens["altpo"], rel=0.05)
 
 
 def test_the_model_writes_the_alternates_and_continues_after_those_it_has(

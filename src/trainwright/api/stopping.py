@@ -135,7 +135,7 @@ def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
             if job in begun or not was_asked_to_stop(job.run):
                 _touch(job.run / STOP_FILE)
         asked |= {(job.name, job.waits) for job in new}
-        ends |= {job.run: "" if job in begun else "canceled" for job in new}
+        ends |= {job.run: "canceled" for job in new if job not in begun} | {job.run: "" for job in begun}
         if all(job.waits for job in jobs):
             break
         if time.monotonic() >= end:

@@ -6,11 +6,12 @@ import hashlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainwright.data.tokens.lengths import Lengths, check_length, estimate, recall, repeated
+from trainwright.data.tokens.lengths import Lengths, check_length, estimate, recall, repeated, rows_of
 from trainwright.errors import RequestError
 from trainwright.machine.cache import cache_root
 from trainwright.models.gpt.config import MODEL_TYPE
@@ -28,7 +29,7 @@ from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import OWN, check_sizes
 
 if TYPE_CHECKING:
-    from trainwright.data.sources.row_files import Row
+    from trainwright.data.rows.formats import Example
     from trainwright.recipe.schema import DataSection, Recipe
     from trainwright.recipe.sections.model import ModelSection
     from trainwright.recipe.task_spec import Needs, OwnModel
@@ -413,36 +414,58 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
     if needs.full:
         return Lengths((data.max_length,), None, 1.0)
     each = needs.sequences_per_example
-    found = recall(recipe.model, data, seed, cache_root(), each)
+    found = recall(recipe.model, data, seed, cache_root(), rows_of(recipe))
     if found is not None:
         return found
-    rows = [] if recipe.spec.corpus else _first_rows(data)
-    guess = estimate(rows, data.max_length, recipe.model.tokenizer == "bytes")
+    examples = [] if recipe.spec.corpus else _first_examples(recipe, each)
+    guess = estimate(examples, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
         longest = each * data.max_length
         whole = "data.max_length" if each == 1 else f"{each} times data.max_length"
         assumptions.append(f"every example has {whole}, {longest} tokens: the data is not available yet")
         return Lengths((longest,), None, 1.0, exact=False)
-    guess = replace(guess, quantiles=tuple(each * length for length in guess.quantiles))
     assumptions.append(
-        f"examples of {guess.mean:.0f} tokens on average, estimated from the characters of the first {len(rows)}; "
+        f"examples of {guess.mean:.0f} tokens on average, estimated from the characters of the first {len(examples)}; "
         "counted exactly once the data has been prepared"
     )
     return guess
 
 
-def _first_rows(data: DataSection) -> list[Row]:
-    """Return sample rows of all sources, in proportion to their weights."""
+def _first_examples(recipe: Recipe, each: int) -> list[list[Example]]:
+    """Return the sequences of sample examples of all sources, in proportion to their weights; ``each``: how many an
+    example has, of which some may be of other rows.
+    """
+    from trainwright.data.rows.formats import NoTarget
+    from trainwright.data.rows.kinds import kind_of_rows
     from trainwright.data.sources.reading import check_source
     from trainwright.data.sources.registry import registered_rows, registered_source
 
-    whole = sum(one.weight for one in data.sources)
-    rows: list[Row] = []
+    data, whole = recipe.data, sum(one.weight for one in recipe.data.sources)
+    parts: list[list[list[Example]]] = []
     for one, key in zip(data.sources, data.source_keys, strict=True):
         files = registered_source(one.source) is None
         found = check_source(one.source, key, one.format == "documents") if files else registered_rows(one.source)
-        rows += found[: max(1, round(_SAMPLED_ROWS * one.weight / whole))]
-    return rows
+        rows, kind = found[: max(1, round(_SAMPLED_ROWS * one.weight / whole))], kind_of_rows(recipe, key)
+        parts.append([])
+        if not rows:
+            continue
+        layout = kind.layout(list(dict.fromkeys(field for row in rows for field in row)), rows, one.format)
+        for row in rows:
+            with suppress(NoTarget):  # left out and counted when the data is prepared
+                examples = kind.split(kind.sequences(row, layout))
+                parts[-1] += [[sequence for _, sequence in example] for example in examples]
+    if data.train is not None:
+        return _completed([example for part in parts for example in part], each)
+    return _completed(parts[0], each, [sequence for part in parts[1:] for example in part for sequence in example])
+
+
+def _completed(examples: list[list[Example]], each: int, others: Sequence[Example] = ()) -> list[list[Example]]:
+    """Return the examples with sequences of ``others``, or of the examples, as far as they have less than ``each``."""
+    others = others or [example[0] for example in examples]
+    return [
+        [*example, *(others[(index + more) % len(others)] for more in range(1, each - len(example) + 1))]
+        for index, example in enumerate(examples)
+    ]
 
 
 def _steps(recipe: Recipe, lengths: Lengths) -> int | None:

@@ -48,7 +48,7 @@ def _task(recipe: Recipe) -> Iterator[Contradiction]:
     for name, other in others.items():
         if other.section is not None and getattr(recipe, name) is not None:
             why = f"has no effect with task {recipe.task}; remove it, or set task to {name}"
-            yield Contradiction((name, "task"), why)
+            yield Contradiction((name, "task"), f"{why}; {name}: null removes an inherited one")
     if "train" not in own.data_keys:
         return
     for name, other in others.items():

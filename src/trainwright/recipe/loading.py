@@ -16,9 +16,10 @@ from trainwright.errors import RequestError
 from trainwright.extensions import is_file, search_beside
 from trainwright.paths import user_path
 from trainwright.recipe.files import missing_file, read_text
-from trainwright.recipe.problems import explain, explain_hidden, placeholders, unknown_keys
+from trainwright.recipe.problems import contradictions_in, explain, explain_contradictions, invalid_keys, placeholders
 from trainwright.recipe.schema import Recipe, recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
+from trainwright.registries import TASKS
 from trainwright.text import quoted
 
 _MOST_LINES = 100  # of a message
@@ -83,14 +84,16 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
     Raises RequestError like load_recipe.
     """
     for section in list(tree.values):
-        if tree.values[section] is None and section != "task":
+        if tree.values[section] is None and _is_of_another_task(section, tree.values):
+            del tree.values[section]
+        elif tree.values[section] is None and section != "task":
             tree.values[section] = {}  # all keys of the section are commented out
     problems = [*tree.problems, *placeholders(tree, file)]
     recipe_model()  # an error in an installed package is not the fault of the recipe
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
-        problems += explain(error, tree, file) + _behind_unknown_keys(error, tree, file)
+        problems += explain(error, tree, file) + _behind_invalid_keys(error, tree, file)
     if problems:
         problems.sort(key=lambda problem: (problem.origin.source, problem.origin.line or 0))
         lines = list(dict.fromkeys(map(str, problems)))
@@ -109,10 +112,10 @@ def dump_recipe(recipe: Recipe, origins: Mapping[KeyPath, Origin] | None = None)
     return "".join(_annotated(key, value, origins) for key, value in recipe.model_dump().items())
 
 
-def _behind_unknown_keys(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
-    """Return contradictions that a mistyped key hides: they are checked only in sections that are valid."""
-    unknown = unknown_keys(error, tree)
-    for path in unknown:
+def _behind_invalid_keys(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
+    """Return contradictions that an invalid key hides: they are checked only in sections that are valid."""
+    invalid = invalid_keys(error, tree)
+    for path in invalid:
         parent = tree.values
         for part in path[:-1]:
             parent = parent[part]
@@ -120,7 +123,9 @@ def _behind_unknown_keys(error: ValidationError, tree: Tree, file: Origin) -> li
     try:
         Recipe.model_validate(tree.values)
     except ValidationError as hidden:
-        return explain_hidden(hidden, unknown, tree, file) if unknown else []
+        doubtful = tuple(invalid.values())
+        found = [item for item in contradictions_in(hidden) if not any(key.startswith(doubtful) for key in item.keys)]
+        return explain_contradictions(found, tree, file) if invalid else []
     return []
 
 
@@ -188,11 +193,17 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
         else:
             _merge(merged, _read_file(target, chain, read))
     # A section whose keys are all commented out removes nothing from the included one.
+    whole = {**merged.values, **own.values}
     empty = [key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)]
-    for key in empty:
+    for key in [key for key in empty if not _is_of_another_task(key, whole)]:
         del own.values[key], own.origins[(key,)]
     _merge(merged, own)
     return merged
+
+
+def _is_of_another_task(section: str, values: Mapping[str, object]) -> bool:
+    """Return whether the section is of a task that the recipe does not have, so that null removes it."""
+    return section in TASKS.names() and section != values.get("task")
 
 
 def _find_beside(tree: Tree, folder: Path) -> None:

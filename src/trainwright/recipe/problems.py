@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -18,6 +20,7 @@ from trainwright.recipe.registered import Registered
 from trainwright.recipe.schema import model_of, recipe_model
 from trainwright.recipe.synonyms import SECTIONS, OwnKey, our_key, our_value
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted
+from trainwright.text import quoted
 
 _OF_MANY_KEYS = ("auto", "none")  # words that say nothing about the key
 _MOST_UNKNOWN = 30  # unknown keys that are explained; the rest are counted
@@ -66,17 +69,64 @@ def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
         problems.append(Problem(origin_of(next_, tree, file), more))
     keys = {path for path in suggested.values() if not isinstance(path, str)}
     problems += _mistaken_values(details, keys, tree, file, model)
-    return problems + [_located(item, tree, file) for item in contradictions_in(error)]
+    return problems + explain_contradictions(contradictions_in(error), tree, file)
 
 
-def explain_hidden(error: ValidationError, unknown: list[KeyPath], tree: Tree, file: Origin) -> list[Problem]:
-    """Return the contradictions found after removing the ``unknown`` keys.
-
-    Those in the sections of the unknown keys are left out: what is missing there was probably mistyped.
+def explain_contradictions(found: list[Contradiction], tree: Tree, file: Origin) -> list[Problem]:
+    """Return the contradictions as problems: those that one value written elsewhere causes are one problem, under that
+    value and with what removes them all.
     """
-    doubtful = tuple(f"{path[0]}." for path in unknown)
-    found = contradictions_in(error)
-    return [_located(item, tree, file) for item in found if not any(key.startswith(doubtful) for key in item.keys)]
+    causes = [_written_elsewhere(item, tree) for item in found]
+    [(cause, count)] = Counter(key for keys in causes for key in keys).most_common(1) or [("", 0)]
+    if count < 2:
+        return [_located(item, tree, file) for item in found]
+    own = [item for item, keys in zip(found, causes, strict=True) if cause in keys]
+    others = [item for item in found if item not in own]
+    return [_of_one_cause(cause, own, found, tree, file), *explain_contradictions(others, tree, file)]
+
+
+def _written_elsewhere(contradiction: Contradiction, tree: Tree) -> list[str]:
+    """Return the keys that contradict the first one from another file or an override."""
+    sources = {key: origin.source for key, origin in _written(contradiction, tree).items()}
+    first, *others = contradiction.keys
+    return [key for key in others if key in sources and first in sources and sources[key] != sources[first]]
+
+
+def _of_one_cause(
+    cause: str, own: list[Contradiction], found: list[Contradiction], tree: Tree, file: Origin
+) -> Problem:
+    path = tuple(cause.split("."))
+    origin, fix = tree.origins[path], ""
+    lines = [str(_located(item, tree, file, origin)) for item in own]
+    if defaults := _defaults_without(own, found, tree):
+        lines = [line.partition("; ")[0] for line in lines]
+        fix = f", or add {' '.join(quoted(f'{key}={value}') for key, value in defaults.items())}"
+    head = f"{cause}: {_shown(_value_at(path, tree))} does not go with {len(own)} values written elsewhere; change it"
+    return Problem(origin, "\n  ".join([head + fix, *lines]))
+
+
+def _defaults_without(own: list[Contradiction], found: list[Contradiction], tree: Tree) -> dict[str, str]:
+    """Return the keys whose defaults leave the recipe with none of its ``own`` contradictions of all that were
+    ``found``, and with no others, and these defaults as overrides have them; empty if they do not.
+    """
+    model, values, defaults, left = _model(tree), deepcopy(tree.values), dict[str, str](), own
+    while left:
+        for item in left:
+            *above, last = item.keys[0].split(".")
+            section, inside = _section_at(tuple(above), model), values
+            field = section.model_fields.get(last) if section is not None else None
+            if field is None or field.is_required() or item.keys[0] in defaults:
+                return {}
+            for part in above:
+                inside = inside.setdefault(part, {})
+            inside[last] = default = field.get_default(call_default_factory=True)
+            defaults[item.keys[0]] = default if isinstance(default, str) else json.dumps(default, default=str)
+        try:
+            model.model_validate(values)
+            left = []
+        except ValidationError as error:
+            left = [item for item in contradictions_in(error) if item in own or item not in found]
+    return defaults
 
 
 def placeholders(tree: Tree, file: Origin) -> Iterator[Problem]:
@@ -101,10 +151,18 @@ def contradictions_in(error: ValidationError) -> list[Contradiction]:
     return [item for cause in causes if isinstance(cause, Contradictions) for item in cause.found]
 
 
-def unknown_keys(error: ValidationError, tree: Tree) -> list[KeyPath]:
-    """Return the paths of all keys that are not in the schema."""
-    model = _model(tree)
-    return [field_path(item["loc"], model) for item in error.errors() if item["type"] == "extra_forbidden"]
+def invalid_keys(error: ValidationError, tree: Tree) -> dict[KeyPath, str]:
+    """Return the paths of all keys that are not in the schema, and of all whose values are not allowed, with the prefix
+    of the keys of which nothing is known therefore: a mistyped key leaves one of its section missing.
+    """
+    model, found = _model(tree), dict[KeyPath, str]()
+    for item in error.errors(include_url=False):
+        path = field_path(item["loc"], model)
+        if item["type"] == "extra_forbidden":
+            found[path] = f"{path[0]}."
+        elif path[1:] and item["type"] != "missing":
+            found.setdefault(path[:2], dotted(path[:2]))
+    return found
 
 
 def field_path(loc: tuple[int | str, ...], whole: type[BaseModel]) -> KeyPath:
@@ -194,14 +252,19 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _located(contradiction: Contradiction, tree: Tree, file: Origin) -> Problem:
-    paths: list[KeyPath] = [tuple(key.split(".")) for key in contradiction.keys]
-    written = {
-        key: tree.origins[path] for key, path in zip(contradiction.keys, paths, strict=True) if path in tree.origins
-    }
-    origin = next(iter(written.values()), None) or origin_of(paths[0], tree, file)
+def _written(contradiction: Contradiction, tree: Tree) -> dict[str, Origin]:
+    paths: dict[str, KeyPath] = {key: tuple(key.split(".")) for key in contradiction.keys}
+    return {key: tree.origins[path] for key, path in paths.items() if path in tree.origins}
+
+
+def _located(contradiction: Contradiction, tree: Tree, file: Origin, cause: Origin | None = None) -> Problem:
+    """Return a contradiction as a problem; ``cause`` is where a value was written that is named before."""
+    written = _written(contradiction, tree)
+    origin = next(iter(written.values()), None) or origin_of(tuple(contradiction.keys[0].split(".")), tree, file)
     # The reader of one file does not see that a value comes from another.
-    elsewhere = [f"{key}: {place}" for key, place in written.items() if place.source != origin.source]
+    elsewhere = [
+        f"{key}: {place}" for key, place in written.items() if place.source != origin.source and place != cause
+    ]
     where = f" ({', '.join(elsewhere)})" if elsewhere else ""
     return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{where}")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError, PydanticKnownError, ValidationError, core_schema
 
 from trainwright.errors import RequestError
-from trainwright.extensions import Registry
+from trainwright.extensions import OWN, Registry
 
 _PLACE = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
 
@@ -43,7 +43,12 @@ class Registered:
 
     def _checked(self, value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> str:
         place = isinstance(value, str) and re.fullmatch(_PLACE, value) is not None
-        name: str = value if place else handler(value)
+        try:
+            name: str = value if place else handler(value)
+        except ValidationError as error:
+            (detail,) = error.errors()
+            expected = f"{detail['ctx']['expected']} (your own: {OWN})"
+            raise PydanticKnownError("literal_error", {"expected": expected}) from None
         try:
             if not self.imports:
                 self.registry.check_origin(name)

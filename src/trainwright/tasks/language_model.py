@@ -20,7 +20,7 @@ from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.lengths import remember
+from trainwright.data.tokens.lengths import remember, rows_of
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
@@ -99,8 +99,7 @@ def check_prepared(recipe: Recipe, prepared: PreparedData, cache: Path) -> None:
     datasets = [dataset for dataset in (prepared.train, prepared.validation) if dataset is not None]
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in datasets])
     _check_packs(recipe, datasets)
-    per_example = recipe.spec.needs(recipe).sequences_per_example
-    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, per_example)
+    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, rows_of(recipe))
 
 
 def embeddings_of(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -71,6 +71,44 @@ def test_fsdp_version_2(tmp_path: Path) -> None:
     assert found.device == "cpu" and found.problems == ()
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "fsdp_backward_prefetch: BACKWARD_PRE",
+            "followed: the next block is gathered before the gradients of a block",
+        ),
+        ("fsdp_backward_prefetch: BACKWARD_POST", "not followed: FSDP2 always does BACKWARD_PRE, with which one more"),
+        ("fsdp_backward_prefetch: 3", "not followed: FSDP2 always does BACKWARD_PRE"),  # as the wizard counts
+        ("fsdp_forward_prefetch: false", "followed: a block is gathered when the CPU reaches it"),
+        ("fsdp_forward_prefetch: true", "not followed: .* ahead of a GPU, and not one block before"),
+        ("fsdp_state_dict_type: SHARDED_STATE_DICT", "followed: each process writes its shards"),
+        ("fsdp_state_dict_type: FULL_STATE_DICT", "checkpoints are always sharded; final/ is one full model"),
+        ("fsdp_state_dict_type: LOCAL_STATE_DICT", "as with SHARDED_STATE_DICT"),
+        ("fsdp_min_num_params: 2000", "for SIZE_BASED_WRAP only"),
+    ],
+)
+def test_what_becomes_of_a_setting_depends_on_its_value(tmp_path: Path, setting: str, said: str) -> None:
+    found = translation(tmp_path, f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  {setting}\n")
+    (note,) = found.notes
+    assert note.keys == (setting.partition(":")[0],) and re.match(said, note.reason)
+    assert found.problems == ()
+
+
+def test_wrapping_by_size_says_which_units_there_are_instead(tmp_path: Path) -> None:
+    text = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n"
+    found = translation(tmp_path, text + "  fsdp_min_num_params: 100000000\n")
+    assert {note.keys: note.reason for note in found.notes} == {
+        ("fsdp_auto_wrap_policy",): "SIZE_BASED_WRAP is not followed: each of the model's blocks is a unit",
+        (
+            "fsdp_min_num_params",
+        ): "a block is a unit with less and with more than 100,000,000 parameters; parallel.wrap names others",
+    }
+    wrong = translation(tmp_path, text + "  fsdp_backward_prefetch: BACKWARDS\n  fsdp_min_num_params: many\n")
+    assert "expected BACKWARD_PRE or BACKWARD_POST or NO_PREFETCH" in problems(wrong)
+    assert "fsdp_min_num_params: expected a whole number" in problems(wrong)
+
+
 SHARDING = {
     "FULL_SHARD": ("fsdp", True, None),
     "SHARD_GRAD_OP": ("fsdp", False, None),

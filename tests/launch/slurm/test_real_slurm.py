@@ -53,6 +53,40 @@ def test_a_run_of_several_jobs_within_a_time_limit_is_the_run_of_one(slurm: Slur
     same_losses(runs, run, 1, steps)
 
 
+def test_a_run_longer_than_the_time_limit_in_several_jobs_is_the_run_of_one(
+    slurm: Slurm, runs: Runs, tmp_path: Path
+) -> None:
+    """None is requeued, and what is not needed never starts."""
+    steps = 150
+    words = (SLOW, f"train.max_steps={steps}", "parallel.num_processes=1", "--time", "1:00", "--jobs", "5")
+    first, run = submit(slurm, tmp_path, *words)
+    numbers = [str(int(first) + later) for later in range(5)]
+    assert re.search(rf"runs/tiny +{first} ", slurm.run(*trainwright("jobs"), cwd=tmp_path))
+    wait_for(lambda: not slurm.run("squeue", "--noheader"), every=0.3)
+    starts = events(run, "start")
+    used = len(starts)
+    assert 2 <= used < 5, log(run)
+    assert [each["job"] for each in starts] == numbers[:used] and all(each["resumed_from"] for each in starts[1:])
+    assert [slurm.state(each) for each in numbers] == ["FAILED"] * (used - 1) + ["COMPLETED"] + ["CANCELLED"] * (
+        5 - used
+    )
+    assert "is requeued" not in log(run)
+    same_losses(runs, run, 1, steps)
+
+
+def test_several_jobs_end_with_an_error_that_would_come_again_and_with_a_stop(slurm: Slurm, tmp_path: Path) -> None:
+    words = ("optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "train.max_steps=20", "--jobs", "3")
+    first, run = submit(slurm, tmp_path, *words, "parallel.num_processes=1", "--name", "nan")
+    wait_for(lambda: not slurm.run("squeue", "--noheader"), every=0.3)
+    assert [slurm.state(str(int(first) + later)) for later in range(3)] == ["FAILED", "CANCELLED", "CANCELLED"]
+    assert len(events(run, "start")) == 1
+    words = (SLOW, "train.max_steps=200", "parallel.num_processes=1", "--jobs", "3", "--name", "asked")
+    first, run = submit(slurm, tmp_path, *words)
+    wait_for_step(run, 2)
+    assert slurm.run(*trainwright("stop", "runs/asked"), cwd=tmp_path) == "runs/asked: stopped"
+    assert not slurm.run("squeue", "--noheader") and len(events(run, "start")) == 1
+
+
 def test_two_nodes_survive_a_preemption_and_a_requeue_by_hand(slurm: Slurm, runs: Runs, tmp_path: Path) -> None:
     steps = 40
     job, run = submit(slurm, tmp_path, SLOW, f"train.max_steps={steps}", "parallel.num_processes=2", "--nodes", "2")

@@ -110,6 +110,12 @@ def test_a_name_that_is_not_plain_is_refused(name: str, here: Path) -> None:
         ({"partition": "a b"}, "--partition: expected a name of letters"),
         ({"array": "0-9; rm"}, "--array: expected indices such as 0-9"),
         ({"to": "nowhere"}, "--to nowhere: no such cluster in .*clusters.yaml; there are: slurm"),
+        (
+            {"jobs": 2, "until_done": True},
+            "--jobs: several jobs of one run are not for --until-done, .*leave one of the",
+        ),
+        ({"jobs": 2, "array": "0-3"}, "--jobs: several jobs of one run are not for --array"),
+        ({"jobs": 2, "to": "ray"}, "--jobs: is for slurm, and a job of ray starts its run again by itself; remove it"),
         ({"to": None}, "--to: where to submit to is missing"),
     ],
 )
@@ -259,6 +265,49 @@ def test_the_printed_file_is_the_submitted_one_and_makes_the_directory_of_its_lo
     assert [line for line in shown if line not in comments[0]] == [
         line for line in again.splitlines() if line not in comments[1]
     ]
+
+
+def test_each_of_several_jobs_waits_for_the_one_before(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands(here, monkeypatch, sbatch='echo "$@" >>asked; wc -l <asked', squeue="", sinfo="", scontrol="")
+    made = tw.submit(TINY, ON_ROWS, to="slurm", jobs=3)
+    assert (made.job, made.later) == ("1", ("2", "3")) and [*made.lines()][-3] == "then 2, 3, each after the one before"
+    file = here / "runs/tiny/slurm/job.sbatch"
+    asked = ["", "--dependency=afterany:1 ", "--dependency=afterany:2 "]
+    assert (here / "asked").read_text().splitlines() == [f"--parsable {each}{file}" for each in asked]
+    assert made.script.splitlines()[-1].endswith('"$run" "$code" --series')
+
+
+def test_if_the_last_of_several_jobs_is_refused_none_is_left(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = "echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1"
+    row = f"trainwright:{here}/runs/tiny"
+    commands(
+        here,
+        monkeypatch,
+        sbatch=f"echo >>taken; [ $(wc -l <taken) -lt 3 ] || {{ {refused}; }}; wc -l <taken",
+        squeue=f'[ ! -e taken ] || for i in 1 2; do echo "$i|$i|N/A|PENDING|Dependency|N/A||{row}"; done',
+        scancel='echo "$@" >>canceled',
+        sinfo="",
+    )
+    with pytest.raises(RequestError, match="QOSMaxSubmitJobPerUserLimit; --jobs: so are canceled the 2 that it took"):
+        tw.submit(TINY, ON_ROWS, to="slurm", jobs=3)
+    assert (here / "canceled").read_text() == "1 2\n" and not (here / "runs" / "tiny").exists()
+
+
+@pytest.mark.parametrize(("code", "canceled"), [(0, True), (4, True), (75, False), (5, False)])
+def test_later_jobs_are_canceled_when_the_run_does_not_go_on(
+    code: int, canceled: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = here / "runs" / "tiny"
+    (run / "slurm").mkdir(parents=True)
+    (run / "events.jsonl").write_text('{"event": "finish", "time": 1.0, "status": "finished"}\n')
+    rows = [f"{job}|{job}|N/A|{state}|x|N/A||trainwright:{run}" for job, state in ((7, "RUNNING"), (8, "PENDING"))]
+    commands(here, monkeypatch, squeue=f"printf '%s\\n' '{rows[0]}' '{rows[1]}'", scancel='echo "$@" >>canceled')
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(sys, "argv", ["requeue", str(run), str(code), "--series"])
+    with pytest.raises(SystemExit, match=str(code)):
+        requeue.main()
+    assert (here / "canceled").exists() is canceled
+    assert not canceled or (here / "canceled").read_text() == "8\n"
 
 
 def an_array_in_the_queue(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -70,7 +70,7 @@ def jobs(*runs: str | Path) -> list[RunState]:
     """
     from trainwright.api.run import Run
 
-    queued = {job.run: job for job in _queue()}
+    queued = {job.run: job for job in sorted(_queue(), key=_order, reverse=True)}  # of several the first in order
     wanted = [Run(run).directory for run in runs] if runs else [*_runs_here(), *queued]
     found = {directory.absolute(): directory for directory in reversed(wanted)}
     return [_state(shown, queued.get(directory)) for directory, shown in sorted(found.items())]
@@ -80,6 +80,11 @@ def table(found: Sequence[RunState], width: int | None = None) -> Iterator[str]:
     """Yield the lines of ``trainwright jobs``, see `text.table`."""
     head = ["RUN", "JOB", "STATE", "STEP", "GOODPUT", "EXPECTED END"]
     yield from text.table([head, *(each.columns() for each in found)], width)
+
+
+def _order(job: QueuedJob) -> tuple[bool, int]:
+    """Return the place of a job among those of its run: what runs, then what waits, as submitted."""
+    return job.waits, int(job.name.partition("_")[0])
 
 
 def _queue() -> list[QueuedJob]:

@@ -34,6 +34,7 @@ class Submission:
 
     Attributes:
         job: the scheduler's number; None if nothing was submitted.
+        later: the numbers of the jobs that go on with the run after that one, in order.
         run: the directory of the run; with an array, of the runs of its elements.
         script: the text of the job's file.
         plan: for the described machine; None if the cluster's nodes are not described.
@@ -47,6 +48,7 @@ class Submission:
     plan: Plan | None
     seconds: int | None
     warning: str | None = None
+    later: tuple[str, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield what ``trainwright submit`` prints."""
@@ -61,6 +63,8 @@ class Submission:
                 yield f"about {int(self.seconds / step):,} steps fit into the {self.seconds / 3600:.3g} h of a job"
         if self.warning is not None:
             yield f"warning: {self.warning}"
+        if self.later:
+            yield f"then {', '.join(self.later)}, each after the one before"
         yield f"job {self.job}"
         yield f"run {self.run}"
 
@@ -77,6 +81,7 @@ def submit(
     partition: str | None = None,
     account: str | None = None,
     array: str | None = None,
+    jobs: int | None = None,
     until_done: bool | None = None,
     manifest: str | None = None,
     force: bool = False,
@@ -102,6 +107,7 @@ def submit(
         partition: where the job runs.
         account: who is charged.
         array: the indices of an array of jobs, such as ``0-9``.
+        jobs: how many jobs train the run, one after another; those that are not needed are canceled.
         until_done: requeue the job until the run has finished.
         manifest: of Kubernetes: ``jobset``, ``trainjob`` or ``pytorchjob``.
         force: submit even if the plan says that the run does not fit.
@@ -130,6 +136,7 @@ def submit(
         "partition": partition,
         "account": account,
         "array": array,
+        "jobs": jobs,
         "until_done": until_done,
         "manifest": manifest,
     }
@@ -150,13 +157,13 @@ def submit(
         if not force:
             plan.details.refuse_shortage()
     warning = submission.stop_warning(job, plan.details) if on_slurm and plan is not None else None
-    number = None
+    numbers: list[str] = []
     if not dry_run:
-        number = submission.submit(job, chosen=cpus != job.settings.cpus_per_node)
+        numbers = submission.submit(job, chosen=cpus != job.settings.cpus_per_node)
         script = _text(job)  # now that there is a directory for its log
     limit = job.settings.time
     seconds = None if limit is None else job_seconds(limit)
-    return Submission(number, job.run, script, plan, seconds, warning)
+    return Submission(next(iter(numbers), None), job.run, script, plan, seconds, warning, tuple(numbers[1:]))
 
 
 def _text(job: Job) -> str:

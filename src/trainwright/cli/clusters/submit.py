@@ -43,6 +43,14 @@ def submit(
             "overrides.",
         ),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Slurm only: number of jobs that train the run, one after another, where none can be requeued; what "
+            "is not needed is canceled.",
+        ),
+    ] = None,
     until_done: Annotated[
         bool | None,
         typer.Option(
@@ -84,6 +92,7 @@ def submit(
         partition=partition,
         account=account,
         array=array,
+        jobs=jobs,
         until_done=until_done,
         manifest=manifest,
         force=force,

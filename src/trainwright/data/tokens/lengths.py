@@ -23,6 +23,7 @@ from trainwright.text import plural, times
 
 if TYPE_CHECKING:
     from trainwright.data.tokens.dataset import TokenDataset
+    from trainwright.recipe.schema import Recipe
     from trainwright.recipe.sections.data import DataSection
     from trainwright.recipe.sections.model import ModelSection
 
@@ -118,20 +119,32 @@ def lengths_of(dataset: TokenDataset) -> Lengths:
     return Lengths(tuple(int(n) for n in lengths[places]), len(dataset), dataset.target_fraction())
 
 
+def rows_of(recipe: Recipe) -> str:
+    """Return what the examples of a recipe's task are made of, which decides their lengths; empty: of one row."""
+    from trainwright.data.rows.formats import EXAMPLES
+    from trainwright.data.rows.kinds import kind_of_rows
+
+    if recipe.spec.corpus:
+        return ""
+    kinds = {kind_of_rows(recipe, key).name for key in recipe.data.source_keys}
+    count = recipe.spec.needs(recipe).sequences_per_example
+    return "" if count == 1 and kinds == {EXAMPLES.name} else f"{count} of {', '.join(sorted(kinds))}"
+
+
 def remember(
-    model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path, rows: int = 1
+    model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path, rows: str = ""
 ) -> None:
     """Save the lengths of a source for ``recall``.
 
     Args:
-        rows: rows per example.
+        rows: see ``rows_of``.
     """
     file = _file(model, data, seed, cache, rows)
     if not file.exists():
         try_write(file, json.dumps(asdict(lengths_of(dataset))))
 
 
-def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: int = 1) -> Lengths | None:
+def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = "") -> Lengths | None:
     """Return the saved lengths of a source for this model, or None if it was not tokenized yet or has changed."""
     try:
         kept = json.loads(_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
@@ -159,21 +172,23 @@ def check_length(data: DataSection, model_max_length: int | None) -> None:
         )
 
 
-def estimate(rows: Sequence[object], max_length: int, bytewise: bool) -> Lengths | None:
-    """Estimate lengths from the text of a source's first rows; return None without rows.
+def estimate(examples: Sequence[Sequence[object]], max_length: int, bytewise: bool) -> Lengths | None:
+    """Estimate lengths from the text of the sequences of a source's first examples; return None without examples.
 
     ``bytewise``: each token is a byte.
     """
-    lengths = []
-    for row in rows:
-        texts = list(_texts(row))
+
+    def length(sequence: object) -> int:
+        texts = list(_texts(sequence))
         count = sum(len(t.encode()) if bytewise else len(t) / _CHARACTERS_PER_TOKEN for t in texts)
-        lengths.append(min(max_length, max(2, round(count + _TOKENS_PER_TURN * len(texts)))))
-    return Lengths(tuple(sorted(lengths)), None, 1.0, exact=False) if lengths else None
+        return min(max_length, max(2, round(count + _TOKENS_PER_TURN * len(texts))))
+
+    lengths = sorted(sum(map(length, sequences)) for sequences in examples)
+    return Lengths(tuple(lengths), None, 1.0, exact=False) if lengths else None
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in a row, except role names, ids and types."""
+    """Yield every text in a sequence, except role names, ids and types."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -185,12 +200,12 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _file(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: int) -> Path:
+def _file(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str) -> Path:
     from trainwright.data.sources.key import source_key
 
     tokenizer = [model.name if model.tokenizer is None else model.tokenizer, model.gguf_file, model.chat_template]
     key: dict[str, Any] = source_key(data, seed, json.dumps(tokenizer))
-    if rows > 1:
+    if rows:
         key["rows"] = rows
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache / "datasets" / "lengths" / f"{digest}.json"

@@ -15,21 +15,29 @@ _RESHARDS = {
     "HYBRID_SHARD_ZERO2": False,
 }
 _WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_STATE_DICTS = {
+    "FULL_STATE_DICT": "checkpoints are always sharded; final/ is one full model",
+    "LOCAL_STATE_DICT": "as with SHARDED_STATE_DICT: checkpoints are sharded and load with any number of processes",
+    "SHARDED_STATE_DICT": "followed: each process writes its shards of a checkpoint; final/ is one full model",
+}
+_ALWAYS_PRE = "FSDP2 always does BACKWARD_PRE, with which one more block is gathered at a time"
+_BACKWARD_PREFETCH = {
+    "BACKWARD_PRE": "followed: the next block is gathered before the gradients of a block are computed",
+    "BACKWARD_POST": f"not followed: {_ALWAYS_PRE}",
+    "NO_PREFETCH": f"not followed: {_ALWAYS_PRE}",
+}
+_FORWARD_PREFETCH = {
+    False: "followed: a block is gathered when the CPU reaches it, which is ahead of a GPU",
+    True: "not followed: a block is gathered when the CPU reaches it, ahead of a GPU, and not one block before",
+}
 
 _BUILT_IN = "always the case with FSDP2"
 _SHARDS = "each process always reads its own shards; newly initialized or renamed weights come from rank 0"
-_PREFETCH = "FSDP2 prefetches the next block automatically"
 _NOTES = {
     "fsdp_use_orig_params": _BUILT_IN,
     "fsdp_sync_module_states": _SHARDS,
     "fsdp_cpu_ram_efficient_loading": _SHARDS,
-    "fsdp_backward_prefetch": _PREFETCH,
-    "fsdp_backward_prefetch_policy": _PREFETCH,
-    "fsdp_forward_prefetch": _PREFETCH,
     "fsdp_limit_all_gathers": _BUILT_IN,
-    "fsdp_state_dict_type": "checkpoints are always sharded, and final/ is always one full model",
-    "fsdp_min_num_params": "for SIZE_BASED_WRAP only",
 }
 KEYS = (
     "fsdp_version",
@@ -41,6 +49,11 @@ KEYS = (
     "fsdp_activation_checkpointing",
     "fsdp_activation_checkpointing_offload",
     "fsdp_ignored_modules",
+    "fsdp_backward_prefetch",
+    "fsdp_backward_prefetch_policy",
+    "fsdp_forward_prefetch",
+    "fsdp_state_dict_type",
+    "fsdp_min_num_params",
     *_NOTES,
 )
 
@@ -55,10 +68,10 @@ def interpret(part: ConfigSection, draft: Draft, nodes: int) -> None:
     if "fsdp_ignored_modules" in part:
         draft.problem(f"{part.place('fsdp_ignored_modules')}: all parameters are sharded; remove it")
     part.raw("fsdp_ignored_modules")
-    part.choice("fsdp_state_dict_type", _STATE_DICTS)
+    _loading_and_gathering(part, draft)
     for key, reason in _NOTES.items():
-        if key in part and part.source.stated:
-            draft.note(key, reason)
+        if key in part:
+            _note(part, draft, key, reason)
         part.raw(key)
     for text in part.unknown(KEYS, {}):
         draft.problem(text, for_script=True)
@@ -113,8 +126,30 @@ def _wrap(part: ConfigSection, draft: Draft) -> None:
         draft.set("parallel.wrap", classes, part.place("fsdp_transformer_layer_cls_to_wrap"))
     elif classes:
         draft.note("fsdp_transformer_layer_cls_to_wrap", f"ignored with {policy}")
+    size = part.count("fsdp_min_num_params")
     if policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
-        draft.note("fsdp_auto_wrap_policy", f"{policy} is not supported: each of the model's blocks is a unit")
+        draft.note("fsdp_auto_wrap_policy", f"{policy} is not followed: each of the model's blocks is a unit")
+    if size is not None:
+        reason = "for SIZE_BASED_WRAP only"
+        if policy == "SIZE_BASED_WRAP":
+            reason = f"a block is a unit with less and with more than {size:,} parameters; parallel.wrap names others"
+        _note(part, draft, "fsdp_min_num_params", reason)
+
+
+def _loading_and_gathering(part: ConfigSection, draft: Draft) -> None:
+    """Add what becomes of the settings with which FSDP2 or a checkpoint may do something else."""
+    if (state := part.choice("fsdp_state_dict_type", [*_STATE_DICTS])) is not None:
+        _note(part, draft, "fsdp_state_dict_type", _STATE_DICTS[state])
+    for key in ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"):  # the second: of older versions
+        if (order := part.choice(key, [*_BACKWARD_PREFETCH])) is not None:
+            _note(part, draft, key, _BACKWARD_PREFETCH[order])
+    if (ahead := part.flag("fsdp_forward_prefetch")) is not None:
+        _note(part, draft, "fsdp_forward_prefetch", _FORWARD_PREFETCH[ahead])
+
+
+def _note(part: ConfigSection, draft: Draft, key: str, reason: str) -> None:
+    if part.source.stated:
+        draft.note(key, reason)
 
 
 def _activations(part: ConfigSection, draft: Draft) -> None:

@@ -28,6 +28,7 @@ _USED_BY = {
     "partition": (SLURM,),
     "account": (SLURM,),
     "array": (SLURM,),
+    "jobs": (SLURM,),
     "until_done": (SLURM,),
     "options": (SLURM,),
     "setup": (SLURM, SKYPILOT),
@@ -40,6 +41,8 @@ _USED_BY = {
     "mount": (KUBERNETES, SKYPILOT),
     "spot": (SKYPILOT,),
 }
+# Of these, other schedulers have no need.
+_STARTS_AGAIN = ("jobs", "until_done")
 _CARD = re.compile(r"(?:\d+\s*[x×*]\s*)?(.+)")
 
 
@@ -113,10 +116,14 @@ def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> C
     except ValidationError as error:  # the recipe and the file are valid
         raise RequestError("\n".join(_problems(error, _option))) from None
     for key in _unused(asked):
-        raise RequestError(
-            f"{_option(key) if key in given else 'launch.' + key}: is for {_names(key)}, and {asked.scheduler} has no "
-            "such setting; remove it"
-        )
+        why = f"{asked.scheduler} has no such setting"
+        if key in _STARTS_AGAIN:
+            why = f"a job of {asked.scheduler} starts its run again by itself"
+        place = _option(key) if key in given else f"launch.{key}"
+        raise RequestError(f"{place}: is for {_names(key)}, and {why}; remove it")
+    if (asked.jobs or 1) > 1 and (asked.until_done or asked.array):
+        other = "--until-done, with which one job is requeued" if asked.until_done else "--array, whose runs are many"
+        raise RequestError(f"--jobs: several jobs of one run are not for {other}; leave one of the two out")
     if asked.machine is None:
         return asked
     gpus = _gpus_of(asked.machine)

@@ -33,6 +33,11 @@ def file_of(job: Job) -> Path:
     return directory_of(job) / _SCRIPT
 
 
+def is_series(job: Job) -> bool:
+    """Return whether several jobs with this file train the run, one after another."""
+    return (job.settings.jobs or 1) > 1
+
+
 def text(job: Job, variables: Mapping[str, str] | None = None) -> str:
     """Return the job's file.
 
@@ -61,7 +66,8 @@ def text(job: Job, variables: Mapping[str, str] | None = None) -> str:
         "code=$?",
         "trap '' TERM USR1",
         f'exec {shlex.quote(sys.executable)} -m {_REQUEUE} "$run" "$code"'
-        + " --until-done" * bool(job.settings.until_done),
+        + " --until-done" * bool(job.settings.until_done)
+        + " --series" * is_series(job),
     ]
     return "\n".join(lines) + "\n"
 
@@ -77,9 +83,11 @@ def _check(job: Job) -> None:
 
 def _head(job: Job) -> list[str]:
     written = "# Written by trainwright submit, which plans the run first; sbatch of this file starts or resumes it too"
+    series = ["# Each further job of the run: sbatch --dependency=afterany:NUMBER of the one before."] * is_series(job)
     if directory_of(job).is_dir():
-        return [f"{written}."]
+        return [f"{written}.", *series]
     return [
+        *series,
         f"{written}, after",
         f"# mkdir -p {shlex.quote(str(directory_of(job)))}",
         "# as Slurm creates no directory for the log.",

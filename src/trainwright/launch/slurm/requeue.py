@@ -1,6 +1,6 @@
 """The end of a job: put it back into the queue if the run is to go on, otherwise end with the run's exit code.
 
-    python -m trainwright.launch.slurm.requeue RUN CODE [--until-done]
+    python -m trainwright.launch.slurm.requeue RUN CODE [--until-done] [--series]
 
 Slurm itself requeues no job that ends within the grace of a preemption: it counts as failed, unless its code is 0.
 """
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("code", type=int)
     parser.add_argument("--until-done", action="store_true", help="also after a time limit")
+    parser.add_argument("--series", action="store_true", help="other jobs of the run follow, if it goes on")
     asked = parser.parse_args()
     job = scheduler_job()
     if job is None:
@@ -45,6 +46,8 @@ def main() -> None:
         say(f"{asked.run} has not finished, though srun ended with exit code 0: a machine failed", file=sys.stderr)
         asked.code = EXIT_FAULT
     try:
+        if asked.series and (not may_continue(asked.code) or was_asked_to_stop(asked.run)):
+            _cancel_later(asked.run)
         anyway = asked.until_done or asked.code != EXIT_STOPPED  # a fault of a machine
         if may_continue(asked.code) and was_asked_to_stop(asked.run):
             say(f"job {job} is not requeued: {asked.run / STOP_FILE} asked the run to stop", file=sys.stderr)
@@ -55,6 +58,15 @@ def main() -> None:
     except RequestError as error:
         say(f"job {job} is not requeued: {error}", file=sys.stderr)
     sys.exit(asked.code)
+
+
+def _cancel_later(run: Path) -> None:
+    """Cancel the jobs that were to go on with the run; one that starts nevertheless ends as the run does."""
+    later = [job for job in _answered(lambda: scheduler.jobs_of(run)) if job.waits]
+    scheduler.cancel(later)
+    if later:
+        names = ", ".join(job.name for job in later)
+        say(f"the run does not go on, so its later jobs are canceled: {names}", file=sys.stderr)
 
 
 def _why_not(job: Mapping[str, str], anyway: bool) -> str | None:

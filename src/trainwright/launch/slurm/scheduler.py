@@ -82,17 +82,19 @@ class Grace:
         )
 
 
-def submit(file: Path) -> str:
-    """Submit a job's file, for which no variable of the environment counts that overrides it, nor one of the job of
-    this process; return the number of the job. Raises RequestError with sbatch's words, Unreachable if
-    Slurm has not answered: it may have taken the job.
+def submit(file: Path, after: str | None = None) -> str:
+    """Submit a job's file; return the number of the job, which starts when job ``after`` has ended in any way.
+
+    No variable of the environment counts that overrides the file, nor one of the job of this process. Raises
+    RequestError with sbatch's words, Unreachable if Slurm has not answered: it may have taken the job.
     """
     left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
     if left_out:
         found = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
         say(f"note: sbatch is run without {found}, which would override what {file} asks for", file=sys.stderr)
     variables = {name: value for name, value in without_own_job(os.environ).items() if name not in left_out}
-    done = _run("sbatch", "--parsable", str(file), variables=variables, seconds=_SUBMIT_SECONDS)
+    dependency = [] if after is None else [f"--dependency=afterany:{after}"]
+    done = _run("sbatch", "--parsable", *dependency, str(file), variables=variables, seconds=_SUBMIT_SECONDS)
     _check_reachable(done)
     if done.returncode:
         raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(done.stderr)}{_there()}")

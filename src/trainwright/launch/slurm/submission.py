@@ -44,8 +44,8 @@ def completed(job: Job) -> Job:
     return job
 
 
-def submit(job: Job, *, chosen: bool = False) -> str:
-    """Write the job's file and submit it; return the job's number.
+def submit(job: Job, *, chosen: bool = False) -> list[str]:
+    """Write the job's file and submit it as often as was asked; return the numbers of the jobs.
 
     Args:
         chosen: the number of its CPUs is that of `completed`.
@@ -80,18 +80,25 @@ def submit(job: Job, *, chosen: bool = False) -> str:
             raise
 
 
-def _submitted(job: Job, chosen: bool) -> str:
+def _submitted(job: Job, chosen: bool) -> list[str]:
+    numbers: list[str] = []
     try:
-        return scheduler.submit(file_of(job))
+        for _ in range(job.settings.jobs or 1):
+            numbers.append(scheduler.submit(file_of(job), *numbers[-1:]))
+        return numbers
     except scheduler.Unreachable as error:
         with suppress(RequestError):
-            for found in _queued(job):
-                return found.name.partition("_")[0]
+            if job.settings.jobs in (None, 1):
+                for found in _queued(job):
+                    return [found.name.partition("_")[0]]
         raise _InDoubt(
             f"{error}; the job may be in the queue or get there: look with trainwright jobs, and if it is not there, "
             "submit the run again"
         ) from None
     except RequestError as error:
+        if numbers:
+            scheduler.cancel(_queued(job))
+            raise RequestError(f"{error}; --jobs: so are canceled the {len(numbers)} that it took") from None
         if not chosen or not _OF_CPUS.search(str(error)):
             raise
         raise RequestError(

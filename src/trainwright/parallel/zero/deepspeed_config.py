@@ -412,7 +412,7 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            **_sizes(module, stage),
+            **_sizes(module, stage, dtype),
             **{key: section[key] for key in _PASSED_ZERO & section.keys() if section[key] != AUTO},
             **_offload_settings(parallel, section),
             "stage": stage,
@@ -426,12 +426,14 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
     return config
 
 
-def _sizes(module: nn.Module, stage: int) -> dict[str, Any]:
-    sizes = [parameter.numel() for parameter in module.parameters()]
-    bucket = max(2, min(BUCKET_ELEMENTS, sum(sizes)))
+def _sizes(module: nn.Module, stage: int, dtype: torch.dtype) -> dict[str, Any]:
+    # The bits of a quantized matrix, flat, become as many elements of the dtype as have their bytes.
+    bits = sum(p.nbytes for p in module.parameters() if not p.is_floating_point()) // dtype.itemsize
+    others = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    bucket = max(2, min(BUCKET_ELEMENTS, bits + sum(parameter.numel() for parameter in others)))
     found: dict[str, Any] = {"reduce_bucket_size": bucket}
     if stage == 3:
-        vectors = [parameter.numel() for parameter in module.parameters() if parameter.dim() == 1]
+        vectors = [parameter.numel() for parameter in others if parameter.dim() == 1]
         found |= {
             "stage3_prefetch_bucket_size": bucket,
             # Norms and biases stay in full on every rank: little memory, which saves many small gathers.

@@ -193,6 +193,7 @@ class Stage3Flow(Flow):
         self._bucket = bucket(inventory, stack)
         self._on_cpu = on_cpu
         self._frozen_ends = _frozen_ends(inventory) * width
+        self._first_numel = sum(self._sharded.get((OUTSIDE, name), 0) for name in ("embedding", "positions"))
         self._whole = self._buffer = self._gradients = self._filled = 0
 
     @property
@@ -249,7 +250,10 @@ class Stage3Flow(Flow):
         return self._width * (total if 2 * total < _REUSE else min(total, _REUSE // 2 + self._bucket))
 
     def _gather(self, unit: int) -> Allocated:
-        """Gather ``unit`` and the units after it, up to a bucket, into a buffer, and copy the parameters out of it."""
+        """Gather ``unit`` and the units after it, up to a bucket, into a buffer, and copy the parameters out of it.
+
+        The embedding runs first: it has a buffer of its own, which is free when what follows it has been gathered.
+        """
         size = 0
         self._ahead = unit - 1
         for following in range(unit, self._last_block + 1):
@@ -258,7 +262,7 @@ class Stage3Flow(Flow):
             size += self._units.get(following, 0)
             self._ahead = following
         buffer = size * self._width
-        self._buffer = buffer
+        self._buffer = buffer - (self._first_numel * self._width if unit == OUTSIDE else 0)
         gathering = Allocated(self._gradients, self._whole + buffer * (2 if self._on_cpu else 1))
         self._whole = min(self._limit(), self._whole + buffer)
         return max(gathering, self.held, key=_total)

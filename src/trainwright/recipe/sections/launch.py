@@ -78,6 +78,11 @@ class JobSection(Section):
         description="Indices of an array of jobs, such as 0-9 or 0-99%4. Each element has its own run, named by its "
         "index, and {element} in an override is replaced by it.",
     )
+    jobs: Count | None = Field(
+        None,
+        description="Number of jobs that train the run, one after another, where none can be requeued; what is not "
+        "needed is canceled. Default: 1.",
+    )
     until_done: bool | None = Field(
         None,
         description="Requeue the job after its time limit too, until the run has finished; after a preemption or a "
