@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from trainwright.data.rows.chat_templates import template_of
 from trainwright.data.rows.formats import NoTarget, RowReader
 from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.sources.reading import check_source, files_of, place_of
@@ -22,7 +23,7 @@ def check_data(recipe: Recipe) -> None:
 
     Raises:
         RequestError: a source is missing or not parseable, its rows do not fit data.format or have no known layout, one
-            of the first rows is wrong, or a chat template is set and the rows are plain text.
+            of the first rows is wrong, or a chat template is invalid, or set for rows of plain text.
     """
     if not recipe.has_texts:
         return
@@ -33,6 +34,8 @@ def check_data(recipe: Recipe) -> None:
     named = list(zip(data.sources, data.source_keys, strict=True))
     if data.validation_source is not None:
         named.append((data.validation_source, "data.validation"))
+    if recipe.model.chat_template is not None:
+        template_of(recipe.model.chat_template)
     layouts = [_layout(source, key, kind_of_rows(recipe, key)) for source, key in named]
     refuse_unused_template(recipe.model.chat_template, layouts)
 
