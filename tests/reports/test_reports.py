@@ -258,10 +258,13 @@ def test_a_run_is_compared_with_others(tmp_path: Path) -> None:
     (difference,) = found.evaluations
     assert (difference.metric, difference.step, difference.evaluations) == ("loss", 4, 3)
     assert difference.last == pytest.approx((1.6, 2.1)) and difference.best == pytest.approx((1.6, 2.1))
-    assert "train.seed" in str(found) and "+0.5" in str(found)
+    assert "train.seed" in str(found)
+    assert re.search(r"loss +two +2\.1 +1\.6 +\+0\.5 +2\.1 .*1\.6 +\+0\.5 +4 +3", str(found))
     assert found.page is not None and "Evaluations, paired by step" in found.page.read_text()
     with pytest.raises(RequestError, match="at least two runs"):
         tw.compare(one)
+    with pytest.raises(RequestError, match="nowhere: no such directory"):
+        tw.compare(tmp_path / "nowhere")
     same = [RunFigures.read(one), RunFigures.read(one)]
     assert recipe_differences(same) == {} and paired_differences(same)[0].last == (1.6, 1.6)
     for several in ([[one, two]], [tmp_path], [str(tmp_path)], [(one,), two]):

@@ -13,12 +13,12 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-from trainwright.machine.sharing.file_lock import lock_directory
 
 from tests.support.browser import Browser, Scheme, chromium
 from tests.support.commands import PATIENCE
 from tests.support.runs import ON_ROWS, Runs, events
 from tests.watching.test_app import EVALUATE, NAME, SAMPLE, STEP, write, write_ledger
+from trainwright.machine.sharing import lock_directory
 
 pytestmark = pytest.mark.slow
 LOSS = '#charts figure[data-key="loss"]'

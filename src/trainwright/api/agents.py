@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 def may_be_agent(model: str) -> bool:
     """Return whether the model may be an agent, so that importing torch to find out is worthwhile."""
+    from trainwright.recipe.loading import load_recipe
+
     path = user_path(model)
-    return (path / "recipe.yaml").is_file() or (path / "agent.json").is_file()
+    recipe = path / "recipe.yaml"
+    return not load_recipe(recipe).has_texts if recipe.is_file() else (path / "agent.json").is_file()
 
 
 def measure_agent(

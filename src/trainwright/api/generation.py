@@ -196,6 +196,7 @@ def _checked(request: GenerationRequest) -> Machine:
     from trainwright.launch.group.environment import refuse_worker
     from trainwright.machine.accelerators import refuse_unusable
     from trainwright.machine.detect import detect
+    from trainwright.models.resolve_model import check_exists
 
     refuse_worker("generate")
     _check(request.file, request.out, request.num_processes, request.batch_size)
@@ -204,6 +205,7 @@ def _checked(request: GenerationRequest) -> Machine:
         raise RequestError(
             "--top-p, --top-k and --seed: have no effect at temperature 0; set --temperature, for instance to 0.7"
         )
+    check_exists(request.model, "MODEL")
     machine = detect()
     refuse_unusable(machine)
     return machine

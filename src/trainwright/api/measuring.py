@@ -74,6 +74,7 @@ def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
     from trainwright.api.processes.workers import in_processes, process_count, work_directory
     from trainwright.launch.group.environment import refuse_worker
     from trainwright.machine.detect import detect
+    from trainwright.models.resolve_model import check_exists
 
     refuse_worker("eval")
     model, trial = options.model, options.trial()
@@ -84,6 +85,8 @@ def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
             return directory, written(agent, directory)
     if given := [name for name, value in trial.items() if value is not None]:
         raise RequestError(f"--{given[0]}: has no effect, because {model} is not an agent that acts in an environment")
+    for name in (model, *([] if options.against is None else [options.against])):
+        check_exists(name, "MODEL" if name == model else "--against")
     machine = detect()
     request = _checked(options, machine)
     processes = process_count(machine, options.num_processes)

@@ -10,6 +10,7 @@ from trainwright.activity import Activity
 from trainwright.api.processes.separate import run_in_process
 from trainwright.errors import RequestError
 from trainwright.models.merged import Merged
+from trainwright.models.resolve_model import check_exists
 from trainwright.paths import user_path
 from trainwright.text import quoted
 
@@ -55,6 +56,7 @@ def merge(
 
 def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merged:
     """Merge in this process."""
+    check_exists(model, "MODEL")  # before torch is imported
     from trainwright.inference.finding import find_model
     from trainwright.inference.loading import for_users
     from trainwright.models.merging import merge as work_in

@@ -15,6 +15,7 @@ from trainwright.api.merging import check_finished, dtype_of
 from trainwright.api.processes.separate import run_in_process
 from trainwright.data.rows.chat_encoding import install_template
 from trainwright.errors import MachineError, RequestError, TrainwrightError
+from trainwright.models.resolve_model import check_exists
 from trainwright.observe.reader import read_log
 from trainwright.paths import user_path
 from trainwright.text import plural, quoted, say
@@ -71,6 +72,7 @@ def export(
 
 def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str | None) -> Path:
     """Export in this process."""
+    check_exists(model, "MODEL")  # before torch is imported
     from trainwright.inference.finding import find_model
     from trainwright.inference.loading import for_users
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainwright.data.rows.bounded import TokenizerError, unknown_token
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
+from trainwright.data.rows.chat_templates import template_of
 from trainwright.data.rows.formats import NoTarget, RowReader, by_turn
 from trainwright.data.rows.kinds import kind_of_rows
 from trainwright.data.rows.layouts import RowLayout, columns_not_used
@@ -301,7 +302,7 @@ def check_data(recipe: Recipe) -> None:
 
     Raises:
         RequestError: a source is missing or not parseable, its rows do not fit data.format or have no known layout, one
-            of the first rows is wrong, or a chat template is set and the rows are plain text.
+            of the first rows is wrong, or a chat template is invalid, or set for rows of plain text.
     """
     if not recipe.has_texts:
         return
@@ -312,6 +313,8 @@ def check_data(recipe: Recipe) -> None:
     named = list(zip(data.sources, data.source_keys, strict=True))
     if data.validation_source is not None:
         named.append((data.validation_source, "data.validation"))
+    if recipe.model.chat_template is not None:
+        template_of(recipe.model.chat_template)
     layouts = [_preflight_layout(source, key, kind_of_rows(recipe, key)) for source, key in named]
     refuse_unused_template(recipe.model.chat_template, layouts)
 

@@ -74,6 +74,7 @@ class Start(Event):
     pending: str | None
     max_steps: int
     batch_varies: bool
+    packed: bool
     accumulation_asked: int | None
     evaluate_every: int | None
     checkpoint_every: int | None

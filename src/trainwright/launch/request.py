@@ -310,7 +310,8 @@ def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check
             raise
         raise RequestError(f"{error} (the recipe is {request.run / run_directory.RECIPE})") from error
     chosen = tuple(dict.fromkeys((*request.chosen, *resolved.chosen)))
-    return replace(resolved, reasons=(*request.reasons, *resolved.reasons), chosen=chosen)
+    reasons = tuple(dict.fromkeys((*request.reasons, *resolved.reasons)))
+    return replace(resolved, reasons=reasons, chosen=chosen)
 
 
 def check_request(request: RunRequest, creates: bool = True) -> None:

@@ -108,7 +108,7 @@ class _Change(NamedTuple):
         if self.path == _DIRECTORY:
             yield f"{dotted(self.path)}: {run} in the run, now {self.new} {origin}"
         elif self.path in _MAY_GROW:
-            longer = "; only the length of a run can change"
+            longer = "; a run can only become longer, by the key that its recipe sets"
             yield f"{dotted(self.path)}: {_text(self.old)} in the run, now {_text(self.new)} {origin}{longer}"
         else:
             for path, old, new in _parts(self.path, self.old, self.new):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import doing
+from trainwright.data.rows.chat_templates import arguments_in, template_of, with_defaults
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
 from trainwright.models.configuration import (
@@ -64,7 +65,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
             )
         tokenizer = tokenizer_from(source.directory, "model.name")
     if model.chat_template is not None:
-        tokenizer.chat_template = _chat_template(model.chat_template)
+        tokenizer.chat_template = template_of(model.chat_template)
     if model.template_arguments:
         _set_arguments(tokenizer, model.template_arguments)
     return tokenizer
@@ -358,8 +359,6 @@ def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
     """Write default values of variables into the chat template of a tokenizer, or into each of several."""
-    from trainwright.data.rows.chat_templates import arguments_in, with_defaults
-
     template = tokenizer.chat_template
     if template is None:
         raise RequestError("model.template_arguments: the tokenizer has no chat template; set model.chat_template")
@@ -376,34 +375,3 @@ def _set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
         for name, text in several.items()
     }
     tokenizer.chat_template = written if isinstance(template, dict) else written[""]
-
-
-def _chat_template(text: str) -> str:
-    """Return the template, or the content of the file that ``text`` names, after a syntax check."""
-    import jinja2
-    from transformers.utils.chat_template_utils import (
-        _compile_jinja_template,
-    )  # supports the tags that templates use
-
-    where = "model.chat_template"
-    if "{" not in text:
-        file = user_path(text)
-        if not file.is_file():
-            raise RequestError(f"{where}: {text} is neither a file nor a Jinja template")
-        where, text = f"{where}: {file}", _text_of(file, where)
-    try:
-        _compile_jinja_template(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise RequestError(f"{where}, line {error.lineno}: {error.message}") from error
-    return text
-
-
-def _text_of(file: Path, key: str) -> str:
-    try:
-        content = file.read_bytes()
-        return content.decode()
-    except OSError as error:
-        raise RequestError(f"{key}: {file} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise RequestError(f"{key}: {file}:{line}: not UTF-8 text; save the file as UTF-8") from None

@@ -212,6 +212,12 @@ def check_available(model: ModelSection) -> None:
         _from_id(model.name, "model.name", True, logger.info)
 
 
+def check_exists(name: str, key: str) -> None:
+    """Raise RequestError unless a model is on this machine or on the Hub; imports no torch and converts nothing."""
+    if not is_here(name):
+        locate(name, key, weights=False)
+
+
 def is_here(name: str, weights: bool = False) -> bool:
     """Return whether a model is on this machine: as a path, in the Hugging Face cache, or in an installed package."""
     if user_path(name).exists():

@@ -263,7 +263,9 @@ def _banner(event: EventRecord) -> list[tuple[str, str]]:
     if "epoch_examples" in event and (remark := repeated(event["global_batch_size"], event["epoch_examples"])):
         rows.append(("", remark))
     if event.get("max_steps"):
-        rows.append(("steps", f"{event['max_steps']:,}"))
+        done = (resumed_step(event) or 0) >= event["max_steps"]
+        why = ", which the run has already trained; a higher train.max_steps trains it further" if done else ""
+        rows.append(("steps", f"{event['max_steps']:,}{why}"))
     rows += [("chosen" if i == 0 else "", line) for i, line in enumerate(event.get("reasons", []))]
     return rows
 
@@ -288,4 +290,6 @@ def _batch(event: EventRecord) -> str:
         accumulated += " in the first step"
     if asked is not None and asked != steps:
         accumulated += f"; train.gradient_accumulation_steps is {asked}, but the batch has too few packs"
-    return f"{examples} per step: micro-batches of {event['micro_batch_size']}, {accumulated}"
+    rows = text.plural(event["micro_batch_size"], "pack" if event.get("packed") else "row")
+    each = " per process" if event["world_size"] > 1 else ""
+    return f"{examples} per step: micro-batches of {rows}{each}, {accumulated}"

@@ -130,15 +130,17 @@ def summary_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
 
 
 SUMMARY_HEAD = ("Run", "Status", "Step", "Loss", "Best validation", "Speed", "Time in steps")
-DIFFERENCE_HEAD = ("Metric", "Run", "Best", "Less the first's", "Last", "Less the first's", "At step", "Evaluations")
+_OF_FIRST = ("First run's", "Difference")
+DIFFERENCE_HEAD = ("Metric", "Run", "Best", *_OF_FIRST, "Last", *_OF_FIRST, "At step", "Evaluations")
 
 
 def difference_row(found: Difference) -> list[str]:
     """Return a difference as text."""
     (best, own_best), (last, own_last) = found.best, found.last
     interval = "" if found.interval is None else " ({:.4g} to {:.4g})".format(*found.interval)
-    shown = [f"{own_best:.4g}", f"{own_best - best:+.4g}", f"{own_last:.4g}{interval}", f"{own_last - last:+.4g}"]
-    return [found.metric, found.run, *shown, f"{found.step:,}", str(found.evaluations)]
+    at_best = [f"{own_best:.4g}", f"{best:.4g}", f"{own_best - best:+.4g}"]
+    at_last = [f"{own_last:.4g}{interval}", f"{last:.4g}", f"{own_last - last:+.4g}"]
+    return [found.metric, found.run, *at_best, *at_last, f"{found.step:,}", str(found.evaluations)]
 
 
 def comparison_page(runs: Sequence[RunFigures]) -> str:

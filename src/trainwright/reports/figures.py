@@ -61,7 +61,8 @@ class RunFigures:
         """
         found = run_path(directory)
         if not is_run(found):
-            raise RequestError(f"{found} is not a run directory: it has no recipe.yaml")
+            what = "is not a run directory: it has no recipe.yaml" if found.is_dir() else "no such directory"
+            raise RequestError(f"{found}: {what}")
         log = read_log(found / "events.jsonl")
         return cls(found, log.history, log.everything, log.damage, not ended and _trains(found))
 

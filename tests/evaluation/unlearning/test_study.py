@@ -13,6 +13,7 @@ from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.support.commands import ROOT
 from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
+from trainwright.cli.studies.study import show
 from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.study.file import load_study, requests_of, write_rows
 from trainwright.evaluation.unlearning.study.results import Results, draw
@@ -151,6 +152,15 @@ def test_the_table_has_every_metric_that_was_measured(tmp_path: Path) -> None:
     assert results.rows[2] == ["npo", "0.2500", "0.5000", "0.7500", "0.5000"]
 
 
+def test_no_value_or_name_is_cut_however_many_models_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    models = {
+        f"objective-{number}.{request}": {"mia_loss": {"forget": 1e-12}} for number in range(9) for request in (1, 2)
+    }
+    show(Results("tofu:forget05", {}, models))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in models) and printed.count("1.00e-12") == len(models)
+
+
 @pytest.mark.parametrize(
     ("metrics", "plot"),
     [
@@ -228,8 +238,10 @@ def test_requests_are_parts_of_the_rows_to_forget(study: Path, tmp_path: Path, k
 def test_requests_of_sources_are_used_as_they_are(study: Path, tmp_path: Path) -> None:
     read = load_study(study, ["growing=[a.jsonl, some/set:scal:forget_2]"])
     assert requests_of(read.study, tmp_path) == ["a.jsonl", "some/set:scal:forget_2"]
-    with pytest.raises(RequestError, match="sequential and growing: set one of the two"):
+    with pytest.raises(RequestError, match=r"study\.yaml: sequential and growing: set one of the two"):
         load_study(study, ["growing=2", "sequential=2"])
+    with pytest.raises(RequestError, match=r"'growing=0': growing: expected a number of at least 2 or a list, not 0$"):
+        load_study(study, ["growing=0"])
     with pytest.raises(RequestError, match="sequential: each request starts from the full weights"):
         adapted = load_study(study, ["sequential=2", "unlearn.model={adapter: lora}"])
         adapted.unlearning("npo", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"})

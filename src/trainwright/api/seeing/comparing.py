@@ -80,13 +80,13 @@ def compare(
     """
     named = [Path(each) for run in runs for each in ([run] if isinstance(run, (str, PathLike)) else run)]
     directories = [directory for each in named for directory in _runs_in(each)]
-    if len(directories) < 2:
+    found = [RunFigures.read(directory) for directory in directories]
+    if len(found) < 2:
         only = f", and {directories[0]} is one" if directories else ""
         raise RequestError(
             f"compare needs at least two runs{only}; name another one, or a directory with several: "
             "trainwright compare runs/a runs/b"
         )
-    found = [RunFigures.read(directory) for directory in directories]
     file = None if out is None else user_path(out)
     if file is not None:
         try:

@@ -114,7 +114,7 @@ def ablate(
         progress: show the runs.
 
     Raises:
-        RequestError: a value is invalid; nothing is trained then.
+        RequestError: a value is invalid; nothing is trained then. Or the first evaluation lacks the metric.
         MachineError, TrainingError, Stopped: of the first run that does not finish.
 
     Examples:
@@ -133,6 +133,8 @@ def ablate(
     choose = {"one at a time": one_at_a_time, "grid": grid, "sample": lambda keys: sample(keys, number, seed)}
     # Read every recipe before the first of them is trained.
     recipes = {each: load_recipe(source, [*overrides, *each.overrides]) for each in choose[combine](over)}
+    if any(not each.validates for each in recipes.values()):
+        raise RequestError("data.validation: not set, so there is nothing to compare the runs by; set it")
     if metric is None and all(each.spec.keeps_best for each in recipes.values()):
         metric = "loss"
     if highest is None:
@@ -148,7 +150,7 @@ def ablate(
             if variant != run:
                 say(f"{variant.name} is trained once, as {run.name}", file=sys.stderr)
     asked = [*overrides, *([] if rungs is None else rungs.overrides)]
-    VariantRuns(recipe, asked, directory, distinct, jobs, progress).train(rungs)
+    VariantRuns(recipe, asked, directory, distinct, metric, jobs, progress).train(rungs)
     rows = tuple(_row(variant, run, directory) for variant, run in runs.items())
     found = Ablation(directory, rows, metric, highest)
     write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")

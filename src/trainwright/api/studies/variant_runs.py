@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from trainwright.api.recipe import Recipe
+from trainwright.api.stopping import stop
 from trainwright.api.studies.variants import Variant
 from trainwright.api.training import resume, train
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError, Stopped, error_of
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from trainwright.recipe import schema
 
 _ASKED = "asked"  # directory of the recipes as they were asked for
-_OWN_KEYS = ("logging.run_directory",)
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class VariantRuns:
 
     Args:
         overrides: of all variants.
+        metric: what they are compared by; None: nothing.
         jobs: how many at once; None: as many as there are GPUs for, on a CPU one.
     """
 
@@ -103,6 +106,7 @@ class VariantRuns:
     overrides: Sequence[str]
     directory: Path
     recipes: Mapping[Variant, schema.Recipe]
+    metric: str | None
     jobs: int | None
     progress: bool
 
@@ -110,7 +114,7 @@ class VariantRuns:
         """Train all variants to their end; with ``halving`` only the best ones.
 
         Raises:
-            RequestError: the directory has runs of another recipe.
+            RequestError: the directory has runs of another recipe, or the first evaluation lacks the metric.
             TrainwrightError: of the first run that does not finish.
         """
         self._check()
@@ -197,7 +201,7 @@ class VariantRuns:
     def _train_here(self, variant: Variant, rung: int | None) -> None:
         run, until = self.directory / variant.name, _until(rung)
         try:
-            with redirect_stdout(sys.stderr):
+            with _stopped_without(self.metric, run), redirect_stdout(sys.stderr):
                 if (run / "recipe.yaml").is_file():
                     resume(run, progress=self.progress, until=until)
                 else:
@@ -224,7 +228,8 @@ class VariantRuns:
         with log.open("ab") as output:
             process = started(command, stdout=output, stderr=output, env={**os.environ, **slot})
             programs.append(process)
-            code = process.wait()
+            with _stopped_without(self.metric, run):
+                code = process.wait()
             programs.remove(process)
         if code == EXIT_FINISHED or (code == EXIT_STOPPED and rung is not None and metrics_at(run, rung)[1]):
             return
@@ -232,10 +237,7 @@ class VariantRuns:
         raise error_of(code if code > 0 else 128 - code, f"{variant.name} has failed: {lines[-1]}; see {log}")
 
     def _value(self, variant: Variant, rung: int, metric: str) -> float:
-        _, metrics = metrics_at(self.directory / variant.name, rung)
-        if metric not in metrics:
-            raise RequestError(f"--metric: {metric} is not measured; choose from {', '.join(metrics)}")
-        return metrics[metric]
+        return metrics_at(self.directory / variant.name, rung)[1][metric]
 
     def _heading(self, variant: Variant, rung: int | None) -> str:
         place = list(self.recipes).index(variant) + 1
@@ -245,6 +247,31 @@ class VariantRuns:
     def _say(self, line: str) -> None:
         if self.progress:
             say(line, file=sys.stderr)
+
+
+@contextmanager
+def _stopped_without(metric: str | None, run: Path) -> Iterator[None]:
+    """Stop a run after its first evaluation if that has no ``metric``, and raise RequestError then."""
+    ended, measured = Event(), list[str]()
+
+    def watch() -> None:
+        while not measured and not ended.wait(_LOOK_SECONDS):
+            measured.extend(metrics_at(run)[1])
+        if measured and metric not in measured:
+            with suppress(RequestError):  # it has ended
+                stop(run)
+
+    watcher = Thread(target=watch)
+    if metric is not None:
+        watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if metric is not None:
+            watcher.join()
+            if measured and metric not in measured:
+                raise RequestError(f"--metric: {metric} is not measured; choose from {', '.join(measured)}")
 
 
 def _until(rung: int | None) -> str | None:

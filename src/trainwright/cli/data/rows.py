@@ -71,12 +71,15 @@ def show(
     """
     from rich.console import Console
 
+    from trainwright.data.check import check_data
     from trainwright.machine.cache import cache_root
     from trainwright.models.load import load_tokenizer
-    from trainwright.tasks.language_model import prepare_data
 
     with _keys_as_options(model):
         recipe = _recipe(asked, overrides or [], model, max_length)
+        check_data(recipe)
+        from trainwright.tasks.language_model import prepare_data  # with torch, which takes seconds
+
         tokenizer = load_tokenizer(recipe.model)
         prepared = prepare_data(recipe, tokenizer, cache_root())
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainwright.errors import RequestError
-from trainwright.text import printable
+from trainwright.text import say, table, table_width
 
 if TYPE_CHECKING:
     from trainwright.evaluation.unlearning.study.results import Results
@@ -35,19 +35,15 @@ def unlearn_study(
     files = [word for word in arguments if not is_override(word)]
     if len(files) != 1:
         raise RequestError("expected one study file; pass overrides as key=value")
-    _show(tw.unlearn_study(files[0], *filter(is_override, arguments), progress=True))
+    show(tw.unlearn_study(files[0], *filter(is_override, arguments), progress=True))
 
 
-def _show(results: Results) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=results.benchmark, caption=f"rows: {results.about}" if results.subset else None)
+def show(results: Results) -> None:
+    """Print the metrics of all models."""
+    say(f"\n{results.benchmark}{f' (rows: {results.about})' if results.subset else ''}")
     # Metrics in rows and models in columns: there are more metrics, and a terminal is narrow.
     names, *columns = zip(*results.rows, strict=True)
-    table.add_column("")
-    for name in names:
-        table.add_column(printable(name), justify="right")
-    for (_, _, title), values in zip(results.columns, columns, strict=True):
-        table.add_row(printable(title), *map(printable, values))
-    Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False).print(table)
+    titles = [title for _, _, title in results.columns]
+    rows = [["", *names], *([title, *values] for title, values in zip(titles, columns, strict=True))]
+    for line in table(rows, table_width(sys.stdout), numbers=True):
+        say(line, wrap=False)

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 from trainwright.data.rows.bounded import TokenizerError, bounded
 from trainwright.data.rows.formats import Message, TurnsError
 from trainwright.data.rows.tool_calls import arguments_of
+from trainwright.errors import RequestError
+from trainwright.paths import user_path
+from trainwright.recipe.files import missing_file, read_text
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from transformers import PreTrainedTokenizerBase
 
 # As in https://huggingface.co/docs/transformers/chat_templating
@@ -83,9 +87,34 @@ def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
     return defaults + template  # the line break after a tag is not written
 
 
-def arguments_in(template: str) -> list[str]:
-    """Return the names of the variables that a template reads besides the conversation, such as enable_thinking."""
-    from jinja2 import Environment, meta, nodes
+def template_of(setting: str) -> str:
+    """Return the template that ``model.chat_template`` sets, as text or as a file.
+
+    Raises:
+        RequestError: it is neither a file nor Jinja, or not valid Jinja; names the line.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    where, text = "model.chat_template", setting
+    if "{" not in setting:
+        file = user_path(setting)
+        if not file.is_file():
+            raise RequestError(f"{where}: it is not a Jinja template, and {missing_file(file)}")
+        try:
+            text = read_text(file)
+        except RequestError as error:
+            raise RequestError(f"{where}: {error}") from None
+        where = f"{where}: {file}"
+    try:
+        _syntax().compile(text)
+    except TemplateSyntaxError as error:
+        raise RequestError(f"{where}, line {error.lineno}: {error.message}") from error
+    return text
+
+
+def _syntax() -> Environment:
+    """Return the syntax of templates, with the tags that transformers adds; it renders none."""
+    from jinja2 import Environment, nodes
     from jinja2.ext import Extension, loopcontrols
 
     class Generation(Extension):
@@ -96,7 +125,14 @@ def arguments_in(template: str) -> list[str]:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
-    parsed = Environment(extensions=[loopcontrols, Generation]).parse(template)
+    return Environment(extensions=[loopcontrols, Generation])
+
+
+def arguments_in(template: str) -> list[str]:
+    """Return the names of the variables that a template reads besides the conversation, such as enable_thinking."""
+    from jinja2 import meta, nodes
+
+    parsed = _syntax().parse(template)
     # A variable that a branch sets counts as undeclared; it is one of the template's own if nothing tests for it.
     tested = (each.node for each in (*parsed.find_all(nodes.Test), *parsed.find_all(nodes.Filter)))
     asked = {node.name for node in tested if isinstance(node, nodes.Name)}

@@ -55,6 +55,7 @@ def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: Mod
         pending=trainer.progress.pending,
         max_steps=trainer.max_steps,
         batch_varies=recipe.data.pack_length is not None or recipe.train.initial_batch_size is not None,
+        packed=recipe.data.pack_length is not None,
         accumulation_asked=None if steps == "auto" else steps,
         evaluate_every=recipe.evaluate.every,
         checkpoint_every=recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,

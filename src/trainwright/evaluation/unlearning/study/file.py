@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -33,10 +33,13 @@ from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import TOFU_SPLITS, Benchmark, find_benchmark, is_missing_here
 from trainwright.recipe.loading import checked, dump_recipe, read_merged
-from trainwright.recipe.problems import origin_of
+from trainwright.recipe.problems import expected_and_found, origin_of
 from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.fields import Count, Section, Text
-from trainwright.recipe.yaml_text import Origin, Tree, dotted
+from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 FULL, RETAIN = "full", "retain"
 _TASK = "unlearn"  # and its section
@@ -259,20 +262,38 @@ def _validated(tree: Tree, file: Origin) -> Study:
     try:
         study = Study.model_validate(tree.values)
     except ValidationError as error:
-        problems += [_describe_problem(details, tree, file) for details in error.errors(include_url=False)]
+        by_path: dict[KeyPath, list[ErrorDetails]] = {}
+        for item in error.errors(include_url=False):
+            path = item["loc"] if item["type"] == "missing" else _written_path(item["loc"], tree.values)
+            by_path.setdefault(path, []).append(item)
+        problems += [_describe_problem(path, items, tree, file) for path, items in by_path.items()]
     if problems or study is None:
         raise RequestError("\n".join(dict.fromkeys(problems)))
     return study
 
 
-def _describe_problem(details: Any, tree: Tree, file: Origin) -> str:
-    path = tuple(part for part in details["loc"] if part != "[key]")
-    place = origin_of(path, tree, file)
-    if details["type"] == "extra_forbidden":
-        return f"{place}: {dotted(path)}: unknown key; choose from {', '.join(Study.model_fields)}"
-    if details["type"] == "missing":
-        return f"{place}: {dotted(path)}: is missing. {Study.model_fields[str(path[0])].description}"
-    return f"{place}: {dotted(path)}: {str(details['msg']).removeprefix('Value error, ')}"
+def _written_path(loc: KeyPath, value: Any) -> KeyPath:
+    """Return the path in the file of a pydantic error, without the types of unions that pydantic adds."""
+    path: KeyPath = ()
+    for part in loc:
+        inside = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(inside, dict) and part in inside:
+            path, value = (*path, part), inside[part]
+    return path
+
+
+def _describe_problem(path: KeyPath, items: Sequence[ErrorDetails], tree: Tree, file: Origin) -> str:
+    """Return the message about a value that matches none of its types; each of ``items`` is the error of one."""
+    kind = items[0]["type"]
+    if kind == "extra_forbidden":
+        what = f"unknown key; choose from {', '.join(Study.model_fields)}"
+    elif kind == "missing":
+        what = f"is missing. {Study.model_fields[str(path[0])].description}"
+    elif kind == "value_error":
+        what = items[0]["msg"].removeprefix("Value error, ")
+    else:
+        what = expected_and_found(*items, key=dotted(path))
+    return ": ".join(filter(None, (str(origin_of(path, tree, file)), dotted(path), what)))
 
 
 _REQUEST = "request-{}.jsonl"
