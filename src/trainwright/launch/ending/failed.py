@@ -29,7 +29,9 @@ def record_failure(run: Path, message: str | None, *, waits: bool = True) -> Non
     started = next((event for event in reversed(events) if event["event"] == "start"), None)
     if started is None or events[-1]["event"] == "finish":
         return
-    if message is not None and events[-1]["event"] != "fault":
+    faults = [event for event in events[events.index(started) :] if event["event"] == "fault"]
+    is_recorded = events[-1]["event"] == "fault" or any(fault["detail"] in (message or "") for fault in faults)
+    if message is not None and not is_recorded:
         line = message.splitlines()[0] if message else "failed without a message"
         rank = _RANK.match(line)
         fault = Fault(kind="failure", rank=int(rank[1]) if rank else 0, detail=line, action="the run ends")
