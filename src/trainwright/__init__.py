@@ -20,29 +20,24 @@ if sys.platform == "win32":
     sys.exit(3)
 
 if TYPE_CHECKING:
-    from trainwright.api.clusters.jobs import RunState, jobs
-    from trainwright.api.clusters.submitting import Submission, submit
-    from trainwright.api.collecting import Collected, collect
-    from trainwright.api.doctor.explaining import Diagnosis, explain
-    from trainwright.api.doctor.machine import MachineReport, check_machine
+    from trainwright.api.ablation import Ablation, ablate
+    from trainwright.api.agents import Collected, collect
+    from trainwright.api.alternates import alternates
+    from trainwright.api.clusters import RunState, Submission, jobs, submit
+    from trainwright.api.comparing import RunsCompared, compare
+    from trainwright.api.doctor import Comparison, Diagnosis, MachineReport, check_machine, explain, verify
     from trainwright.api.drilling import Drill, drill
     from trainwright.api.evaluation import Evaluation, evaluate
     from trainwright.api.generation import generate
-    from trainwright.api.merging import Merged, merge
-    from trainwright.api.planning import Plan, plan
-    from trainwright.api.publishing import Upload, export, push
+    from trainwright.api.planning import Plan, plan, simulate
+    from trainwright.api.publishing import Merged, Upload, export, merge, push
     from trainwright.api.recipe import Recipe
+    from trainwright.api.reporting import report
     from trainwright.api.run import Run
-    from trainwright.api.seeing.comparing import RunsCompared, compare
-    from trainwright.api.seeing.reporting import report
-    from trainwright.api.seeing.runs import RunSummary, runs
-    from trainwright.api.simulation import simulate
+    from trainwright.api.runs import RunSummary, runs
     from trainwright.api.stopping import checkpoint, stop
-    from trainwright.api.studies.ablation import Ablation, ablate
-    from trainwright.api.studies.alternates import alternates
-    from trainwright.api.studies.unlearning import unlearn_study
     from trainwright.api.training import resume, train
-    from trainwright.api.verification import Comparison, verify
+    from trainwright.api.unlearning import unlearn_study
     from trainwright.errors import MachineError, RequestError, Stopped, TrainingError, TrainwrightError
     from trainwright.simulation.report import Simulation
 

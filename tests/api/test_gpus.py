@@ -18,7 +18,7 @@ from tests.support.commands import PATIENCE, environment, trainwright, wait_for
 from tests.support.doctor import driver
 from tests.support.forked import Started
 from tests.support.runs import Runs
-from trainwright.cli.seeing.gpus import gpus as show_gpus
+from trainwright.cli.runs import gpus as show_gpus
 from trainwright.errors import MachineError
 from trainwright.machine.accelerators import installed_build
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import trainwright as tw
-from trainwright.api.processes.separate import run_in_process
+from trainwright.api.separate_process import run_in_process
 
 
 def test_what_is_returned_and_raised_comes_back() -> None:

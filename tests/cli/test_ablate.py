@@ -11,9 +11,8 @@ import pytest
 import trainwright as tw
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
-from trainwright.api.studies.ablation import Ablation
-from trainwright.api.studies.variant_runs import Halving
-from trainwright.api.studies.variants import Variant, grid, sample
+from trainwright.api.ablation import Ablation, Halving
+from trainwright.api.variants import Variant, grid, sample
 from trainwright.errors import RequestError
 from trainwright.reports.comparing import is_lower_better
 

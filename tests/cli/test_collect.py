@@ -11,7 +11,7 @@ import pytest
 
 import trainwright as tw
 from tests.support.commands import PATIENCE, all_gone, started, trainwright, wait_for
-from trainwright.cli.collect import collect
+from trainwright.cli.data import collect
 from trainwright.errors import RequestError
 from trainwright.reinforcement.environments import make
 from trainwright.reinforcement.histories import ARRAYS, Histories

@@ -20,7 +20,7 @@ from tests.data.test_templates import HELLO, LLAMA_3
 from tests.data.test_text_encoding import LLAMA, opening
 from tests.support.commands import environment, trainwright, wait_for
 from tests.support.slow import slow_but
-from trainwright.cli.data import tokens as data_tokens
+from trainwright.cli import data as data_tokens
 from trainwright.data.check import check_corpus
 from trainwright.data.rows.texts import TextPiece, join_documents, pieces
 from trainwright.data.sources.reading import read_rows

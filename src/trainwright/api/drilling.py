@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trainwright import text
 from trainwright.activity import Activity
-from trainwright.api.processes.separate import run_in_process
 from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.separate_process import run_in_process
 from trainwright.errors import (
     EXIT_MACHINE,
     EXIT_REQUEST,

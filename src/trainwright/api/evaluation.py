@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.api.measuring import MeasureRequest, measure
-from trainwright.api.processes.separate import as_options, run_in_process
+from trainwright.api.separate_process import as_options, run_in_process
 
 
 @dataclass(frozen=True)

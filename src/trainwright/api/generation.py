@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.activity import Activity, doing
-from trainwright.api.processes.separate import as_options, run_in_process
+from trainwright.api.separate_process import as_options, run_in_process
 from trainwright.errors import RequestError
 from trainwright.text import say
 
@@ -160,7 +160,7 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
 
 def answer_file(request: GenerationRequest) -> list[str]:
     """Answer the rows of a file; return the answers, which are written to ``request.out`` too. Changes this process."""
-    from trainwright.api.processes.workers import in_processes, process_count, work_directory
+    from trainwright.api.worker_group import in_processes, process_count, work_directory
 
     machine = _checked(request)
     processes = process_count(machine, request.num_processes)
@@ -212,7 +212,7 @@ def _checked(request: GenerationRequest) -> Machine:
 
 
 def _dtype(request: GenerationRequest, machine: Machine) -> str:
-    from trainwright.api.processes.workers import dtype_name
+    from trainwright.api.worker_group import dtype_name
 
     return dtype_name(request.dtype, machine)
 
@@ -277,7 +277,7 @@ def _prepare(request: GenerationRequest, machine: Machine, processes: int, work:
 
 def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     """Answer this rank's share of the rows; rank 0 writes all answers, or nothing."""
-    from trainwright.api.processes.workers import counted
+    from trainwright.api.worker_group import counted
     from trainwright.inference.answer_file import write_answers
     from trainwright.inference.answering import answer_all
     from trainwright.inference.finding import FoundModel

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.recipe import Overrides, RecipeFile
+from trainwright.cli.trust import TrustCode
 from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, RequestError
-from trainwright.text import plural, say
+from trainwright.text import plural, say, table_width
 
 if TYPE_CHECKING:
     from trainwright.diagnosis.explain import Diagnosis, LogError
@@ -71,7 +74,7 @@ def doctor(
 def _check_machine(
     checks: tuple[str, ...], ports: tuple[int, ...], directories: tuple[str, ...], as_json: bool
 ) -> None:
-    from trainwright.api.doctor.machine import MachineRequest, examine_machine
+    from trainwright.api.doctor import MachineRequest, examine_machine
 
     report = examine_machine(MachineRequest(checks, ports, directories))
     if as_json:
@@ -103,7 +106,7 @@ def _explain(source: str, as_json: bool) -> None:
 
 def _read(source: str) -> LogText:
     """Return the text of a log, whatever bytes it has."""
-    from trainwright.api.doctor.explaining import read_log
+    from trainwright.api.doctor import read_log
     from trainwright.diagnosis.log import LogText
 
     if source == "-":
@@ -201,3 +204,92 @@ def _line(log: LogText, number: int) -> dict[str, Any]:
     """Return the place of a line; with its file if the log has several."""
     file, line = log.place(number)
     return {"line": line} if file is None else {"line": line, "file": str(file)}
+
+
+def verify(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 5,
+    accelerate_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Take the number of processes, strategy and related settings from this Accelerate file.",
+        ),
+    ] = None,
+    trust_code: TrustCode = False,
+) -> None:
+    """Compare a few steps on one process with the recipe's strategy and processes, on this machine.
+
+    Losses and gradient norms are shown side by side; nothing is written under runs/. Ends with 0: the same run, 4: they
+    differ or one failed, 2: wrong request, 3: this machine cannot do it, 75: stopped.
+    """
+    from trainwright.api.doctor import VerifyRequest, compare
+
+    if not compare(VerifyRequest(recipe, tuple(overrides or ()), steps, accelerate_config)).is_same:
+        raise typer.Exit(EXIT_TRAINING)
+
+
+def drill(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Must not exist. Default: drills/<recipe>.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the drill in the output directory.")] = False,
+    seed: Annotated[int, typer.Option(help="Draws the kinds, moments, ranks and places of the faults.")] = 0,
+    tries: Annotated[
+        int | None, typer.Option(help="How many faults. Default: one of each kind, or as many as --minutes allows.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin no fault after this time.")] = None,
+    kinds: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Only kinds of faults with such names; repeatable.")
+    ] = None,
+    strategies: Annotated[
+        str, typer.Option(metavar="NAME,NAME…", help="Default: the recipe's, or all that need no other library.")
+    ] = "",
+    processes: Annotated[str, typer.Option(metavar="N,N…", help="Numbers of processes. Default: 1,2.")] = "",
+    jobs: Annotated[int, typer.Option(help="How many faults at once.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Inject faults into short runs of a recipe, and compare each run with the undisturbed one.
+
+    Processes are killed and signalled at every phase, disks fill up, checkpoints are damaged, numbers go wrong. Ends
+    with 0: everything that could be tried held, 4: a trial is broken or missed, or none could be tried, 2: wrong
+    request, 3: this machine cannot do it, 75: stopped.
+    """
+    import trainwright as tw
+
+    found = tw.drill(
+        recipe,
+        *(overrides or []),
+        output=output,
+        seed=seed,
+        tries=tries,
+        minutes=minutes,
+        kinds=kinds or (),
+        strategies=_words(strategies),
+        processes=_numbers(processes),
+        jobs=jobs,
+        resume=resume,
+        progress=True,
+    )
+    if as_json:
+        import json
+
+        say(json.dumps(found.values(), indent=2), wrap=False)
+    else:
+        say(f"{found.table(table_width(sys.stdout))}\n\n{found.directory}/", wrap=False)
+    if not found.held:
+        raise typer.Exit(EXIT_TRAINING)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise RequestError(f"--processes {text}: expected numbers separated by commas") from None

@@ -1,4 +1,4 @@
-"""The command `trainwright`. One small module per command; each imports what it needs when it runs."""
+"""The command `trainwright`. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,21 @@ import typer
 
 from trainwright import __version__
 from trainwright.cli import (
-    collect,
+    data,
     doctor,
-    drill,
+    jobs,
+    launch,
     machine,
+    models,
     names_in_help,
     plan,
     recipe,
+    runs,
     setup,
-    stop,
-    tensorboard,
+    studies,
     train,
-    verify,
     words_of_others,
 )
-from trainwright.cli.clusters import jobs, submit
-from trainwright.cli.data import rows as data
-from trainwright.cli.launching import launch, under
-from trainwright.cli.models import evaluate, generate, publish
-from trainwright.cli.seeing import gpus, report, runs, watch
-from trainwright.cli.studies import ablate, study
 from trainwright.errors import EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.text import say
 
@@ -45,29 +40,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", cls=train.TrainCommand)(train.train)
-app.command("under", context_settings=under.CONTEXT_SETTINGS)(under.under)
-app.command("submit")(submit.submit)
+app.command("under", context_settings=launch.UNDER_SETTINGS)(launch.under)
+app.command("submit")(jobs.submit)
 app.command("jobs")(jobs.jobs)
-app.command("stop")(stop.stop)
-app.command("checkpoint")(stop.checkpoint)
+app.command("stop")(jobs.stop)
+app.command("checkpoint")(jobs.checkpoint)
 app.command("runs")(runs.runs)
-app.command("watch")(watch.watch)
-app.command("gpus")(gpus.gpus)
-app.command("report")(report.report)
-app.command("compare")(report.compare)
-app.command("ablate")(ablate.ablate)
-app.command("collect")(collect.collect)
+app.command("watch")(runs.watch)
+app.command("gpus")(runs.gpus)
+app.command("report")(runs.report)
+app.command("compare")(runs.compare)
+app.command("ablate")(studies.ablate)
+app.command("collect")(data.collect)
 app.command("plan", cls=names_in_help.NamesInHelp)(plan.plan)
-app.command("verify")(verify.verify)
+app.command("verify")(doctor.verify)
 app.command("doctor")(doctor.doctor)
-app.command("drill")(drill.drill)
-app.command("eval")(evaluate.evaluate)
-app.command("unlearn-study")(study.unlearn_study)
-app.command("generate")(generate.generate)
-app.command("merge")(publish.merge)
-app.command("export")(publish.export)
-app.command("push")(publish.push)
-app.command("tensorboard", context_settings=tensorboard.CONTEXT_SETTINGS)(tensorboard.tensorboard)
+app.command("drill")(doctor.drill)
+app.command("eval")(models.evaluate)
+app.command("unlearn-study")(studies.unlearn_study)
+app.command("generate")(models.generate)
+app.command("merge")(models.merge)
+app.command("export")(models.export)
+app.command("push")(models.push)
+app.command("tensorboard", context_settings=runs.CONTEXT_SETTINGS)(runs.tensorboard)
 app.command("setup")(setup.setup)
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
 app.add_typer(data.app, name="data")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.activity import Activity
-from trainwright.cli.launching.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
+from trainwright.cli.launch import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.cli.names_in_help import NamesInHelp
 from trainwright.errors import RequestError
 from trainwright.installation import FIRST
@@ -151,7 +151,7 @@ def train(
         on_simulated=simulate,
     )
     if hosts is not None or hostfile is not None:
-        from trainwright.api.clusters.hosts import train_on_hosts
+        from trainwright.api.clusters import train_on_hosts
 
         if dry_run or simulate is not None:
             raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")

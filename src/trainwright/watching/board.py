@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainwright.api.seeing.runs import directories, unreadable
+from trainwright.api.runs import directories, unreadable
 from trainwright.errors import RequestError
 from trainwright.launch.run_directory import RECIPE
 from trainwright.machine.usage.sample import figures_of

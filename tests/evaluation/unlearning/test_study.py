@@ -13,7 +13,7 @@ from tests.evaluation.unlearning.benchmark import write_tofu
 from tests.support.commands import ROOT
 from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
-from trainwright.cli.studies.study import show
+from trainwright.cli.studies import show
 from trainwright.errors import RequestError
 from trainwright.evaluation.unlearning.study.file import load_study, requests_of, write_rows
 from trainwright.evaluation.unlearning.study.results import Results, draw

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import TINY, events
-from trainwright.api.clusters.hosts import train_on_hosts
+from trainwright.api.clusters import train_on_hosts
 from trainwright.api.training import TrainingRequest
 from trainwright.errors import RequestError, Stopped
 from trainwright.launch.ending import stop

@@ -468,7 +468,7 @@ def test_ends_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
 
 
 def test_jobs_shows_runs_without_a_scheduler(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright.api.clusters.jobs import RunState, table
+    from trainwright.api.clusters import RunState, table
 
     monkeypatch.setenv("PATH", str(here))
     assert tw.jobs() == []

@@ -17,6 +17,7 @@ from trainwright.errors import RequestError
 if TYPE_CHECKING:
     from trainwright.recipe import schema
 
+
 _LONGEST_NAME = 120
 _RANGE = re.compile(r"([-+.\deE]+)\.\.([-+.\deE]+)")
 # A range is sampled by its logarithm if its ends differ by at least this factor.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainwright.evaluation.unlearning.study.results import Results
     from trainwright.recipe.benchmarks import Benchmark
 
+
 _RUNS, _EVALUATIONS, _ASKED = "runs", "evaluations", "asked"
 # Metrics that compare with the retain-only model, and the metrics of that model that they need.
 _OF_REFERENCE = {"forget_quality": "truth_ratio", "privleak": "mia_min_k", "mia_reference": "mia_loss"}

@@ -1,4 +1,4 @@
-"""``trainwright launch``: start a user's own Accelerate or torch script as reliably as ``train``."""
+"""Options that say which machines train together, of the commands that start processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,34 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.cli.launching.node_options import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes",
+        "--num-machines",
+        min=1,
+        max=100_000,
+        help="Number of machines that work together; run the command on each.",
+    ),
+]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", "--machine-rank", min=0, help="Rank of this node, from 0.")
+]
+Rendezvous = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of node 0 for the rendezvous.")]
+RendezvousTimeout = Annotated[
+    float | None, typer.Option(min=1, metavar="SECONDS", help="Seconds to wait for the other nodes. Default: 600.")
+]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOSTS", help="Start it on these machines together, over ssh, from here: node1,node2 or node[1-4]."
+    ),
+]
+HostFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The same with hosts from a file: a host a line, or `node1 slots=8`."),
+]
+
 
 # Options after the script are the script's: the first word that is not an option of ours ends our own.
 CONTEXT_SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
@@ -60,7 +87,7 @@ def launch(
     options = {"mixed_precision": mixed_precision, "dynamo_backend": dynamo_backend, "gpu_ids": gpu_ids}
     settings = {key: value for key, value in options.items() if value is not None}
     if hosts is not None or hostfile is not None:
-        from trainwright.api.clusters.hosts import launch_on_hosts
+        from trainwright.api.clusters import launch_on_hosts
 
         words = [*(["--cpu"] if cpu else []), *([f"--config-file={config_file}"] if config_file else [])]
         words += [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
@@ -78,3 +105,23 @@ def launch(
         nodes=place,
     )
     raise typer.Exit(code)
+
+
+UNDER_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+
+def under(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...", help="The launcher's command, such as torchrun ... -m trainwright.worker RECIPE."
+        ),
+    ],
+) -> None:
+    """Run torchrun, accelerate launch or another launcher, and end with the exit code of the run.
+
+    These launchers end with 1 whatever their processes end with. Signals are passed on to the run.
+    """
+    from trainwright.launch.program import run_launcher
+
+    raise typer.Exit(run_launcher(command))

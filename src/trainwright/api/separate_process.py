@@ -1,4 +1,4 @@
-"""Call a function in a new, separate process.
+"""New.
 
 Training, evaluating and the like fork workers, limit threads, redirect output to logs and handle signals. A script or a
 notebook may have torch's threads and a GPU in use, an event loop running, and its output replaced; none of that is
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from trainwright.api.processes.separate import serve; serve(*sys.argv[2:])"
+    "from trainwright.api.separate_process import serve; serve(*sys.argv[2:])"
 )
 
 

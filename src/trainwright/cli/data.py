@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.cli.data import alternates
-from trainwright.cli.data import tokens as data_tokens
-from trainwright.cli.recipe import Overrides
+from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.cli.trust import TrustCode
 from trainwright.cli.words_of_others import Commands
-from trainwright.errors import RequestError
+from trainwright.errors import MachineError, RequestError
 from trainwright.paths import user_path
-from trainwright.text import plural, printable, say, they
+from trainwright.text import draw, is_terminal, plural, printable, say, they
 
 if TYPE_CHECKING:
     from trainwright.data.check import Checked
@@ -25,10 +24,8 @@ if TYPE_CHECKING:
     from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.schema import Recipe
 
+
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Prepare, show and check training data.")
-app.command("tokenize")(data_tokens.tokenize)
-app.command("alternates")(alternates.alternates)
-app.command("train-tokenizer")(data_tokens.train_tokenizer)
 
 Asked = Annotated[
     str, typer.Argument(metavar="RECIPE|FILE", help="A recipe (.yaml), or rows: a file, directory or Hugging Face id.")
@@ -346,3 +343,193 @@ def _show_statistics(found: Statistics, out: Path) -> None:
         table.add_row(f"{name}.jsonl", f"{side.rows:,}", f"{side.turns:,}", mean, f"{side.longest:,}", roles or "-")
     Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(table)
     say(f"written to {out}")
+
+
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE...",
+        help="Text, JSON, JSONL, CSV or Parquet files, a directory, a Hub dataset, or openwebtext, wikitext, "
+        "simple-wikipedia, tinystories, orca-math, stdlib.",
+    ),
+]
+_SECONDS = 1.0
+
+
+@app.command()
+def tokenize(
+    sources: Sources,
+    tokenizer: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A tokenizer's id or directory, bytes, characters:FILE or bpe:SIZE:SOURCE."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Output directory; an unfinished one is continued.")],
+    processes: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: one per core.")] = None,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per shard.")] = 100_000_000,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N documents of each source.")] = None,
+    documents: Annotated[
+        bool, typer.Option("--documents", help="Read every file of a directory as one document, whatever its type.")
+    ] = False,
+) -> None:
+    """Convert a corpus to memory-mapped token shards, for data.train of a pretraining recipe.
+
+    Runs on all cores in constant memory. If stopped or killed, the same command continues, without losing or repeating
+    a document.
+    """
+    from trainwright.data.stream.pretraining import identity_of
+    from trainwright.data.tokens.shard_writer import tokenize as write
+    from trainwright.errors import Stopped
+    from trainwright.machine.detect import detect
+    from trainwright.models.load import load_tokenizer
+    from trainwright.recipe.sections.data import SourceSection
+    from trainwright.recipe.sections.model import ModelSection
+
+    chosen = load_tokenizer(ModelSection(config={"model_type": "gpt"}, tokenizer=tokenizer))
+    kind = "documents" if documents else "auto"
+    named = [(SourceSection(source=source, format=kind, limit=limit), "data tokenize") for source in sources]
+    begun = time.monotonic()
+    try:
+        with _written(out), _shown() as report:
+            about = write(
+                named,
+                chosen,
+                out,
+                identity=identity_of(named),
+                processes=processes or detect().cpu_cores,
+                shard_tokens=shard_tokens,
+                report=report,
+            )
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; run the same command again to continue {out}") from None
+    seconds = time.monotonic() - begun
+    shards = plural(len(about["shards"]), "shard")
+    say(
+        f"{out}: {plural(about['tokens'], 'token')} ({about['dtype']}) of {plural(about['documents'], 'document')}, "
+        f"{about['characters'] / max(1, about['tokens']):.2f} characters per token, {shards}, "
+        f"in {seconds:.1f} s"
+    )
+    for note in about.get("notes", ()):
+        say(note)
+
+
+@app.command()
+def train_tokenizer(
+    sources: Sources,
+    out: Annotated[Path, typer.Option(metavar="DIRECTORY", help="Output directory; must not exist.")],
+    vocab_size: Annotated[int, typer.Option(min=257, help="Vocabulary size, including the end-of-text token.")] = 32768,
+    characters: Annotated[
+        bool, typer.Option("--characters", help="Use one token per character of the text instead of BPE.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N documents of each source.")] = None,
+) -> None:
+    """Train a byte-level BPE tokenizer on your own text."""
+    from trainwright.models.files import replacing
+    from trainwright.models.tokenization import make_tokenizer
+    from trainwright.recipe.sections.data import SourceSection
+
+    if out.exists():
+        raise RequestError(f"--out: {out} already exists; choose a new directory")
+    named = [(SourceSection(source=source, limit=limit), "data train-tokenizer") for source in sources]
+    made = make_tokenizer(named, None if characters else vocab_size)
+    with _written(out), replacing(out) as scratch:
+        made.save_pretrained(scratch)
+    if not characters and len(made) < vocab_size:
+        say(f"note: the text yields only {plural(len(made), 'token')}")
+    say(f"{out}: {plural(len(made), 'token')}; use it as model.tokenizer")
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            f"--out: {out} cannot be written: {error.strerror or error}; free space there, or choose another directory"
+        ) from error
+
+
+@contextmanager
+def _shown() -> Iterator[_Shown]:
+    """Show the progress; on a terminal the line disappears at the end."""
+    try:
+        yield _Shown()
+    finally:
+        if is_terminal(sys.stderr):
+            draw("", sys.stderr)
+
+
+class _Shown:
+    """Progress on one line of a terminal, and occasional lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._begun = self._shown = time.monotonic()
+        self._first: int | None = None
+
+    def __call__(self, characters: int, tokens: int, documents: int) -> None:
+        self._first = characters if self._first is None else self._first
+        now, terminal = time.monotonic(), is_terminal(sys.stderr)
+        if now - self._shown < (_SECONDS if terminal else 10 * _SECONDS):
+            return
+        self._shown = now
+        speed = (characters - self._first) / (now - self._begun) / 1e6
+        line = f"{documents:,} documents, {tokens:,} tokens, {characters / 1e6:,.1f} MB of text, {speed:.1f} MB/s"
+        if terminal:
+            draw(line, sys.stderr)
+        else:
+            say(line, file=sys.stderr)
+
+
+def collect(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe with task algorithm_distillation.")],
+    overrides: Overrides = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes, one core each. Default: one per core.")
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Plot the algorithm's learning curve to this file.")
+    ] = None,
+) -> None:
+    """Collect the histories that a recipe trains on.
+
+    If stopped, the same command continues: finished tasks are kept. Ends with 75 when stopped by a signal.
+    """
+    from trainwright.api.agents import collected
+
+    say(str(collected(recipe, tuple(overrides or ()), num_processes, chart)))
+
+
+@app.command()
+def alternates(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file, as JSON lines.")],
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option(min=1, help="Alternates for each row.")] = 5,
+    temperature: Annotated[float, typer.Option(min=1e-3, help="Sampling temperature.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of an alternate, in tokens.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Answers to generate per batch.")] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes. Default: one per GPU, or one.")
+    ] = None,
+) -> None:
+    """Let an unlearning recipe's model write other plausible answers to its rows to forget.
+
+    Every row of data.forget is written with its answers as alternate, for unlearn.objective=altpo. If stopped, the same
+    command continues. Ends with 0: done, 2: wrong request, 3: this machine cannot do it, 4: failed, 75: stopped by a
+    signal.
+    """
+    import trainwright as tw
+
+    file = tw.alternates(
+        recipe,
+        *(overrides or []),
+        out=out,
+        count=count,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        batch_size=batch_size,
+        num_processes=num_processes,
+        progress=True,
+    )
+    say(f"{file}; train with unlearn.objective=altpo data.forget={file}")

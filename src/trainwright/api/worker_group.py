@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
     from trainwright.parallel.world import World
 
+
 # Ranks meet only at the end, and one may have much more to do than another.
 _PATIENCE = timedelta(days=7)
 

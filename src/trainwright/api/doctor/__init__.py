@@ -1,1 +1,0 @@
-"""Find out why a run failed, and whether this machine is fit for training."""

@@ -1,1 +1,0 @@
-"""Runs to look at: listed, reported and compared."""

@@ -1,1 +1,0 @@
-"""Series of runs that are compared: ablations, and studies of unlearning."""

@@ -1,1 +1,0 @@
-"""Commands for jobs on a cluster."""

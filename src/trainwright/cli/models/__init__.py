@@ -1,1 +1,0 @@
-"""The commands that use a trained model."""

@@ -1,1 +1,0 @@
-"""Commands that train several runs and compare them."""
