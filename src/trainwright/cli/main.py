@@ -67,7 +67,9 @@ app.command("generate")(generate.generate)
 app.command("merge")(publish.merge)
 app.command("export")(publish.export)
 app.command("push")(publish.push)
-app.command("tensorboard", context_settings=tensorboard.CONTEXT_SETTINGS)(tensorboard.tensorboard)
+app.command("tensorboard", cls=tensorboard.TensorboardCommand, context_settings=tensorboard.CONTEXT_SETTINGS)(
+    tensorboard.tensorboard
+)
 app.command("setup")(setup.setup)
 app.command("launch", context_settings=launch.CONTEXT_SETTINGS)(launch.launch)
 app.add_typer(data.app, name="data")
