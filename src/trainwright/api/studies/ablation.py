@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.api.recipe import Recipe, source_of
-from trainwright.api.studies.variant_runs import Halving, VariantRuns, metrics_at
+from trainwright.api.studies.variant_runs import Halving, VariantRuns, check_measured, metrics_at
 from trainwright.api.studies.variants import Variant, grid, one_at_a_time, runs_of, sample
 from trainwright.errors import RequestError, TrainingError
 from trainwright.paths import user_path, write_file
@@ -49,9 +49,9 @@ class Ablation:
         if self.metric is None:
             raise RequestError("the loss does not show which run is the best; name a metric with --metric")
         last = max(row["step"] for row in self.rows)
-        rows = [row for row in self.rows if row["step"] == last and self.metric in row["metrics"]]
-        if not rows:
-            raise RequestError(f"no run has the metric {self.metric}; choose another one with --metric")
+        longest = [row for row in self.rows if row["step"] == last]
+        check_measured(self.metric, {name: None for row in longest for name in row["metrics"]})
+        rows = [row for row in longest if self.metric in row["metrics"]]
         return (max if self.highest else min)(rows, key=lambda row: row["metrics"][self.metric])
 
     def __str__(self) -> str:
