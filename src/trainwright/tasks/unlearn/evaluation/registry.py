@@ -13,11 +13,11 @@ import numpy as np
 
 from trainwright.errors import RequestError
 from trainwright.evaluation.metrics import Overlap, rouge_l
-from trainwright.evaluation.unlearning import statistics
+from trainwright.tasks.unlearn.evaluation import statistics
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.unlearning.items import ItemSet
-    from trainwright.evaluation.unlearning.report import Findings, Floats, SetScores
+    from trainwright.tasks.unlearn.evaluation.items import ItemSet
+    from trainwright.tasks.unlearn.evaluation.report import Findings, Floats, SetScores
 
 # By set; metrics of several sets together are under "all".
 Values = dict[str, float]

@@ -17,10 +17,18 @@ from trainwright import __version__
 from trainwright.errors import RequestError
 from trainwright.evaluation.libraries import require
 from trainwright.evaluation.request import EvaluationRequest
-from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, ItemEncoder
-from trainwright.evaluation.unlearning.items import ItemSet, read_sets
-from trainwright.evaluation.unlearning.log import read_reference
-from trainwright.evaluation.unlearning.measure import (
+from trainwright.inference.answering import Stage
+from trainwright.inference.finding import FoundModel, find_model
+from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
+from trainwright.machine.machine import Machine
+from trainwright.models.load import load_tokenizer, max_positions
+from trainwright.parallel.world import World
+from trainwright.paths import user_path
+from trainwright.recipe.benchmarks import KEY, Benchmark, find_benchmark
+from trainwright.tasks.unlearn.evaluation.encoding import PARAPHRASE, WRONG, ItemEncoder
+from trainwright.tasks.unlearn.evaluation.items import ItemSet, read_sets
+from trainwright.tasks.unlearn.evaluation.log import read_reference
+from trainwright.tasks.unlearn.evaluation.measure import (
     KINDS,
     MeasurementJob,
     Relearning,
@@ -30,16 +38,8 @@ from trainwright.evaluation.unlearning.measure import (
     relearn,
     score_sequences,
 )
-from trainwright.evaluation.unlearning.registry import METRICS, OPTIONS, missing, sets_of, usual
-from trainwright.evaluation.unlearning.report import BenchmarkReport, Findings, by_set
-from trainwright.inference.answering import Stage
-from trainwright.inference.finding import FoundModel, find_model
-from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
-from trainwright.machine.machine import Machine
-from trainwright.models.load import load_tokenizer, max_positions
-from trainwright.parallel.world import World
-from trainwright.paths import user_path
-from trainwright.recipe.benchmarks import KEY, Benchmark, find_benchmark
+from trainwright.tasks.unlearn.evaluation.registry import METRICS, OPTIONS, missing, sets_of, usual
+from trainwright.tasks.unlearn.evaluation.report import BenchmarkReport, Findings, by_set
 from trainwright.text import plural, they
 
 _MODEL, _OTHER = "found.json", "other.json"

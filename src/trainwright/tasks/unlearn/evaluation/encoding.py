@@ -18,7 +18,7 @@ from trainwright.data.rows.texts import text_ids
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import fingerprint
-from trainwright.evaluation.unlearning.items import Item, ItemSet
+from trainwright.tasks.unlearn.evaluation.items import Item, ItemSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,9 +17,6 @@ import torch
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning.encoding import NEW_TOKENS, STOP_TEXTS, ItemPrompts, ItemSequences
-from trainwright.evaluation.unlearning.items import Item, ItemSet
-from trainwright.evaluation.unlearning.report import Floats, mean_loss
 from trainwright.inference.answering import Stage, answer_all, over_ranks
 from trainwright.inference.generation import Answer, Sampling
 from trainwright.inference.loading import Loaded
@@ -28,6 +25,9 @@ from trainwright.inference.stopping import stop_of
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.quantization import Quantization, quantize
 from trainwright.parallel.world import World
+from trainwright.tasks.unlearn.evaluation.encoding import NEW_TOKENS, STOP_TEXTS, ItemPrompts, ItemSequences
+from trainwright.tasks.unlearn.evaluation.items import Item, ItemSet
+from trainwright.tasks.unlearn.evaluation.report import Floats, mean_loss
 
 
 @dataclass(frozen=True)

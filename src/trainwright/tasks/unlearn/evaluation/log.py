@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning import statistics
+from trainwright.tasks.unlearn.evaluation import statistics
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.unlearning.report import Findings, SetScores
     from trainwright.inference.scoring import TokenScores
+    from trainwright.tasks.unlearn.evaluation.report import Findings, SetScores
 
 NAME = "log.json"
 # The part of the authors' logs for each set.

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.evaluation.report import complete_directory, number_text, table_lines, write_text
-from trainwright.evaluation.unlearning import statistics
-from trainwright.evaluation.unlearning.encoding import ANSWER, PARAPHRASE, WRONG, ItemSequences
-from trainwright.evaluation.unlearning.items import ItemSet
-from trainwright.evaluation.unlearning.log import NAME, ReferenceLog, log_of
 from trainwright.inference.scoring import TokenScores
+from trainwright.tasks.unlearn.evaluation import statistics
+from trainwright.tasks.unlearn.evaluation.encoding import ANSWER, PARAPHRASE, WRONG, ItemSequences
+from trainwright.tasks.unlearn.evaluation.items import ItemSet
+from trainwright.tasks.unlearn.evaluation.log import NAME, ReferenceLog, log_of
 
 METRICS_FILE = "metrics.json"
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from trainwright.drawing import new_figure
 from trainwright.evaluation.report import number_text, write_text
-from trainwright.evaluation.unlearning.report import METRICS_FILE
-from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
+from trainwright.tasks.unlearn.evaluation.report import METRICS_FILE
+from trainwright.tasks.unlearn.evaluation.study.file import FULL, RETAIN
 
 KEPT = "utility_kept"
 # Metric and set of the columns, if measured. Metrics not listed here have one column per set.
