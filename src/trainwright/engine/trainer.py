@@ -249,33 +249,35 @@ class Trainer:
         batch = self.task.stream.global_batch(step - 1)
         for policy in self._policies:
             policy.before(step, batch, functools.partial(self._passes.gradients, step))
-        found = self._passes.gradients(step, batch)
+        gradients = self._passes.gradients(step, batch)
         if self._replay.is_due(step):
             heartbeat.phase("replay", step)
-            self._replay.check(step, functools.partial(self._passes.repeat, step, found.batch))
+            self._replay.check(step, functools.partial(self._passes.repeat, step, gradients.batch))
         heartbeat.phase("metrics", step)
-        metrics = self._metrics(step, found)
+        metrics = self._metrics(step, gradients)
         learning_rate = self.schedule(step)
         self._checkpointing.before_update()
         heartbeat.phase("optimizer", step)
         self.updating()
-        skipped = [policy.skips(step, found) for policy in self._policies]  # every policy is called, as each may count
+        skipped = [
+            policy.skips(step, gradients) for policy in self._policies
+        ]  # every policy is called, as each may count
         check_skips(step, self._added, skipped[len(skipped) - len(self._added) :], self.world)
         if any(skipped):
             self.strategy.discard_gradients()
         else:
-            scale = self._clip_factor(found.norm) / self.progress.loss_scale
+            scale = self._clip_factor(gradients.norm) / self.progress.loss_scale
             shortage = attempt(functools.partial(self.strategy.step, learning_rate, scale))
             if shortage is not None:  # a partial update must not be used
-                raise self._halving.error(step, found.batch, shortage)
+                raise self._halving.error(step, gradients.batch, shortage)
             self.task.after_step(metrics)
         heartbeat.phase("step policies and observers", step)
         seconds = time.perf_counter() - begun
-        self._record(step, found, learning_rate, metrics, seconds)
-        self._checkpointing.after_step(seconds, found.batch.tokens)
+        self._record(step, gradients, learning_rate, metrics, seconds)
+        self._checkpointing.after_step(seconds, gradients.batch.tokens)
         for policy in self._policies:
             policy.after(step)
-        reports = found.reports
+        reports = gradients.reports
         return _StepResult(any(rank.stop for rank in reports), bool(reports[0].save), [r.written for r in reports])
 
     def _rewind(self, fault: RewindRequested) -> None:
@@ -324,11 +326,11 @@ class Trainer:
         save = self._save_requested or self._checkpointing.is_due(step)
         return self.stop_requested(), save, self._checkpointing.report
 
-    def _metrics(self, step: int, found: StepGradients) -> dict[str, float]:
-        metrics = self.task.metrics(found.statistics) if found.statistics else {}
+    def _metrics(self, step: int, gradients: StepGradients) -> dict[str, float]:
+        metrics = self.task.metrics(gradients.statistics) if gradients.statistics else {}
         metrics.pop("loss", None)
         for policy in self._policies:
-            metrics.update(policy.metrics(step, found))
+            metrics.update(policy.metrics(step, gradients))
         return metrics
 
     def _clip_factor(self, norm: float) -> float:
@@ -340,26 +342,26 @@ class Trainer:
         return 1.0 if limit is None or norm <= limit else limit / norm
 
     def _record(
-        self, step: int, found: StepGradients, learning_rate: float, metrics: dict[str, float], seconds: float
+        self, step: int, gradients: StepGradients, learning_rate: float, metrics: dict[str, float], seconds: float
     ) -> None:
-        progress, batch = self.progress, found.batch
+        progress, batch = self.progress, gradients.batch
         progress.step = step
         progress.tokens += batch.tokens
         progress.target_tokens += batch.targets
-        memory_bytes = int(max(rank.memory for rank in found.reports))
+        memory_bytes = int(max(rank.memory for rank in gradients.reports))
         self._measured.step(seconds, batch.tokens, memory_bytes)
         self.events.emit(
             Step(
                 step=step,
-                loss=found.loss,
-                grad_norm=found.norm,
+                loss=gradients.loss,
+                grad_norm=gradients.norm,
                 learning_rate=learning_rate,
                 tokens=progress.tokens,
                 target_tokens=progress.target_tokens,
                 tokens_per_second=batch.tokens / seconds,
                 step_time=seconds,
                 memory_bytes=memory_bytes,
-                resident_bytes=int(max(rank.resident for rank in found.reports)),
+                resident_bytes=int(max(rank.resident for rank in gradients.reports)),
                 metrics=metrics,
             )
         )
@@ -415,10 +417,10 @@ class Trainer:
 
     def _finish(self, status: str, begun: float, path: Path | None) -> None:
         seconds = time.monotonic() - begun
-        found, step = self._measured.summary(), self.progress.step
+        measured, step = self._measured.summary(), self.progress.step
         heartbeat.phase("finishing", step)
         self.events.announce("finishing the report and the curves", step)
-        self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=found))
+        self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=measured))
 
 
 DIRECTORY = "evaluations"
@@ -505,13 +507,13 @@ class RunMeasurements:
         if not self._seconds or self._before is None:
             return {}
         before, waited = self._before
-        found: dict[str, float] = {"memory_bytes": self._memory_bytes}
+        summary: dict[str, float] = {"memory_bytes": self._memory_bytes}
         if self._device.type == "cuda":
-            found["tensors_bytes"] = self._memory_bytes
+            summary["tensors_bytes"] = self._memory_bytes
         seconds, rates = (values[_WARM_UP_STEPS:] or values for values in (self._seconds, self._rates))
         tokens, rate = mean(time * rate for time, rate in zip(seconds, rates, strict=True)), median(rates)
         return {
-            **found,
+            **summary,
             "step_time": tokens / rate if rate else median(seconds),
             "tokens_per_second": rate,
             "steps": max(0, len(self._seconds) - _WARM_UP_STEPS),

@@ -154,10 +154,10 @@ def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]
 
 def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[TokenScores]:
     """Return the scores of every row, joined from its windows."""
-    found = iter(scores)
+    remaining = iter(scores)
     return [
         TokenScores(np.concatenate([part.losses for part in parts]), np.concatenate([part.correct for part in parts]))
-        for parts in (list(islice(found, count)) for count in windows)
+        for parts in (list(islice(remaining, count)) for count in windows)
     ]
 
 

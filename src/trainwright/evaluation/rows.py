@@ -157,7 +157,7 @@ def _interval(metric: Any, columns: list[Column], resamples: int) -> tuple[float
     require("scipy", "a confidence interval")
     from scipy.stats import bootstrap
 
-    found = bootstrap(
+    result = bootstrap(
         tuple(array for column in columns for array in (column.values, column.weights)),
         metric,
         paired=True,
@@ -168,7 +168,7 @@ def _interval(metric: Any, columns: list[Column], resamples: int) -> tuple[float
         batch=max(1, _NUMBERS_AT_ONCE // (count * len(columns) * 2)),
         rng=np.random.default_rng(_COLUMNS_SEED),
     )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 _BATCH = 256  # rows rendered and tokenized at a time

@@ -108,14 +108,14 @@ class ChatSession:
         number, self._said = self._said, self._said + 1
         try:
             with self._loaded.lm.for_generation() as model:
-                found = answer_batch(
+                answers = answer_batch(
                     model, tokenizer, [prompt], self._sampling, self._stop, examples=[number], on_token=heard
                 )
         except KeyboardInterrupt:
             text = self._stop.before(str(tokenizer.decode(tokens, skip_special_tokens=True)))
             raise KeyboardInterrupt(text) from None
         stream.close()
-        return found[0]
+        return answers[0]
 
 
 def chat(session: ChatSession, lines: Iterator[str], write: Callable[[str], None]) -> None:

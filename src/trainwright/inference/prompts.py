@@ -60,19 +60,19 @@ def read_questions(source: str, key: str) -> Questions:
     """
     path = user_path(source)
     lines = path.suffix.lower() == ".txt" and path.is_file()
-    found = Questions([], [], [], [])
+    questions = Questions([], [], [], [])
     for place, row in _prompts(path) if lines else iterate_source(source, key=key):
         given = {name: value for name, value in row.items() if value is not None}
         try:
-            found.asked.append(_question(given))
+            questions.asked.append(_question(given))
         except RequestError as error:
             raise RequestError(f"{key}: {place}: {error}") from None
-        found.rows.append(given)
-        found.places.append(place)
-    found.notes.extend([] if lines else source_notes(source, key))
-    if not found.rows:
+        questions.rows.append(given)
+        questions.places.append(place)
+    questions.notes.extend([] if lines else source_notes(source, key))
+    if not questions.rows:
         raise RequestError(f"{key}: {source} has no {('prompts, one per line' if lines else 'rows')}")
-    return found
+    return questions
 
 
 def _prompts(path: Path) -> Iterator[tuple[str, Row]]:

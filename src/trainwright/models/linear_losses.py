@@ -157,7 +157,7 @@ def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tens
     Mean and deviation are over the vocabulary, weighted by the model's probabilities (arXiv 2404.02936, equation 2).
     """
     hidden, weight, bias, softcap, logit_scale = head
-    found = [hidden.new_zeros(0, dtype=torch.float32)]
+    blocks = [hidden.new_zeros(0, dtype=torch.float32)]
     for part in chunks(len(targets), hidden, weight):
         chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
         for rows in row_blocks(chunk):
@@ -166,8 +166,8 @@ def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tens
             mean = (chances * logs).sum(1)
             variance = (chances * (logs - mean[:, None]).square()).sum(1)
             wanted = logs.gather(1, targets[part][rows][:, None])[:, 0]
-            found.append((wanted - mean) / variance.clamp_min(_LEAST_VARIANCE).sqrt())
-    return torch.cat(found)
+            blocks.append((wanted - mean) / variance.clamp_min(_LEAST_VARIANCE).sqrt())
+    return torch.cat(blocks)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -369,10 +369,10 @@ def linear_logit_loss(
     Returns:
         Scalar, [N], [N] in nats; only the sum is differentiable, with respect to the hidden states and the head.
     """
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _LinearLogitLoss.apply(
+    losses: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _LinearLogitLoss.apply(
         head.hidden, head.weight, head.bias, targets, loss, head, teacher
     )
-    return found
+    return losses
 
 
 class _LinearLogitLoss(torch.autograd.Function):

@@ -186,12 +186,12 @@ def _verify(
     del apart
     with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=compute, local_files_only=True).eval()
-    found = _logits(model, ids)
-    _check_same("written", logit_difference(found, rounded, mixture=has_experts(model)), compute)
+    logits = _logits(model, ids)
+    _check_same("written", logit_difference(logits, rounded, mixture=has_experts(model)), compute)
     start = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False)
     written = model.generate(**start, max_new_tokens=_NEW_TOKENS, do_sample=False)
     sample = str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
-    return logit_difference(found, expected, mixture=has_experts(model)), sample
+    return logit_difference(logits, expected, mixture=has_experts(model)), sample
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -158,10 +158,10 @@ def class_of(implementation: str | None) -> Any:
             "module:Class or file.py:Class"
         )
     described = f"model.implementation {implementation}"
-    found = load_named(implementation, described)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    loaded = load_named(implementation, described)
+    if not (isinstance(loaded, type) and issubclass(loaded, nn.Module)):
         raise RequestError(f"{described}: is not a class of torch modules (nn.Module)")
-    return found
+    return loaded
 
 
 def keep_source(config: OwnConfig, directory: Path) -> None:

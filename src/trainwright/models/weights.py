@@ -187,8 +187,8 @@ class GivenWeights:
             return
         model = self._load()
         self._tensors = dict(_stored(model))
-        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
-        assert found == self._expected, "the weights make the model of their configuration"
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+        assert shapes == self._expected, "the weights make the model of their configuration"
         for parameter in model.parameters():  # the model may live on until garbage collection
             parameter.data = parameter.data.new_empty(0)
 
@@ -251,8 +251,8 @@ def _tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Return the file and shape of every tensor in a model directory."""
     from safetensors import safe_open
 
-    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    tensors_by_name: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in weight_files(directory):
         with safe_open(file, framework="pt") as tensors:
-            found |= {name: (file, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()}  # noqa: SIM118
-    return found
+            tensors_by_name |= {name: (file, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()}  # noqa: SIM118
+    return tensors_by_name

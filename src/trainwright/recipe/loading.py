@@ -124,8 +124,10 @@ def _behind_invalid_keys(error: ValidationError, tree: Tree, file: Origin) -> li
         Recipe.model_validate(tree.values)
     except ValidationError as hidden:
         doubtful = tuple(invalid.values())
-        found = [item for item in contradictions_in(hidden) if not any(key.startswith(doubtful) for key in item.keys)]
-        return explain_contradictions(found, tree, file) if invalid else []
+        hidden_contradictions = [
+            item for item in contradictions_in(hidden) if not any(key.startswith(doubtful) for key in item.keys)
+        ]
+        return explain_contradictions(hidden_contradictions, tree, file) if invalid else []
     return []
 
 

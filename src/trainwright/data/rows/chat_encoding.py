@@ -166,14 +166,14 @@ class ChatEncoder:
                 )
 
     def _remarks(self, finder: TurnFinder, row: list[Message], located: Located, *, folded: bool) -> set[str]:
-        found = set()
+        remarks = set()
         if folded:
-            found.add(
+            remarks.add(
                 f"have a system turn, which the chat template of {self.name} does not support: its text is prepended "
                 "to the first user turn"
             )
         if located.prompt_only:
-            found.add(
+            remarks.add(
                 f"have answers that do not follow {located.prompt_only!r}, with which the generation prompt of "
                 f"{self.name} ends: the model generates after text that it is not trained on"
             )
@@ -184,8 +184,8 @@ class ChatEncoder:
             if what not in self._tried:
                 self._tried.add(what)
                 self._try_ways(finder, row, omission)
-            found.add(what)
-        return found
+            remarks.add(what)
+        return remarks
 
     def _omissions(self, finder: TurnFinder, row: list[Message], text: str) -> list[Omission]:
         return omissions(row, text, lambda turn: finder.writes_name(row, turn))

@@ -104,11 +104,11 @@ class RowReader:
         Raises:
             NoTarget, RequestError: as in ``to_example``.
         """
-        found = self.convert(row, layout, remarks)
+        converted = self.convert(row, layout, remarks)
         columns = [column for column in layout.used if column != layout.column("tools")]
         if remarks is not None and (more := unread_fields(row, columns)):
             remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
-        return found
+        return converted
 
 
 def _only_used(columns: Sequence[str], row: Row) -> Row:
@@ -163,10 +163,10 @@ def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Ex
     layout = layout if isinstance(layout, RowLayout) else RowLayout(layout)
     if layout == "text":
         return answer_field(row, layout.column("text"))
-    found: set[str] = set()
-    messages = conversation(_BUILDERS[layout](row, layout), row, found, layout)
+    changes: set[str] = set()
+    messages = conversation(_BUILDERS[layout](row, layout), row, changes, layout)
     if remarks is not None:
-        remarks.update(found)
+        remarks.update(changes)
     return messages
 
 

@@ -79,9 +79,9 @@ def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> I
 
 
 def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[TextPiece]:
-    found = files_of(source.source, key, source.format == "documents")
-    if found is not None and all(suffix_of(file) in _TEXT_FILES for file in found.files):
-        for file in found.usable():
+    files = files_of(source.source, key, source.format == "documents")
+    if files is not None and all(suffix_of(file) in _TEXT_FILES for file in files.files):
+        for file in files.usable():
             yield from _file_pieces(file)
         notes += source_notes(source.source, key, source.format == "documents")
         return
@@ -156,13 +156,13 @@ def _parts(file: Path) -> Iterator[str]:
     """Yield the text of a file in parts; each separator is a separate part."""
     kept = ""
     for text in _decoded(file):
-        found = (kept + text).split(SEPARATOR)
-        for done in found[:-1]:
+        parts = (kept + text).split(SEPARATOR)
+        for done in parts[:-1]:
             yield done
             yield SEPARATOR
         # The end may be the start of a separator, so it is kept for the next part.
-        kept = found[-1][-len(SEPARATOR) :]
-        yield found[-1][: len(found[-1]) - len(kept)]
+        kept = parts[-1][-len(SEPARATOR) :]
+        yield parts[-1][: len(parts[-1]) - len(kept)]
     yield kept
 
 
@@ -195,8 +195,8 @@ def _cut(place: str, parts: Iterator[str]) -> Iterator[TextPiece]:
     for part in parts:
         kept += part
         while len(kept) >= 2 * _PIECE:
-            found = (cut.search(kept, _PIECE) for cut in _CUTS)
-            at = next((place.start() for place in found if place), _PIECE)
+            matches = (cut.search(kept, _PIECE) for cut in _CUTS)
+            at = next((place.start() for place in matches if place), _PIECE)
             yield TextPiece(place, kept[:at], first, False)
             kept, first = kept[at:], False
     if not first or kept.strip():

@@ -88,18 +88,18 @@ def find(source: str, key: str, documents: bool = False) -> FoundFiles | None:
     """
     path, wanted = _place(source)
     if path.is_dir():
-        found = (
+        source_files = (
             FoundFiles(_documents(path, key, "document"), True)
             if documents and not wanted
             else _of_directory(path, wanted, key)
         )
     elif path.exists():
-        found = FoundFiles([path], documents or suffix_of(path) in document_files.ALONE)
+        source_files = FoundFiles([path], documents or suffix_of(path) in document_files.ALONE)
     else:
         return None
-    for file in found.files:
-        _check(file, key, documents, alone=len(found.files) == 1 or found.complete)
-    return found
+    for file in source_files.files:
+        _check(file, key, documents, alone=len(source_files.files) == 1 or source_files.complete)
+    return source_files
 
 
 def missing(source: str) -> str:
@@ -159,8 +159,8 @@ def _of_directory(path: Path, wanted: list[str], key: str) -> FoundFiles:
     kinds = sorted({suffix_of(file) for file in files})
     if len(kinds) > 1:
         raise RequestError(f"{key}: {path} has files of several types ({', '.join(kinds)}); choose one file")
-    found = _of_splits(path, files, wanted, key)
-    return replace(found, notes=[*found.notes, *_unread_documents(path, files)])
+    split_files = _of_splits(path, files, wanted, key)
+    return replace(split_files, notes=[*split_files.notes, *_unread_documents(path, files)])
 
 
 def _unread_documents(path: Path, rows: list[Path]) -> list[str]:
@@ -195,9 +195,9 @@ def _inside(path: Path) -> list[Path]:
     names = {"data", *_SPLITS}
     if any(file.suffix.lower() in document_files.SUFFIXES and not _is_about(file) for file in path.iterdir()):
         return []  # documents, with more of them in subdirectories
-    found = sorted(each for each in path.iterdir() if each.is_dir() and each.name.lower() in names)
-    rows = [each for each in found if any(suffix_of(file) not in (".txt", ".md") for file in row_files(each))]
-    return rows if len(rows) == len(found) else []
+    directories = sorted(each for each in path.iterdir() if each.is_dir() and each.name.lower() in names)
+    rows = [each for each in directories if any(suffix_of(file) not in (".txt", ".md") for file in row_files(each))]
+    return rows if len(rows) == len(directories) else []
 
 
 def _of_splits(path: Path, files: list[Path], wanted: list[str], key: str) -> FoundFiles:
@@ -255,8 +255,8 @@ def _check_shards(files: list[Path], key: str) -> None:
     for file in files:
         if match := _SHARD.fullmatch(file.name):
             shards.setdefault((f"{file.parent}/{match[1]}", int(match[3])), set()).add(int(match[2]))
-    for (name, total), found in shards.items():
-        if gone := [number for number in range(min(total, 10**5)) if number not in found]:
+    for (name, total), numbers in shards.items():
+        if gone := [number for number in range(min(total, 10**5)) if number not in numbers]:
             raise RequestError(
                 f"{key}: {len(gone)} of {total} files {name}-…-of-{total:05d} are missing, the first of them number "
                 f"{gone[0]:05d}; download them, or give the paths of the files to use"
@@ -299,12 +299,12 @@ def _is_name(name: Any) -> bool:
 
 def _json(file: Path, key: str) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{key}: {file} cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RequestError(f"{key}: {file} should contain a JSON object")
-    return found
+    return content
 
 
 def _configs(path: Path) -> list[dict[str, Any]]:

@@ -79,10 +79,10 @@ def registered_source(name: str, key: str = "data.train") -> Source | None:
         if path.exists() or (head.is_dir() and not (head / "__init__.py").is_file()):
             return None
     try:
-        found: Source | None = SOURCES.find(name)
+        registered: Source | None = SOURCES.find(name)
     except RequestError as error:
         raise RequestError(f"{key}: {error}") from error
-    return found
+    return registered
 
 
 def registered_rows(name: str) -> list[Row]:

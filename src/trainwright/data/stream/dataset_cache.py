@@ -59,8 +59,8 @@ class PreparedData:
 
     def held_out(self) -> Indices:
         """Return the source and the row number in it, both from 0, of every validation row [rows, 2]."""
-        found: Indices = np.load(self.directory / HELD_OUT)
-        return found
+        indices: Indices = np.load(self.directory / HELD_OUT)
+        return indices
 
 
 def prepare(
@@ -91,16 +91,16 @@ def prepare(
     identity = _tokenizer_identity(tokenizer)
     key = root / "keys" / f"{_digest([kind.name, source_key(data, seed, identity)])}.json"
     with cache_in_words(root, CANNOT_STORE):
-        found = retried(lambda: _find(root, key))
-        if found is None:
+        cached = retried(lambda: _find(root, key))
+        if cached is None:
             key.parent.mkdir(parents=True, exist_ok=True)
             waiting = "waiting for another process that prepares the same data"
             with lock_file(key.with_suffix(".lock"), waiting) as alone:
                 if alone:
                     remove_left_files(key)
                 os.listdir(key.parent)  # asks the server of a shared file system again
-                found = retried(lambda: _find(root, key)) or _build(root, key, data, tokenizer, kind, seed, identity)
-    prepared, format_ = found
+                cached = retried(lambda: _find(root, key)) or _build(root, key, data, tokenizer, kind, seed, identity)
+    prepared, format_ = cached
     if format_ != "text":
         install_template(tokenizer)
     return prepared
@@ -197,31 +197,33 @@ def tokenize_and_split(
             return rows
 
         keys = data.source_keys
-        found = [tokenized(source, key) for source, key in zip(data.sources, keys, strict=True)]
-        _check_alike(found, keys)
+        sources = [tokenized(source, key) for source, key in zip(data.sources, keys, strict=True)]
+        _check_alike(sources, keys)
         names = [key.removeprefix("data.") for key in keys]
-        lines = [line for rows, name in zip(found, names, strict=True) for line in rows.summary(name)]
+        lines = [line for rows, name in zip(sources, names, strict=True) for line in rows.summary(name)]
         train: Chosen
         if data.validation_source is not None:
             separate = tokenized(data.validation_source, "data.validation")
-            _check_alike([found[0], separate], (keys[0], "data.validation"))
+            _check_alike([sources[0], separate], (keys[0], "data.validation"))
             lines += separate.summary("validation")
-            train = [(rows, _everything(rows)) for rows in found]
+            train = [(rows, _everything(rows)) for rows in sources]
             held: Chosen = [(separate, _everything(separate))]
             how = f"of {separate.source}"
         else:
-            sides = [split(rows.hashes, wanted, seed) for rows, wanted in zip(found, _wanted(data, found), strict=True)]
-            train = [(rows, kept) for rows, (kept, _) in zip(found, sides, strict=True)]
-            held = [(rows, aside) for rows, (_, aside) in zip(found, sides, strict=True)]
+            sides = [
+                split(rows.hashes, wanted, seed) for rows, wanted in zip(sources, _wanted(data, sources), strict=True)
+            ]
+            train = [(rows, kept) for rows, (kept, _) in zip(sources, sides, strict=True)]
+            held = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
             held = held if any(len(aside) for _, aside in held) else []
             how = f"held out with seed {seed}, duplicates in the same part"
         mixture = None
-        if len(found) > 1:
+        if len(sources) > 1:
             mixture = _mixture(data, train)
             lines += _mixture_lines(data, mixture)
-        if held and (len(found) > 1 or data.validation_source is not None) and (both := _in_both(train, held)):
+        if held and (len(sources) > 1 or data.validation_source is not None) and (both := _in_both(train, held)):
             lines.append(f"validation: {both:,} of its examples are also trained on")
-        report = found[0].report() if len(found) == 1 else _joined(found)
+        report = sources[0].report() if len(sources) == 1 else _joined(sources)
         counts = [_write(directory / "train", train, report, mixture)]
         if held:
             report = separate.report() if data.validation_source is not None else report
@@ -229,7 +231,7 @@ def tokenize_and_split(
             np.save(directory / HELD_OUT, _numbered(held))
     lines.append(_split_line(counts, how))
     # The layout determines whether a template is needed: for a mixture, a conversation layout if there is one.
-    layout = next((rows.format for rows in found if rows.format != "text"), "text")
+    layout = next((rows.format for rows in sources if rows.format != "text"), "text")
     return {"summary": lines, "format": layout, "validation": bool(held)}
 
 
@@ -244,18 +246,18 @@ def _everything(rows: TokenRows) -> Indices:
     return np.arange(len(rows.hashes), dtype=np.int64)
 
 
-def _wanted(data: DataSection, found: Sequence[TokenRows]) -> list[float | int | None]:
+def _wanted(data: DataSection, sources: Sequence[TokenRows]) -> list[float | int | None]:
     """Return how much of each source is held out: the same fraction, or a number split by the weights."""
     validation = data.validation
     assert not isinstance(validation, str)
-    if len(found) > 1 and isinstance(validation, int):
+    if len(sources) > 1 and isinstance(validation, int):
         return list(shares(validation, [source.weight for source in data.sources]))
-    return [validation] * len(found)
+    return [validation] * len(sources)
 
 
-def _check_alike(found: Sequence[TokenRows], keys: Sequence[str]) -> None:
-    first = found[0]
-    for rows, key in zip(found[1:], keys[1:], strict=True):
+def _check_alike(sources: Sequence[TokenRows], keys: Sequence[str]) -> None:
+    first = sources[0]
+    for rows, key in zip(sources[1:], keys[1:], strict=True):
         if rows.sequences_per_example != first.sequences_per_example:
             raise RequestError(
                 f"{key}: {rows.source} has rows of {rows.format} and {keys[0]} has {first.format}: all examples of a "
@@ -291,9 +293,9 @@ def _in_both(train: Chosen, held: Chosen) -> int:
     return len(np.intersect1d(trained, aside))
 
 
-def _joined(found: Sequence[TokenRows]) -> dict[str, Any]:
+def _joined(sources: Sequence[TokenRows]) -> dict[str, Any]:
     """Combine the reports of several sources; ``parts`` holds the individual ones."""
-    each = [rows.report() for rows in found]
+    each = [rows.report() for rows in sources]
     counts: dict[str, Any] = {
         key: sum(report[key] for report in each) for key, value in each[0].items() if isinstance(value, int)
     }

@@ -131,11 +131,11 @@ def _mixture(data: DataSection, train: Sequence[Spans]) -> tuple[MixturePart, ..
     sizes = [int(part.counts().sum()) for part in train]
     if not all(sizes):
         raise RequestError(f"{data.source_keys[sizes.index(0)]}: no tokens to predict")
-    found = parts_of(sizes, [source.weight for source in data.sources])
-    for part, key in zip(found, data.source_keys, strict=True):
+    parts = parts_of(sizes, [source.weight for source in data.sources])
+    for part, key in zip(parts, data.source_keys, strict=True):
         if not part.drawn:
             raise RequestError(f"{key}.weight: is too small: an epoch has none of the source; raise it or remove it")
-    return found
+    return parts
 
 
 def _line(corpus: Shards) -> str:

@@ -332,16 +332,16 @@ def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:
     Each source is sampled in rounds, each a permutation of its examples, and an epoch continues where the previous one
     stopped, so examples of a source are used almost equally often.
     """
-    found: list[Indices] = []
+    pieces: list[Indices] = []
     begin = 0
     for place, part in enumerate(parts):
         first, last = epoch * part.drawn, (epoch + 1) * part.drawn
         for turn in range(first // part.examples, -(-last // part.examples)):
             order = permuted(part.examples, f"{key}/{place}/{turn}")
             at = turn * part.examples
-            found.append(begin + order[max(0, first - at) : last - at])
+            pieces.append(begin + order[max(0, first - at) : last - at])
         begin += part.examples
-    return np.concatenate(found)
+    return np.concatenate(pieces)
 
 
 def permuted(size: int, key: str) -> Indices:

@@ -92,8 +92,8 @@ def tokenize(
     with lock_directory(
         out, f"--out: {out} is being written by another process; wait for it, or choose another directory"
     ):
-        if (found := _finished(out, task)) is not None:
-            return found
+        if (manifest := _finished(out, task)) is not None:
+            return manifest
         settings = settings_of(tokenizer)
         writer = _Writer(out, task, settings.dtype, shard_tokens)
         notes: list[str] = []
@@ -174,18 +174,18 @@ class _Writer:
         file = self._out / _PROGRESS
         if not file.is_file():
             return Position()
-        found = read_json(file)
-        if not isinstance(found, dict) or not found.keys() >= {"task", "pieces"}:
+        progress = read_json(file)
+        if not isinstance(progress, dict) or not progress.keys() >= {"task", "pieces"}:
             raise RequestError(f"--out: {file} does not say how far the text is tokenized; remove {self._out}")
-        task = found.pop("task")
-        if not found["pieces"]:
+        task = progress.pop("task")
+        if not progress["pieces"]:
             return Position()
         if task != self._task:
             raise RequestError(
                 f"--out: {self._out} has unfinished shards of another text, tokenizer or shard size; choose a new "
                 "directory, or remove it"
             )
-        return Position(**found)
+        return Position(**progress)
 
     def _open(self) -> None:
         """Open the files of the shard being written, truncated to the saved length."""
@@ -344,7 +344,7 @@ class _Workers:
         """Yield chunks with their tokens, in order; at most twice as many chunks as processes are in flight."""
         left, ended = iter(chunks), False
         waiting: deque[Chunk] = deque()
-        found: dict[int, Encoded] = {}
+        encoded: dict[int, Encoded] = {}
         first = 0  # index of the next chunk to yield
         while True:
             while not ended and len(waiting) < 2 * self._most and self._free():
@@ -353,11 +353,11 @@ class _Workers:
                 else:
                     self._give(first + len(waiting), chunk)
                     waiting.append(chunk)
-            if first in found:
-                yield waiting.popleft(), found.pop(first)
+            if first in encoded:
+                yield waiting.popleft(), encoded.pop(first)
                 first += 1
             elif waiting:
-                found.update(self._finished())
+                encoded.update(self._finished())
             else:
                 return
 

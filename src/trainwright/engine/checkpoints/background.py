@@ -166,10 +166,10 @@ class Background:
 
     def _complete(self, flight: _InFlight) -> None:
         """Collect the entries of all ranks' files and have rank 0 complete the checkpoint."""
-        found = flight.part if isinstance(flight.part, str) else flight.part.wait()
-        if isinstance(found, dict):
-            found = entries(part_name(self._world.rank), found["size"], found["sha256"], flight.located)
-        parts = self._world.gather(found)
+        outcome = flight.part if isinstance(flight.part, str) else flight.part.wait()
+        if isinstance(outcome, dict):
+            outcome = entries(part_name(self._world.rank), outcome["size"], outcome["sha256"], flight.located)
+        parts = self._world.gather(outcome)
         failure = next((part for part in parts if isinstance(part, str)), None)
         if failure is not None:
             self._end(flight, failure)

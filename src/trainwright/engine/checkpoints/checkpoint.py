@@ -173,13 +173,13 @@ class Checkpoints:
         try:
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 raise CheckpointError(f"{path} is not a directory")
-            found: Checkpoint | CheckpointError = Checkpoint.open(path)
+            opened: Checkpoint | CheckpointError = Checkpoint.open(path)
         except OSError as error:
-            found = cannot_be_read(path, error)
+            opened = cannot_be_read(path, error)
         except CheckpointError as error:
-            found = error
-        self._known[step] = (stamps, isinstance(found, Checkpoint))
-        return found
+            opened = error
+        self._known[step] = (stamps, isinstance(opened, Checkpoint))
+        return opened
 
     def _remove_leftovers(self) -> None:
         """Remove what an interrupted save or removal left behind."""
@@ -207,10 +207,10 @@ class Checkpoints:
         for step in reversed(steps):
             if before is not None and step >= before:
                 continue
-            found = self._open(step)
-            if isinstance(found, Checkpoint):
-                return found, refused
-            refused.append(found)
+            opened = self._open(step)
+            if isinstance(opened, Checkpoint):
+                return opened, refused
+            refused.append(opened)
         return None, refused
 
 
@@ -238,10 +238,10 @@ class Checkpoint:
         manifest = Manifest.read(path)
         for name, expected in manifest.files.items() if verify else ():
             try:
-                found = retried(partial(_checksum_if, path, name, expected[0]))
+                actual = retried(partial(_checksum_if, path, name, expected[0]))
             except OSError as error:
                 raise cannot_be_read(path / name, error) from error
-            if found != expected:
+            if actual != expected:
                 raise CheckpointError(f"{path / name} is damaged (size or checksum differs)")
             if name.endswith(".safetensors"):
                 check_tensors(path, name, manifest)
@@ -305,10 +305,10 @@ def _stamps(path: Path) -> _Stamps:
     """Return the stamps of a checkpoint's files, which show without reading them whether they have changed."""
     try:
         with os.scandir(path) as files:
-            found = [(file.name, file.stat(follow_symlinks=False)) for file in files]
+            statuses = [(file.name, file.stat(follow_symlinks=False)) for file in files]
     except OSError:
         return ()
-    return tuple(sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in found))
+    return tuple(sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in statuses))
 
 
 def _looks_complete(path: Path, stamps: _Stamps) -> bool:

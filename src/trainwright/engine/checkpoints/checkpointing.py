@@ -309,16 +309,16 @@ class Checkpointing:
         unusable: tuple[int, str] | None = None
         if world.is_main:
             events.announce("checking the newest checkpoint")
-            found, refused = self._checkpoints.latest(before)
-            copy = self._copies.newest(None if found is None else found.step, Checkpoint.open, before)
+            checkpoint, refused = self._checkpoints.latest(before)
+            copy = self._copies.newest(None if checkpoint is None else checkpoint.step, Checkpoint.open, before)
             for reason in refused:
                 action = "use the one before it" if copy is None else "use a copy"
                 events.emit(Fault(kind="checkpoint", rank=0, detail=str(reason), action=action))
             self._tell_of_copies()
             if copy is not None:
-                found = copy
+                checkpoint = copy
                 events.emit(Notice(message=f"{copy.path} is restored from a copy"))
-            chosen = None if found is None else found.step
+            chosen = None if checkpoint is None else checkpoint.step
             if chosen is None and refused:
                 unusable = _none_usable(refused)
             if before is not None and (chosen is not None or before == 1):
@@ -415,17 +415,17 @@ def _own_bytes(shards: Mapping[str, Shard]) -> int:
 
 def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
     """Return the policies by the names that checkpoints have their state under."""
-    found: dict[str, StepPolicy] = {}
+    by_name: dict[str, StepPolicy] = {}
     for policy in policies:
         name = type(policy).__name__
-        if name in found:
-            places = " and ".join(f"{type(one).__module__}:{name}" for one in (found[name], policy))
+        if name in by_name:
+            places = " and ".join(f"{type(one).__module__}:{name}" for one in (by_name[name], policy))
             raise RequestError(
                 f"train.step_policies: {places} have the same name, under which a checkpoint saves the state of one of "
                 "them; rename a class, or list it once"
             )
-        found[name] = policy
-    return found
+        by_name[name] = policy
+    return by_name
 
 
 def _replace(state: dict[str, float], values: Mapping[str, float]) -> None:

@@ -75,14 +75,14 @@ class Copies:
     def problems(self) -> list[str]:
         """Return what has failed since the last call."""
         with self._changed:
-            found, self._problems = self._problems, []
-        return found
+            problems, self._problems = self._problems, []
+        return problems
 
     def recovered(self) -> list[str]:
         """Return which places work again since the last call, a line each."""
         with self._changed:
-            found, self._recovered = self._recovered, []
-        return found
+            recovered, self._recovered = self._recovered, []
+        return recovered
 
     def wait(self, stall: float = _STALL_SECONDS) -> None:
         """Wait until everything that was added is copied, or nothing moves for ``stall`` seconds."""
@@ -147,13 +147,13 @@ class Copies:
         return None
 
     def _newest_first(self) -> Iterator[tuple[int, str, Writing]]:
-        found: list[tuple[int, str, Writing]] = []
+        checkpoints: list[tuple[int, str, Writing]] = []
         for writing in self._places:
             try:
-                found.extend((step, name, writing) for step, name in writing.place.steps().items())
+                checkpoints.extend((step, name, writing) for step, name in writing.place.steps().items())
             except Exception as error:
                 self._failed(writing, error)
-        return iter(sorted(found, key=lambda each: -each[0]))
+        return iter(sorted(checkpoints, key=lambda each: -each[0]))
 
     def _remove_abandoned(self, step: int) -> None:
         """Have the thread remove what is abandoned. Call it with the lock."""

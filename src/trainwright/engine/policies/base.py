@@ -139,19 +139,19 @@ class StepPolicy:
             gradients: computes those of another batch; the strategy must have none when this returns.
         """
 
-    def again(self, step: int, found: StepGradients) -> GlobalBatch | None:
-        """Return the batch to compute gradients of again, replacing ``found``, or None to accept them.
+    def again(self, step: int, gradients: StepGradients) -> GlobalBatch | None:
+        """Return the batch to compute gradients of again, replacing ``gradients``, or None to accept them.
 
         Raises:
             TrainingError: training cannot continue.
         """
         return None
 
-    def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
+    def metrics(self, step: int, gradients: StepGradients) -> dict[str, float]:
         """Return the metrics for the step's event."""
         return {}
 
-    def skips(self, step: int, found: StepGradients) -> bool:
+    def skips(self, step: int, gradients: StepGradients) -> bool:
         """Return whether to skip the step's update; the same on every rank."""
         return False
 

@@ -89,8 +89,8 @@ class Profiling(StepPolicy):
             self._directory.mkdir(exist_ok=True)
             recording.write(own)
             has_memory = recording.write_memory(memory)
-        except (OSError, RuntimeError) as found:
-            error = f"rank {world.rank}: {found}"
+        except (OSError, RuntimeError) as exception:
+            error = f"rank {world.rank}: {exception}"
         ranks = world.gather((error, operators, str(memory) if has_memory else None), Operator)
         if not world.is_main:
             return
@@ -98,8 +98,8 @@ class Profiling(StepPolicy):
         try:
             if not error:
                 merge([self._directory / f"{name}.rank-{rank}.json" for rank in range(world.size)], merged)
-        except (OSError, ValueError) as found:
-            error = str(found)
+        except (OSError, ValueError) as exception:
+            error = str(exception)
         if error:
             message = f"train.profile: the trace of steps {self._began} to {step} could not be written: {error}"
             self.training.events.emit(Notice(message=message))
@@ -148,15 +148,15 @@ class _Recording:
 
     def operators(self) -> list[Operator]:
         """Return the operators, on a GPU the kernels, without our phases."""
-        found = []
+        operators = []
         for each in self._profile.key_averages():
             # An operator of the host has the device's time of its kernels, which are there themselves.
             if self._on_gpu and each.device_type != DeviceType.CUDA:
                 continue
             microseconds = each.self_device_time_total if self._on_gpu else each.self_cpu_time_total
             if microseconds > 0 and not each.is_user_annotation and not each.key.startswith((_PHASE, "ProfilerStep")):
-                found.append(Operator(each.key, each.count, microseconds / 1e6))
-        return found
+                operators.append(Operator(each.key, each.count, microseconds / 1e6))
+        return operators
 
     def write(self, path: Path) -> None:
         """Write the trace. Raises OSError, RuntimeError."""

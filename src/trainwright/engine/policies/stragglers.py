@@ -178,13 +178,13 @@ class Stragglers(StepPolicy):
         self._process = OwnProcess(torch.get_num_threads(), world.local_size, None if on_cpu else world.device.index)
         self._before = self._process.counters(), heartbeat.in_collectives()
 
-    def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
+    def metrics(self, step: int, gradients: StepGradients) -> dict[str, float]:
         """Take the seconds that all ranks have reported for this step; they are no metrics."""
         own, world = heartbeat.own(), self.training.world
         now = time.monotonic()
         wall, self._since = now - self._since, now
         if own is not None and world.size > 1:
-            seconds = [_seconds_of(report) for report in found.reports]
+            seconds = [_seconds_of(report) for report in gradients.reports]
             own.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
             self._found = self._comparison.add(seconds, wall)
             if self._comparison.taken % WINDOW == IGNORED and now - self._before[0].wall > _COUNTED_SECONDS:

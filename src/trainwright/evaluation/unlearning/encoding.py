@@ -61,10 +61,10 @@ class ItemSequences:
 
     def of_set(self, name: str) -> list[int]:
         """Return the sequences of the answers of a set, in the order of its items."""
-        found = [
+        numbered = [
             (item, number) for (each, item, what, _), number in self.places.items() if (each, what) == (name, ANSWER)
         ]
-        return [number for _, number in sorted(found)]
+        return [number for _, number in sorted(numbered)]
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,9 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     config.base_model_name_or_path = base.path or base.name
     config.lora_dropout = adapter.dropout
     if adapter.targets is not None:
-        asked, found = set(_targets(adapter, model)), set(matched(config, linear_names(model)))
-        if asked != found:
-            kinds = ", ".join(sorted(_kinds(list(found))))
+        asked, matches = set(_targets(adapter, model)), set(matched(config, linear_names(model)))
+        if asked != matches:
+            kinds = ", ".join(sorted(_kinds(list(matches))))
             raise RequestError(
                 f"model.adapter.targets: {adapter.targets}, but {saved.directory} has {kinds}, which cannot change; "
                 "remove the key, or set model.adapter.stack to true to train a new adapter on top of it"

@@ -226,11 +226,11 @@ class SavedAdapter:
             "rank_stabilised": (section.rank_stabilised or None, bool(config.get("use_rslora"))),
             "modules_to_save": (sorted(section.modules_to_save) or None, sorted(config.get("modules_to_save") or [])),
         }
-        for key, (asked, found) in compared.items():
-            if asked is not None and asked != found:
+        for key, (asked, saved) in compared.items():
+            if asked is not None and asked != saved:
                 raise RequestError(
-                    f"model.adapter.{key}: {asked}, but {self.directory} has {found}, which cannot change; remove the "
-                    f"key{f' or set it to {found}' * (key == 'type')}, or set model.adapter.stack to true to train a "
+                    f"model.adapter.{key}: {asked}, but {self.directory} has {saved}, which cannot change; remove the "
+                    f"key{f' or set it to {saved}' * (key == 'type')}, or set model.adapter.stack to true to train a "
                     "new adapter on top of it"
                 )
 

@@ -227,15 +227,15 @@ def advantages(
         Returns:
         ``[goals, steps, streams]``.
     """
-    found = torch.zeros_like(values)
+    estimates = torch.zeros_like(values)
     following, running = last_values, torch.zeros_like(last_values)
     for step in reversed(range(values.shape[1])):
         goes_on = (~dones[:, step]).float()
         errors = rewards[:, step] + gamma * goes_on * following - values[:, step]
         running = errors + gamma * gae_lambda * goes_on * running
-        found[:, step] = running
+        estimates[:, step] = running
         following = values[:, step]
-    return found
+    return estimates
 
 
 class _Rollout:

@@ -124,19 +124,19 @@ class AlgorithmDistillation:
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         """Return the metrics from statistics summed over the split or step."""
-        found = dict(zip(SUMS, statistics, strict=True))
+        sums = dict(zip(SUMS, statistics, strict=True))
         metrics = {
-            "loss": found["total"] / found["actions"],
-            "action_loss": found["action_loss"] / found["actions"],
-            "action_accuracy": found["correct"] / found["actions"],
+            "loss": sums["total"] / sums["actions"],
+            "action_loss": sums["action_loss"] / sums["actions"],
+            "action_accuracy": sums["correct"] / sums["actions"],
         }
         if self._section.reward_weight:
-            metrics["reward_loss"] = found["reward_loss"] / found["actions"]
+            metrics["reward_loss"] = sums["reward_loss"] / sums["actions"]
         if self._section.next_state_weight:
-            metrics["next_state_loss"] = found["state_loss"] / found["actions"]
-        if found["marks"]:
-            metrics["mark_loss"] = found["mark_loss"] / found["marks"]
-            metrics["mark_accuracy"] = found["marks_right"] / found["marks"]
+            metrics["next_state_loss"] = sums["state_loss"] / sums["actions"]
+        if sums["marks"]:
+            metrics["mark_loss"] = sums["mark_loss"] / sums["marks"]
+            metrics["mark_accuracy"] = sums["marks_right"] / sums["marks"]
         return metrics
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
@@ -294,8 +294,8 @@ def open_histories(section: AlgorithmDistillationSection, environment: Environme
         histories = Histories(section.histories, environment)
     except RequestError as error:
         raise RequestError(f"algorithm_distillation.histories: {error}") from None
-    found = histories.environment
-    if (found["name"], found["options"]) != (environment.name, environment.options):
+    recorded = histories.environment
+    if (recorded["name"], recorded["options"]) != (environment.name, environment.options):
         theirs = histories.make_environment()
         if (theirs.name, theirs.options) != (environment.name, environment.options):
             histories.close()

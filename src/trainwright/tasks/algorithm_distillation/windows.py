@@ -198,8 +198,8 @@ def _ordered(history: History, subsample: int) -> dict[str, Array]:
     phases = np.take_along_axis(phase, order, axis=1)
     begins = np.ones(dones.shape, bool)
     begins[:, 1:] = phases[:, 1:] != phases[:, :-1]
-    found = {name: in_order(values) for name, values in history._asdict().items()}
-    return {**found, "segment": begins.reshape(-1), "episode_start": in_order(starts.T)}
+    arrays = {name: in_order(values) for name, values in history._asdict().items()}
+    return {**arrays, "segment": begins.reshape(-1), "episode_start": in_order(starts.T)}
 
 
 def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Array, Array]:

@@ -107,29 +107,29 @@ class UnlearnLosses:
         self._direction = direction
         self._retain_loss = section.value("retain_loss") if section.retains else None
 
-    def __call__(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: LossSums) -> torch.Tensor:
+    def __call__(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, sums: LossSums) -> torch.Tensor:
         """Return ``forget`` times the summed forget loss plus ``retain`` times the summed retain loss, a scalar.
 
-        Call it within the forward pass of the module. The sums are written to ``found``.
+        Call it within the forward pass of the module. The sums are written to ``sums``.
         """
         if self._of == "activations":
-            return self._steering(lm, batch, forget, retain, found)
+            return self._steering(lm, batch, forget, retain, sums)
         head = lm.head(batch)
         total, plain = head.hidden.new_zeros((), dtype=torch.float32), set[int]()
         if self._of == "logits":
-            part, found.forget = self._of_logits(lm, head, batch, FORGET, self._forget_logits, found)
+            part, sums.forget = self._of_logits(lm, head, batch, FORGET, self._forget_logits, sums)
             total = total + forget * part
         else:
             plain |= {FORGET, REFUSAL}
         if self._retain_loss == "kl":
-            part, found.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, found)
+            part, sums.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, sums)
             total = total + retain * part
         elif RETAIN in batch.roles:
             plain.add(RETAIN)
-        return total + self._of_likelihoods(head, batch, plain, forget, retain, found) if plain else total
+        return total + self._of_likelihoods(head, batch, plain, forget, retain, sums) if plain else total
 
     def _of_likelihoods(
-        self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, found: LossSums
+        self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, sums: LossSums
     ) -> torch.Tensor:
         """Return the losses that are functions of the targets' negative log-likelihoods."""
         chosen = places(batch, roles)
@@ -138,15 +138,15 @@ class UnlearnLosses:
         def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
             by_role = _by_role(batch, losses, roles)
             for role, part in by_role.items():
-                found.see(batch, part.detach(), role)
+                sums.see(batch, part.detach(), role)
             value = losses.new_zeros(())
             if FORGET in roles:
                 forgotten = self._forget(by_role, batch).sum()
-                found.forget = forgotten.detach()
+                sums.forget = forgotten.detach()
                 value = value + forget * forgotten
             if RETAIN in roles:
                 kept = by_role[RETAIN].sum()
-                found.retain = kept.detach()
+                sums.retain = kept.detach()
                 value = value + retain * kept
             return value.to(losses.dtype)
 
@@ -177,7 +177,7 @@ class UnlearnLosses:
         return self._formula(logits=lambda: logits, targets=lambda: targets, teacher=lambda: teacher)
 
     def _of_logits(
-        self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, found: LossSums
+        self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, sums: LossSums
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss over the targets of sequences with ``role``, with and without gradient."""
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
@@ -188,10 +188,10 @@ class UnlearnLosses:
         targets = batch.targets.index_select(0, chosen)
         total, each, losses = linear_logit_loss(_at(head, chosen), targets, loss, teacher)
         if not skip:
-            found.see(batch, losses, role)
+            sums.see(batch, losses, role)
         return total, each.double().sum()
 
-    def _steering(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: LossSums) -> torch.Tensor:
+    def _steering(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, sums: LossSums) -> torch.Tensor:
         """Return the loss of rmu: means over the tokens of each answer, summed over answers."""
         assert self._direction is not None
         whole = self._retain_loss in ("nll", "kl")
@@ -201,20 +201,20 @@ class UnlearnLosses:
         direction = self._direction.to(at.device, at.dtype)
         steered = self._formula(activations=lambda: at.index_select(0, chosen), direction=lambda: direction)
         forgotten = _means(batch, steered, FORGET)
-        found.forget = forgotten.detach()
+        sums.forget = forgotten.detach()
         total = forget * forgotten
         if self._retain_loss == "activations":
             frozen = lm.reference_activations(only(batch, {RETAIN}))
             kept = _means(batch, activation_distance(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
-            found.retain = kept.detach()
+            sums.retain = kept.detach()
             total = total + retain * kept
         elif self._retain_loss == "kl":
             assert head is not None
-            part, found.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, found)
+            part, sums.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, sums)
             total = total + retain * part
         elif self._retain_loss == "nll":
             assert head is not None
-            total = total + self._of_likelihoods(head, batch, {RETAIN}, forget, retain, found)
+            total = total + self._of_likelihoods(head, batch, {RETAIN}, forget, retain, sums)
         return total
 
 
@@ -302,12 +302,12 @@ def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
     """Return indices of targets, int64 [n]: those of sequences with one of ``roles``, without each one's first
     ``skip``.
     """
-    found, begin = [np.zeros(0, np.int64)], 0
+    parts, begin = [np.zeros(0, np.int64)], 0
     for role, count in zip(batch.roles, batch.target_counts, strict=True):
         if role in roles:
-            found.append(np.arange(begin + min(skip, count), begin + count))
+            parts.append(np.arange(begin + min(skip, count), begin + count))
         begin += count
-    return on_device(torch.from_numpy(np.concatenate(found)), batch.targets.device)
+    return on_device(torch.from_numpy(np.concatenate(parts)), batch.targets.device)
 
 
 def only(batch: Batch, roles: Collection[int]) -> Batch:

@@ -67,9 +67,9 @@ class UnlearnLM(CausalLM):
         if self._speaks_for_reference:
             assert losses and self.reference is not None
             return self.reference.token_losses(batch)
-        found = super().forward(batch, statistics, objective, losses)
+        result = super().forward(batch, statistics, objective, losses)
         self._tapped = None
-        return found
+        return result
 
     def train(self, mode: bool = True) -> UnlearnLM:
         """Set the mode; the reference stays in evaluation mode."""

@@ -36,10 +36,10 @@ def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> To
     fingerprint = hashlib.sha256(f"{forget.fingerprint}+{retain.fingerprint}".encode()).hexdigest()[:32]
     directory = cache / "datasets" / fingerprint
     with cache_in_words(cache / "datasets", CANNOT_STORE):
-        found = made_once(
+        paired = made_once(
             directory, lambda: opened(directory), lambda path: _join(forget, retain, fingerprint).save(path)
         )
-    return replace(found, paired=PairedSequences(forget.sequence_count, retain.sequence_count))
+    return replace(paired, paired=PairedSequences(forget.sequence_count, retain.sequence_count))
 
 
 def _join(forget: TokenDataset, retain: TokenDataset, fingerprint: str) -> TokenDataset:

@@ -251,9 +251,9 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
         RequestError: the problems, one per line, with file and line.
     """
     tree, file = read_merged(path, overrides), Origin(str(path))
-    found = StudyFile(_validated(tree, file), tree, file)
-    found.splits()
-    return found
+    study = StudyFile(_validated(tree, file), tree, file)
+    study.splits()
+    return study
 
 
 def _validated(tree: Tree, file: Origin) -> Study:

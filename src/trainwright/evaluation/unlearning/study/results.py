@@ -55,15 +55,15 @@ class Results:
         """Read the results of the evaluations in ``evaluations``/<name>, for the full and the retain-only model and
         ``names``.
         """
-        found: dict[str, dict[str, dict[str, float]]] = {}
+        results: dict[str, dict[str, dict[str, float]]] = {}
         for name in (FULL, RETAIN, *names):
             about = json.loads((evaluations / name / METRICS_FILE).read_text(encoding="utf-8"))
-            found[name] = dict(about["metrics"])
-        best = found[FULL].get("model_utility", {}).get("all")
+            results[name] = dict(about["metrics"])
+        best = results[FULL].get("model_utility", {}).get("all")
         if best:
-            for metrics in found.values():
+            for metrics in results.values():
                 metrics[KEPT] = {"all": metrics["model_utility"]["all"] / best}
-        return cls(benchmark, subset, found)
+        return cls(benchmark, subset, results)
 
     @classmethod
     def joined(cls, splits: Mapping[str, Results]) -> Results:
