@@ -101,20 +101,20 @@ def check_sources(
         sources = [(key, one) for key, one in sources if files_of(one.source, key, one.format == "documents")]
     if recipe.spec.corpus:
         return [check_corpus(one, tokenizer, embeddings, key=key) for key, one in sources]
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_length": data.max_length,
         "embeddings": embeddings,
         "each_turn": data.example_per_turn,
         "accepted": data.accept_omissions,
     }
-    return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **asked) for key, one in sources]
+    return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **options) for key, one in sources]
 
 
 def check_rows(
     source: str,
     kind: RowReader,
-    wanted: str,
+    layout_name: str,
     *,
     key: str,
     limit: int | None = None,
@@ -140,13 +140,13 @@ def check_rows(
         RequestError: the source is missing, or its rows have no known layout.
     """
     checked = Checked(source)
-    documents = wanted == "documents"
+    documents = layout_name == "documents"
     rows = iterate_source(source, limit, key, documents)
     first = list(islice(rows, 8))
     if not first:
         raise RequestError(f"{key}: {source} has no rows")
     columns = list(dict.fromkeys(name for _, row in first for name in row))
-    layout_for = functools.partial(_layout, kind, [row for _, row in first], wanted, f"{key}: {source}")
+    layout_for = functools.partial(_layout, kind, [row for _, row in first], layout_name, f"{key}: {source}")
     checked.layout = layout_for(columns)
     work = None
     if tokenizer is not None:
@@ -168,7 +168,9 @@ def check_rows(
     if work is not None:
         checked.notes += [*work.encoder.notes, *to_keep(work.encoder.ways(), accepted=accepted)]
     if not checked.wrong:
-        table = read_rows(source, limit, key, documents, functools.partial(kind.narrowing, wanted))  # checks the types
+        table = read_rows(
+            source, limit, key, documents, functools.partial(kind.narrowing, layout_name)
+        )  # checks the types
         checked.notes += media_notes(table, unused)
     return checked
 
@@ -235,9 +237,9 @@ class _Encoding:
     each_turn: bool
 
 
-def _layout(kind: RowReader, first: list[Row], wanted: str, where: str, columns: list[str]) -> RowLayout:
+def _layout(kind: RowReader, first: list[Row], layout_name: str, where: str, columns: list[str]) -> RowLayout:
     try:
-        return kind.layout(columns, first, wanted)
+        return kind.layout(columns, first, layout_name)
     except RequestError as error:
         raise RequestError(f"{where}: {error}") from None
 

@@ -88,11 +88,11 @@ def peak_memory(device: torch.device) -> float:
 def _detail(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if match := _ASKED_CUDA.search(text):
-        asked, capacity, free = match.groups()
-        return f"{asked} requested, {free} of {capacity} free"
+        requested, capacity, free = match.groups()
+        return f"{requested} requested, {free} of {capacity} free"
     match = _ASKED_CPU.search(text)
-    asked = f"{size(int(match[1]))} requested" if match else text[:200] or "no memory"
-    return ", ".join([asked, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
+    requested = f"{size(int(match[1]))} requested" if match else text[:200] or "no memory"
+    return ", ".join([requested, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
 
 
 def _limits() -> list[str]:

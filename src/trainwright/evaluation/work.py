@@ -77,7 +77,7 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
             load_tokenizer(each.section),
             max_length=own,
             long_documents=long_documents,
-            asked=places,
+            questions=places,
             key=key,
         )
         _check_prompt_lengths(encoded, rows, max_positions(each.section), key)
@@ -209,14 +209,14 @@ def _rows_of_run(model: FoundModel) -> EvaluationRows:
     if not data.validation:
         raise RequestError(f"--data: {model.origin} is of a run without validation rows; pass the rows")
     prepared = prepare_data(data, load_tokenizer(model.section), seed=recipe.train.seed, cache=cache_root())
-    held = prepared.held_out()
+    validation_rows = prepared.held_out()
     own = data.validation_source
     sources = [("data.validation", own)] if own is not None else list(zip(data.source_keys, data.sources, strict=True))
     return joined(
         [
-            read(source, key=key, only=held[held[:, 0] == part, 1].tolist())
+            read(source, key=key, only=validation_rows[validation_rows[:, 0] == part, 1].tolist())
             for part, (key, source) in enumerate(sources)
-            if part in held[:, 0]
+            if part in validation_rows[:, 0]
         ]
     )
 

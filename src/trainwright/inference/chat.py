@@ -41,9 +41,9 @@ class TextStream:
         """Write the text of one more token."""
         self._tokens.append(token)
         text = self._text()
-        held = max((_overlap(text, stop) for stop in self._stop.texts), default=0)
+        overlap = max((_overlap(text, stop) for stop in self._stop.texts), default=0)
         # A byte of an incomplete character is decoded as U+FFFD.
-        self._show(text[: len(text) - held].rstrip("\ufffd"))
+        self._show(text[: len(text) - overlap].rstrip("\ufffd"))
 
     def close(self) -> None:
         """Write what was held back."""

@@ -102,30 +102,30 @@ def _refuse_choice(checkpoint: str | None, why: str) -> None:
         raise RequestError(f"--checkpoint {checkpoint}: {why}; --checkpoint is for run directories")
 
 
-def _of_run(run: Path, wanted: str | None) -> FoundModel:
+def _of_run(run: Path, checkpoint: str | None) -> FoundModel:
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
     steps = checkpoints.steps()
     has_final = (run / _FINAL).is_dir()
-    if wanted == "final" or (wanted is None and has_final):
+    if checkpoint == "final" or (checkpoint is None and has_final):
         if not has_final:
             raise RequestError(f"--checkpoint final: {run} is not finished; {_held(steps)}")
         return _final(run)
-    if wanted is not None and wanted.isdigit():
-        if int(wanted) not in steps:
-            raise RequestError(f"--checkpoint {wanted}: {run} has no such step; {_held(steps)}")
-        return _checkpoint(_opened(checkpoints.path(int(wanted))))
-    if wanted not in (None, "best", "newest"):
-        raise RequestError(f"--checkpoint {wanted}: choose from final, best, newest or a step; {_held(steps)}")
+    if checkpoint is not None and checkpoint.isdigit():
+        if int(checkpoint) not in steps:
+            raise RequestError(f"--checkpoint {checkpoint}: {run} has no such step; {_held(steps)}")
+        return _checkpoint(_opened(checkpoints.path(int(checkpoint))))
+    if checkpoint not in (None, "best", "newest"):
+        raise RequestError(f"--checkpoint {checkpoint}: choose from final, best, newest or a step; {_held(steps)}")
     newest, refused = checkpoints.latest()
     if newest is None:
         raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{_reasons(refused)}")
     progress = newest.state.get("progress")
     best = progress.get("best_step") if isinstance(progress, dict) else None
-    if wanted == "best" and best is None:
+    if checkpoint == "best" and best is None:
         raise RequestError(f"--checkpoint best: {run} has no validation results; {_held(steps)}")
-    if wanted != "newest" and best in steps:
+    if checkpoint != "newest" and best in steps:
         return _checkpoint(_opened(checkpoints.path(best)))
-    if wanted == "best":
+    if checkpoint == "best":
         raise RequestError(f"--checkpoint best: that of step {best} was not kept; {_held(steps)}")
     return _checkpoint(newest.path)
 

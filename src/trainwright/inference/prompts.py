@@ -128,15 +128,15 @@ class PromptEncoder:
 
 def _question(row: Row) -> Question:
     layout = _layout(row)
-    asked, answered = _FIELDS[layout]
-    field, answer = layout.column(asked), None if answered is None else layout.column(answered)
+    question_field, answer_field = _FIELDS[layout]
+    field, answer = layout.column(question_field), None if answer_field is None else layout.column(answer_field)
     turns = isinstance(row[field], list)
-    whole: dict[str, Any] = dict(row)
+    complete: dict[str, Any] = dict(row)
     if answer is not None:
-        whole[answer] = [_ANSWER] if turns else _ANSWER["content"]
+        complete[answer] = [_ANSWER] if turns else _ANSWER["content"]
     elif turns and not _is_answered(row[field]):
-        whole[field] = [*row[field], _ANSWER]
-    example = to_example(whole, layout)
+        complete[field] = [*row[field], _ANSWER]
+    example = to_example(complete, layout)
     return example if isinstance(example, str) else example[: last_answer(example)]
 
 

@@ -60,14 +60,14 @@ class OwnModel(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: OwnConfig) -> None:
         super().__init__(config)
-        made = class_of(config.implementation)(**{**config.arguments, "vocab_size": config.vocab_size})
-        if not any(isinstance(part, nn.ModuleList) and len(part) for part in made.modules()):
+        module = class_of(config.implementation)(**{**config.arguments, "vocab_size": config.vocab_size})
+        if not any(isinstance(part, nn.ModuleList) and len(part) for part in module.modules()):
             raise RequestError(
                 f"model.implementation: {config.implementation} has no nn.ModuleList with its blocks, which are "
                 "recomputed, compiled and sharded one by one; put them into one"
             )
-        self.module: nn.Module = made
-        self._takes = inspect.signature(made.forward).parameters.keys()
+        self.module: nn.Module = module
+        self._takes = inspect.signature(module.forward).parameters.keys()
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, name)

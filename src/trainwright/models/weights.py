@@ -226,9 +226,9 @@ def _sent(
     """Yield the elements of rank 0's tensor in bounded parts, each with the index of its first element, on every
     rank.
     """
-    total, most = torch.Size(shape).numel(), _SENT_BYTES // dtype.itemsize
-    for first in range(0, total, most):
-        size = min(most, total - first)
+    total, max_elements = torch.Size(shape).numel(), _SENT_BYTES // dtype.itemsize
+    for first in range(0, total, max_elements):
+        size = min(max_elements, total - first)
         part = torch.empty(size, dtype=dtype, device=world.device)
         if flat is not None:
             part.copy_(flat[first : first + size])

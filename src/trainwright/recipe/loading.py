@@ -195,9 +195,9 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
         else:
             _merge(merged, _read_file(target, chain, read))
     # A section whose keys are all commented out removes nothing from the included one.
-    whole = {**merged.values, **own.values}
+    merged_values = {**merged.values, **own.values}
     empty = [key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)]
-    for key in [key for key in empty if not _is_of_another_task(key, whole)]:
+    for key in [key for key in empty if not _is_of_another_task(key, merged_values)]:
         del own.values[key], own.origins[(key,)]
     _merge(merged, own)
     return merged

@@ -109,9 +109,9 @@ def _defaults_without(own: list[Contradiction], contradictions: list[Contradicti
     """Return the keys whose defaults leave the recipe with none of its ``own`` contradictions of all that were
     ``contradictions``, and with no others, and these defaults as overrides have them; empty if they do not.
     """
-    model, values, defaults, left = _model(tree), deepcopy(tree.values), dict[str, str](), own
-    while left:
-        for item in left:
+    model, values, defaults, remaining = _model(tree), deepcopy(tree.values), dict[str, str](), own
+    while remaining:
+        for item in remaining:
             *above, last = item.keys[0].split(".")
             section, inside = _section_at(tuple(above), model), values
             field = section.model_fields.get(last) if section is not None else None
@@ -123,9 +123,9 @@ def _defaults_without(own: list[Contradiction], contradictions: list[Contradicti
             defaults[item.keys[0]] = default if isinstance(default, str) else json.dumps(default, default=str)
         try:
             model.model_validate(values)
-            left = []
+            remaining = []
         except ValidationError as error:
-            left = [item for item in contradictions_in(error) if item in own or item not in contradictions]
+            remaining = [item for item in contradictions_in(error) if item in own or item not in contradictions]
     return defaults
 
 
@@ -165,10 +165,10 @@ def invalid_keys(error: ValidationError, tree: Tree) -> dict[KeyPath, str]:
     return by_path
 
 
-def field_path(loc: tuple[int | str, ...], whole: type[BaseModel]) -> KeyPath:
+def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
     """Return the recipe path of a pydantic error, without the union members that pydantic adds."""
     path: KeyPath = ()
-    model: type[BaseModel] | None = whole
+    model: type[BaseModel] | None = root
     items: type[BaseModel] | None = None  # of the list at `path`, if it is one
     for part in loc:
         if items is not None and not isinstance(part, int):

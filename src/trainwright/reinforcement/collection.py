@@ -235,16 +235,16 @@ def _work(
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Start processes that ignore ctrl-C, and delay SIGTERM, which would end a starting process with a traceback."""
-    asked: list[int] = []
+    received: list[int] = []
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the processes
-    terminate = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    terminate = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, terminate)
-    if asked:
-        signal.raise_signal(asked[0])
+    if received:
+        signal.raise_signal(received[0])
 
 
 _shared: Any = None

@@ -284,8 +284,8 @@ def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) ->
 
 def _below(values: np.ndarray, counts: Sequence[int]) -> bool:
     """Return whether all values are whole numbers from 0 to below their count."""
-    whole = values.dtype.kind in "biu" or bool((values == np.floor(values)).all())
-    return whole and bool((values >= 0).all() and (values < np.array(counts)).all())
+    integral = values.dtype.kind in "biu" or bool((values == np.floor(values)).all())
+    return integral and bool((values >= 0).all() and (values < np.array(counts)).all())
 
 
 def _typed(arrays: Any) -> History:

@@ -112,15 +112,15 @@ class ReferenceTask(LanguageModelTask):
             notify(f"the reference's log-probabilities of {plural(len(sequences), 'answer')} are in {file}")
             return Reference(known)
         notify(f"computing the reference's log-probabilities of {plural(len(examples), 'example')}")
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with without():
             log_probabilities = _compute(
                 passes, stream, lambda micro: self._batch(dataset, micro, world.device), examples
             )
         if not np.isfinite(log_probabilities[sequences]).all():
             raise TrainingError("the model's probability of some data is NaN before training")
-        kept = _save(file, log_probabilities, world)
-        notify(f"the reference took {time.monotonic() - begun:.1f} s{f' and is kept in {file}' if kept else ''}")
+        saved = _save(file, log_probabilities, world)
+        notify(f"the reference took {time.monotonic() - started_at:.1f} s{f' and is kept in {file}' if saved else ''}")
         return Reference(log_probabilities)
 
 

@@ -281,16 +281,16 @@ def omissions(conversation: Sequence[Message], text: str, writes_name: Callable[
     Args:
         writes_name: whether the template writes the name of a turn.
     """
-    left = _squeezed(text)
+    remaining = _squeezed(text)
     missing: list[Omission] = []
     for piece in sorted(_pieces(conversation), key=lambda piece: -len(piece.text)):
         parts = [piece]
-        if _END in piece.text and _without(left, piece.text) is None:  # the template may split it
+        if _END in piece.text and _without(remaining, piece.text) is None:  # the template may split it
             thought, _, answer = piece.text.rpartition(_END)
             parts = [piece._replace(what="reasoning", text=thought.replace(_BEGIN, "")), piece._replace(text=answer)]
         for part in parts:
-            rest = _without(left, part.text)
-            left = left if rest is None else rest
+            rest = _without(remaining, part.text)
+            remaining = remaining if rest is None else rest
             missing += [Omission(part.what, part.turn)] if rest is None else []
     for index, turn in enumerate(conversation):
         missing += [Omission("a name", index)] if "name" in turn and not writes_name(index) else []

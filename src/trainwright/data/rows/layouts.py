@@ -115,16 +115,16 @@ def columns_not_used(columns: Sequence[str]) -> str:
 
 
 def layout_of(
-    columns: Sequence[str], first_rows: Sequence[Row], wanted: str, layouts: Sequence[str] = SINGLE
+    columns: Sequence[str], first_rows: Sequence[Row], name: str, layouts: Sequence[str] = SINGLE
 ) -> RowLayout:
-    """Return the layout of a source's rows: ``wanted``, or the detected one of ``layouts`` if it is ``auto``.
+    """Return the layout of a source's rows: ``name``, or the detected one of ``layouts`` if it is ``auto``.
 
     Raises:
         RequestError: the columns do not fit the layout, or no layout is recognized.
     """
-    if wanted == "auto":
+    if name == "auto":
         return detect_format(columns, first_rows, layouts)
-    return check_format(columns, "text" if wanted == "documents" else wanted)
+    return check_format(columns, "text" if name == "documents" else name)
 
 
 def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> RowLayout:
@@ -185,8 +185,8 @@ def _matched(name: str, columns: Sequence[str]) -> dict[str, str]:
     """Return the columns found for the required fields of a layout, each column for one field."""
     matches: dict[str, str] = {}
     for field in REQUIRED[name]:
-        left = [column for column in columns if column not in matches.values()]
-        if column := _named((field, *_OTHER_NAMES.get(field, ())), left):
+        unmatched = [column for column in columns if column not in matches.values()]
+        if column := _named((field, *_OTHER_NAMES.get(field, ())), unmatched):
             matches[field] = column
     return matches
 

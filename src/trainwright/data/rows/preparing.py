@@ -230,10 +230,10 @@ def prepare_raw(
     try:
         statistics = Statistics([], {}, seed, deduplicate)
         with RowIndex(scratch / "index", deduplicate) as index:
-            kept = _normalize_all(
+            count = _normalize_all(
                 sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, statistics, seed
             )
-            borders = index.borders(round(test * kept), round((test + validation) * kept))
+            borders = index.borders(round(test * count), round((test + validation) * count))
         _divide(scratch / "rows", scratch, borders, statistics, seed)
         (scratch / "rows").unlink()
         text = json.dumps(statistics, default=vars, indent=2, ensure_ascii=False)
@@ -252,7 +252,7 @@ def _normalize_all(
     sources: Sequence[str], reader: _Reader, file: Path, index: RowIndex, statistics: Statistics, seed: int
 ) -> int:
     """Write the rows to keep of all sources into one file; return their number."""
-    kept, kinds = 0, dict[str, str]()
+    written, kinds = 0, dict[str, str]()
     with file.open("w", encoding="utf-8") as rows:
         for source in sources:
             counts = SourceCounts(source)
@@ -265,10 +265,10 @@ def _normalize_all(
                     counts.duplicates += 1
                     counts.differing += seen is Seen.DIFFERENT
                     continue
-                kept += 1
+                written += 1
                 rows.write(text + "\n")
     reader.check_names()
-    if not kept:
+    if not written:
         reasons = sum((source.left_out for source in statistics.sources), Counter[str]())
         reasons["wrong"] += sum(source.wrong for source in statistics.sources)
         listed = "; ".join(f"{count:,}: {why}" for why, count in reasons.items() if count)
@@ -278,7 +278,7 @@ def _normalize_all(
         raise RequestError(
             f"{_KEY}: the sources have rows of {listed}, which cannot be in one file; prepare them separately"
         )
-    return kept
+    return written
 
 
 @dataclass
@@ -331,7 +331,7 @@ class _Reader:
             )
             raise RequestError(f"--keep: no row has a column {unknown[0]} in addition to its layout; {others}")
 
-    def _written(self, own: Row, made: Row, layout: RowLayout, counts: SourceCounts) -> tuple[Row, str]:
+    def _written(self, own: Row, converted: Row, layout: RowLayout, counts: SourceCounts) -> tuple[Row, str]:
         more, rest = {}, {}
         for column in layout.unused(list(own)):
             self.columns.add(column)
@@ -343,7 +343,7 @@ class _Reader:
             more[name] = own[column]
             if name not in counts.kept:
                 counts.kept.append(name)
-        return {**made, **more}, json.dumps(rest, sort_keys=True, default=str) if rest else ""
+        return {**converted, **more}, json.dumps(rest, sort_keys=True, default=str) if rest else ""
 
 
 def _rename(row: Row, names: Mapping[str, str], used: set[str]) -> Row:
@@ -382,14 +382,14 @@ def _rank(text: str, seed: int) -> bytes:
 
 
 def _divide(rows: Path, directory: Path, borders: tuple[bytes, bytes], statistics: Statistics, seed: int) -> None:
-    test, held = borders
+    test, validation = borders
     files = {name: (directory / f"{name}.jsonl").open("w", encoding="utf-8") for name in SPLITS}
     try:
         statistics.sides = {name: SplitCounts() for name in SPLITS}
         with rows.open(encoding="utf-8") as lines:
             for line in lines:
                 rank = _rank(line.rstrip("\n"), seed)
-                name = "test" if rank < test else "validation" if rank < held else "train"
+                name = "test" if rank < test else "validation" if rank < validation else "train"
                 files[name].write(line)
                 statistics.sides[name].add(json.loads(line))
     finally:

@@ -320,10 +320,10 @@ def _table(files: Sequence[Path], limit: int | None, narrowing: Narrowing | None
     import pyarrow as pa
 
     def tables() -> Iterator[pa.Table]:
-        left = limit
+        remaining = limit
         for table in chain.from_iterable(map(_batches, files)):
-            yield table if left is None else table.slice(0, left)
-            if left is not None and (left := left - table.num_rows) <= 0:
+            yield table if remaining is None else table.slice(0, remaining)
+            if remaining is not None and (remaining := remaining - table.num_rows) <= 0:
                 return
 
     if next(tables(), None) is None:
@@ -414,13 +414,13 @@ def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
     import pyarrow as pa
 
     joined: list[pa.Table] = []
-    held: list[pa.Table] = []
+    in_memory: list[pa.Table] = []
     for table in tables:
-        held.append(table)
-        if sum(part.nbytes for part in held) > _SPILL_BYTES:
-            joined.append(_spill(pa.concat_tables(held, promote_options="permissive")))
-            held = []
-    return pa.concat_tables(joined + held, promote_options="permissive")
+        in_memory.append(table)
+        if sum(part.nbytes for part in in_memory) > _SPILL_BYTES:
+            joined.append(_spill(pa.concat_tables(in_memory, promote_options="permissive")))
+            in_memory = []
+    return pa.concat_tables(joined + in_memory, promote_options="permissive")
 
 
 def _spill(table: pa.Table) -> pa.Table:

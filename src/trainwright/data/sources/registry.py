@@ -97,8 +97,8 @@ def registered_rows(name: str) -> list[Row]:
     file = cache_root() / "datasets" / "built-in" / f"{digest}.json"
     if source.keep:
         try:
-            kept: list[Row] = json.loads(file.read_text(encoding="utf-8"))
-            return kept
+            cached: list[Row] = json.loads(file.read_text(encoding="utf-8"))
+            return cached
         except (OSError, ValueError):
             pass
     try:

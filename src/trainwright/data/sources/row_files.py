@@ -145,9 +145,9 @@ def _only_list(path: Path, text: str, start: int) -> int:
         raise _wrong(path, text, rest, "extra data after the JSON value; write one row per line (.jsonl)")
     lists = [key for key, item in value.items() if isinstance(item, list)]
     if len(lists) != 1:
-        held = f"{len(lists)} lists ({', '.join(lists[:8])})" if lists else "none"
+        summary = f"{len(lists)} lists ({', '.join(lists[:8])})" if lists else "none"
         raise RequestError(
-            f"{path}: expected one list of rows in the object, found {held}; write one row per line (.jsonl), and "
+            f"{path}: expected one list of rows in the object, found {summary}; write one row per line (.jsonl), and "
             "each list of rows in its own file"
         )
     position = start + 1

@@ -207,38 +207,42 @@ def tokenize_and_split(
             _check_alike([sources[0], separate], (keys[0], "data.validation"))
             lines += separate.summary("validation")
             train = [(rows, _everything(rows)) for rows in sources]
-            held: Chosen = [(separate, _everything(separate))]
+            validation_rows: Chosen = [(separate, _everything(separate))]
             how = f"of {separate.source}"
         else:
             sides = [
-                split(rows.hashes, wanted, seed) for rows, wanted in zip(sources, _wanted(data, sources), strict=True)
+                split(rows.hashes, share, seed) for rows, share in zip(sources, _wanted(data, sources), strict=True)
             ]
-            train = [(rows, kept) for rows, (kept, _) in zip(sources, sides, strict=True)]
-            held = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
-            held = held if any(len(aside) for _, aside in held) else []
+            train = [(rows, chosen_rows) for rows, (chosen_rows, _) in zip(sources, sides, strict=True)]
+            validation_rows = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
+            validation_rows = validation_rows if any(len(aside) for _, aside in validation_rows) else []
             how = f"held out with seed {seed}, duplicates in the same part"
         mixture = None
         if len(sources) > 1:
             mixture = _mixture(data, train)
             lines += _mixture_lines(data, mixture)
-        if held and (len(sources) > 1 or data.validation_source is not None) and (both := _in_both(train, held)):
+        if (
+            validation_rows
+            and (len(sources) > 1 or data.validation_source is not None)
+            and (both := _in_both(train, validation_rows))
+        ):
             lines.append(f"validation: {both:,} of its examples are also trained on")
         report = sources[0].report() if len(sources) == 1 else _joined(sources)
         counts = [_write(directory / "train", train, report, mixture)]
-        if held:
+        if validation_rows:
             report = separate.report() if data.validation_source is not None else report
-            counts.append(_write(directory / "validation", held, report, None))
-            np.save(directory / HELD_OUT, _numbered(held))
+            counts.append(_write(directory / "validation", validation_rows, report, None))
+            np.save(directory / HELD_OUT, _numbered(validation_rows))
     lines.append(_split_line(counts, how))
     # The layout determines whether a template is needed: for a mixture, a conversation layout if there is one.
     layout = next((rows.format for rows in sources if rows.format != "text"), "text")
-    return {"summary": lines, "format": layout, "validation": bool(held)}
+    return {"summary": lines, "format": layout, "validation": bool(validation_rows)}
 
 
-def _numbered(held: Chosen) -> Indices:
+def _numbered(chosen: Chosen) -> Indices:
     """Return the source and the row number in it, both from 0, of every row that is held out [rows, 2]."""
-    numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in held]
-    sources = np.repeat(np.arange(len(held)), [len(each) for each in numbers])
+    numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in chosen]
+    sources = np.repeat(np.arange(len(chosen)), [len(each) for each in numbers])
     return np.stack([sources, np.concatenate(numbers)], axis=1)
 
 
@@ -266,7 +270,7 @@ def _check_alike(sources: Sequence[TokenRows], keys: Sequence[str]) -> None:
 
 
 def _mixture(data: DataSection, train: Chosen) -> tuple[MixturePart, ...]:
-    sizes = [len(rows.sequences_of(kept)) // rows.sequences_per_example for rows, kept in train]
+    sizes = [len(rows.sequences_of(chosen_rows)) // rows.sequences_per_example for rows, chosen_rows in train]
     parts = parts_of(sizes, [source.weight for source in data.sources])
     for part, key in zip(parts, data.source_keys, strict=True):
         if not part.drawn:
@@ -286,10 +290,10 @@ def _mixture_lines(data: DataSection, mixture: Sequence[MixturePart]) -> list[st
     ]
 
 
-def _in_both(train: Chosen, held: Chosen) -> int:
+def _in_both(train: Chosen, validation_rows: Chosen) -> int:
     """Return the number of held-out rows that are also in the training data."""
-    trained = np.concatenate([rows.hashes.chosen(kept) for rows, kept in train])
-    aside = np.concatenate([rows.hashes.chosen(kept) for rows, kept in held])
+    trained = np.concatenate([rows.hashes.chosen(chosen_rows) for rows, chosen_rows in train])
+    aside = np.concatenate([rows.hashes.chosen(chosen_rows) for rows, chosen_rows in validation_rows])
     return len(np.intersect1d(trained, aside))
 
 
@@ -314,7 +318,7 @@ def _write(
     directory: Path, chosen: Chosen, report: dict[str, Any], mixture: tuple[MixturePart, ...] | None
 ) -> tuple[int, int]:
     """Write a dataset; return its numbers of examples and tokens."""
-    parts = [(rows.spool, rows.sequences_of(kept)) for rows, kept in chosen]
+    parts = [(rows.spool, rows.sequences_of(chosen_rows)) for rows, chosen_rows in chosen]
     each = chosen[0][0].sequences_per_example
     tokens = write_dataset(directory, parts, each, report, mixture)
     return sum(len(sequences) for _, sequences in parts) // each, tokens
@@ -345,8 +349,8 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
     everything = np.arange(total, dtype=np.int64)
     if not validation:
         return everything, everything[:0]
-    wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
-    if wanted >= total:
+    size = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
+    if size >= total:
         raise RequestError(
             f"data.validation: {validation} of {total:,} examples leaves none for training; lower it, or set it to null"
         )
@@ -354,20 +358,20 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
     ranks = np.fromiter((_rank(prefix + content) for content in hashes), np.uint64, total)
     order = np.argsort(ranks, kind="stable")
     borders = [0, *(np.flatnonzero(np.diff(ranks[order])) + 1).tolist(), total]  # edges of equal groups
-    held = np.zeros(total, dtype=np.bool_)
+    in_validation = np.zeros(total, dtype=np.bool_)
     count = 0
     for begin, end in pairwise(borders):
-        if count + end - begin <= wanted:
-            held[order[begin:end]] = True
+        if count + end - begin <= size:
+            in_validation[order[begin:end]] = True
             count += end - begin
-        if count == wanted:
+        if count == size:
             break
     if not count:
         raise RequestError(
-            f"data.validation: too many duplicates to hold out {wanted:,} examples; remove the duplicates, or set it "
+            f"data.validation: too many duplicates to hold out {size:,} examples; remove the duplicates, or set it "
             "to null"
         )
-    return everything[~held], everything[held]
+    return everything[~in_validation], everything[in_validation]
 
 
 def _rank(content: bytes) -> int:

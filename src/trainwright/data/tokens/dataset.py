@@ -319,11 +319,11 @@ def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[MixturePar
 def shares(total: int, weights: Sequence[float]) -> list[int]:
     """Divide ``total`` in proportion to ``weights`` by largest remainders; ties go to the earlier weight."""
     exact = [total * weight / sum(weights) for weight in weights]
-    whole = [int(share) for share in exact]
-    order = sorted(range(len(weights)), key=lambda i: (whole[i] - exact[i], i))
-    for i in order[: total - sum(whole)]:
-        whole[i] += 1
-    return whole
+    counts = [int(share) for share in exact]
+    order = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:

@@ -128,17 +128,17 @@ class TokenRows:
                 tokens = [ids[: self.max_length] for ids in tokens]
                 targets = [flags[: self.max_length] for flags in targets]
             # Nothing precedes the first token to predict it from.
-            kept = [(begin, end) for begin, end in ends if all(flags[begin + 1 : end].any() for flags in targets)]
-            if len(tokens) > 1 and kept and all(np.array_equal(ids, tokens[0]) for ids in tokens):
-                kept, same = [], True
-            if kept:
+            trained = [(begin, end) for begin, end in ends if all(flags[begin + 1 : end].any() for flags in targets)]
+            if len(tokens) > 1 and trained and all(np.array_equal(ids, tokens[0]) for ids in tokens):
+                trained, same = [], True
+            if trained:
                 self.largest = max(self.largest, (max(int(ids.max()) for ids in tokens), -index))
-            for begin, end in kept:
+            for begin, end in trained:
                 for ids, flags, role in zip(tokens, targets, roles, strict=True):
                     self.spool.add(ids[begin:end], flags[begin:end], role)
-            parts |= 0 < len(kept) < len(ends)
-            split |= len(kept) > 1
-            count += len(kept)
+            parts |= 0 < len(trained) < len(ends)
+            split |= len(trained) > 1
+            count += len(trained)
             for ids, role in zip(tokens, roles, strict=True):
                 digest.update(header(len(ids), role) + ids.tobytes())
         self.truncated += bool(cut)

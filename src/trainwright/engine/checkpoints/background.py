@@ -231,5 +231,5 @@ class BackgroundChoice:
         """Return whether writing beside the training takes nothing from it: it runs on a GPU, leaves a core to each
         process that writes, or writing mostly waits for the disk.
         """
-        left = detect().cpu_cores - self._world.local_size * torch.get_num_threads()
-        return self._world.device.type != "cpu" or left >= self._world.local_size or self._waits_for_disk
+        free_cores = detect().cpu_cores - self._world.local_size * torch.get_num_threads()
+        return self._world.device.type != "cpu" or free_cores >= self._world.local_size or self._waits_for_disk

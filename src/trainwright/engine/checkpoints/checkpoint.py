@@ -88,7 +88,7 @@ class Checkpoints:
             CheckpointError: on every rank, if any rank could not write. The partial checkpoint is removed and earlier
                 checkpoints are untouched.
         """
-        begun = time.monotonic()
+        started_at = time.monotonic()
         final, scratch, outcome = self.path(step), self.scratch(step), self.prepare(world)
         if outcome is None:
             outcome = attempt(lambda: _write_part(scratch, world.rank, shards), scratch)
@@ -97,7 +97,7 @@ class Checkpoints:
             text = json.dumps(state, indent=1)
             outcomes = [attempt(lambda: finish(scratch, final, outcomes, text, recipe), scratch)]
         self.conclude(world, step, next((o for o in outcomes if isinstance(o, str)), None))
-        return SavedCheckpoint(final, time.monotonic() - begun)
+        return SavedCheckpoint(final, time.monotonic() - started_at)
 
     def prepare(self, world: World) -> str | None:
         """Remove what interrupted writes left, before any rank writes; return why it failed on this rank, if it did."""
@@ -136,11 +136,11 @@ class Checkpoints:
             if len(steps) <= self._keep_last - usable:
                 return  # all checkpoints are kept, usable or not
             usable += self._is_usable(steps.pop())
-        kept = {best} if self._keep_best else set()
+        retained = {best} if self._keep_best else set()
         if trusted_before is not None:
-            kept.add(max((step for step in self.steps() if step < trusted_before), default=None))
+            retained.add(max((step for step in self.steps() if step < trusted_before), default=None))
         for step in steps:
-            if step not in kept:
+            if step not in retained:
                 self._remove(step, remove)
 
     def remove_from(self, step: int) -> None:
@@ -279,8 +279,8 @@ class Reader:
             return torch.empty_like(shard.local, device="cpu")
         if blocks is None:
             raise RequestError(f"{self._path} has no {name}: it was written by another model or optimizer")
-        if (whole := full_shape(blocks)) != shard.shape:
-            raise RequestError(f"{self._path}: {name} has shape {list(whole)}, but the model needs {list(shard.shape)}")
+        if (shape := full_shape(blocks)) != shard.shape:
+            raise RequestError(f"{self._path}: {name} has shape {list(shape)}, but the model needs {list(shard.shape)}")
         result = torch.empty_like(shard.local, device="cpu")
         for block in blocks:
             _copy_overlap(result, shard.offset, block, lambda b=block: self._open(b["file"]).get_slice(name))

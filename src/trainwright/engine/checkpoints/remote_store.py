@@ -81,16 +81,16 @@ class Place:
             MachineError: it cannot be reached or written.
         """
         probe = f"{self.root}/.probe-{secrets.token_hex(4)}"
-        made = False
+        created = False
         with self.in_words():
             try:
-                made = not self._has_buckets and not self._is_there(self.root)
+                created = not self._has_buckets and not self._is_there(self.root)
                 self._make(self.root)
                 with self._files.open(probe, "wb") as file:
                     file.write(b"trainwright")
                 self._files.rm_file(probe)
             finally:
-                if made:
+                if created:
                     with suppress(Exception):
                         self._files.rmdir(self.root)
 

@@ -149,14 +149,14 @@ class EventParts:
     def write(self) -> tuple[Part, ...]:
         """Write the events since the last call; return all parts. Raises OSError."""
         with self._file.open("rb") as file:
-            kept = self._parts
-            if kept and kept[-1].end - kept[-1].start < _SMALL:
-                kept = kept[:-1]
-            start, end = kept[-1].end if kept else 0, _end_of_lines(file)
+            parts = self._parts
+            if parts and parts[-1].end - parts[-1].start < _SMALL:
+                parts = parts[:-1]
+            start, end = parts[-1].end if parts else 0, _end_of_lines(file)
             if end > (self._parts[-1].end if self._parts else 0):
                 part = Part(start, end, _digest(_range(file, start, end)))
                 self._place.write_part(part.name, _range(file, start, end))
-                self._parts = (*kept, part)
+                self._parts = (*parts, part)
         return self._parts
 
 

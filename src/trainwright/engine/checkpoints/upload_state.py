@@ -144,8 +144,8 @@ class Writing:
         """The directory of the run."""
         return self.checkpoints.parent
 
-    def copy(self, work: Work, kept: set[int]) -> None:
-        """Write a checkpoint, and remove earlier ones of other steps than ``kept``. Raises what the place raises.
+    def copy(self, work: Work, retained: set[int]) -> None:
+        """Write a checkpoint, and remove earlier ones of other steps than ``retained``. Raises what the place raises.
 
         Later ones stay if they are complete: the run has gone on elsewhere, and this machine is behind.
         """
@@ -160,7 +160,7 @@ class Writing:
 
         self.place.write(work.path.name, work.files, sums, record)
         known[work.path.name] = parts[-1]
-        others = {step: name for step, name in self.place.steps().items() if step not in kept}
+        others = {step: name for step, name in self.place.steps().items() if step not in retained}
         self.remove({name for step, name in others.items() if step < work.step or not self.place.is_complete(name)})
 
     def copy_model(self, work: Work) -> None:

@@ -219,7 +219,7 @@ class Copies:
             )
 
     def _copied(self, writing: Writing, work: Work) -> bool:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with self._changed:
             if self._abandoned is not None and work.belongs_after(self._abandoned):
                 return False
@@ -233,7 +233,7 @@ class Copies:
             self._failed(writing, error)
             return False
         if not work.is_model:
-            self.seconds = time.monotonic() - begun
+            self.seconds = time.monotonic() - started_at
         if writing.failing:
             writing.failing = False
             with self._changed:
@@ -247,10 +247,10 @@ class Copies:
             with writing.place.in_words():
                 raise error
         except TrainwrightError as words:
-            told = str(words) if str(words).startswith("checkpoint.copies") else f"{writing.place.where}: {words}"
+            problem = str(words) if str(words).startswith("checkpoint.copies") else f"{writing.place.where}: {words}"
         with self._changed:
             if not writing.failing:
-                self._problems.append(f"{told}; training goes on, and copying is tried again")
+                self._problems.append(f"{problem}; training goes on, and copying is tried again")
             writing.failing = True
 
     def _moved(self) -> int:

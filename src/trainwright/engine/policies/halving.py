@@ -118,12 +118,12 @@ class Halving(StepPolicy):
 def rows_of(recipe: Recipe, rows: int | None = None) -> int:
     """Return the rows of the largest micro-batches: ``rows`` in a step, or else the maximum by the recipe."""
     train, processes = recipe.train, recipe.parallel.processes
-    most = train.global_batch_size
+    max_rows = train.global_batch_size
     if train.micro_batch_size != "auto":
-        most = train.micro_batch_size
+        max_rows = train.micro_batch_size
     elif train.gradient_accumulation_steps != "auto" and processes != "auto":
-        most = -(-most // (train.gradient_accumulation_steps * processes))
-    return most if rows is None else min(rows, most)
+        max_rows = -(-max_rows // (train.gradient_accumulation_steps * processes))
+    return max_rows if rows is None else min(rows, max_rows)
 
 
 def halved(rows: int) -> int:

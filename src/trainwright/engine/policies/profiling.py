@@ -50,9 +50,9 @@ class Profiling(StepPolicy):
 
     def __init__(self, run: Path, training: Training) -> None:
         super().__init__(training)
-        asked, steps = training.recipe.train.profile, len(training.task.stream)
-        assert asked is not None, "the recipe has it"
-        self._first, self._last = asked.steps
+        profile_section, steps = training.recipe.train.profile, len(training.task.stream)
+        assert profile_section is not None, "the recipe has it"
+        self._first, self._last = profile_section.steps
         if self._last > steps:
             raise RequestError(f"train.profile.steps: ends at step {self._last}, and the run has {steps}; lower it")
         self._directory = run / DIRECTORY
@@ -180,9 +180,9 @@ def _slowest(ranks: Sequence[Sequence[Operator]]) -> list[dict[str, Any]]:
         before = sums.get(operator.name, Operator(operator.name, 0, 0.0))
         seconds = before.seconds + operator.seconds
         sums[operator.name] = Operator(operator.name, before.calls + operator.calls, seconds)
-    whole = sum(operator.seconds for operator in sums.values())
+    total = sum(operator.seconds for operator in sums.values())
     slowest = sorted(sums.values(), key=lambda operator: -operator.seconds)[:_OPERATORS]
-    return [{**operator._asdict(), "share": operator.seconds / whole} for operator in slowest]
+    return [{**operator._asdict(), "share": operator.seconds / total} for operator in slowest]
 
 
 def merge(traces: Sequence[Path], merged: Path) -> None:
@@ -200,9 +200,9 @@ def merge(traces: Sequence[Path], merged: Path) -> None:
         for rank, path in enumerate(traces):
             trace = json.loads(path.read_text(encoding="utf-8"))
             # Every trace counts from a time of its own, in nanoseconds since the epoch.
-            begun = int(trace.get("baseTimeNanoseconds", 0))
-            base = begun if base is None else base
-            for event in _of_rank(trace["traceEvents"], rank, (begun - base) / 1000):
+            start = int(trace.get("baseTimeNanoseconds", 0))
+            base = start if base is None else base
+            for event in _of_rank(trace["traceEvents"], rank, (start - base) / 1000):
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
             heartbeat.progress()

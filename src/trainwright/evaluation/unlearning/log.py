@@ -109,10 +109,10 @@ def _part(findings: Findings, name: str, scores: SetScores) -> dict[str, Any]:
     if name in findings.answers:
         from trainwright.evaluation.metrics import rouge_l
 
-        answers, wanted = findings.answers[name], findings.references[name]
+        answers, references = findings.answers[name], findings.references[name]
         prompts = [item.prompt for item in findings.sets[name].items]
-        recalls = [rouge_l(*pair, stem=True).recall for pair in zip(wanted, answers, strict=True)]
-        part["generated_text"] = _numbered([list(each) for each in zip(prompts, answers, wanted, strict=True)])
+        recalls = [rouge_l(*pair, stem=True).recall for pair in zip(references, answers, strict=True)]
+        part["generated_text"] = _numbered([list(each) for each in zip(prompts, answers, references, strict=True)])
         part["rougeL_recall"] = _numbered(recalls)
     return part
 

@@ -54,9 +54,9 @@ class BenchmarkReport:
     ) -> BenchmarkReport:
         """Build the report from the findings."""
         samples = [
-            {"set": name, "row": number + 1, "prompt": item.prompt, "reference": wanted, "answer": answer}
+            {"set": name, "row": number + 1, "prompt": item.prompt, "reference": reference, "answer": answer}
             for name, answers in findings.answers.items()
-            for number, (item, wanted, answer) in enumerate(
+            for number, (item, reference, answer) in enumerate(
                 zip(findings.sets[name].items, findings.references[name], answers, strict=True)
             )
         ]

@@ -112,17 +112,17 @@ def chosen_metrics(request: EvaluationRequest, sets: dict[str, ItemSet]) -> list
 
 
 def _job(names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, positions: int | None) -> MeasurementJob:
-    wanted = {name: sets_of(name, list(sets)) for name in names}
-    scored = [each for each in sets if any(each in wanted[name] for name in names)]
+    sets_by_metric = {name: sets_of(name, list(sets)) for name in names}
+    scored = [each for each in sets if any(each in sets_by_metric[name] for name in names)]
     weighed = any(METRICS[name].wrong for name in names) or not set(scored).isdisjoint(OPTIONS)
     kinds = (PARAPHRASE, WRONG) if weighed else ()
     sequences = encoder.sequences({name: sets[name] for name in scored}, kinds)
-    written = [each for each in sets if any(METRICS[name].answers and each in wanted[name] for name in names)]
+    written = [each for each in sets if any(METRICS[name].answers and each in sets_by_metric[name] for name in names)]
     written = [each for each in written if all(item.prompt for item in sets[each].items)]
     prompts = {name: encoder.prompts(sets[name], positions) for name in written}
     attacks = [name for name in names if METRICS[name].attacked is not None]
     attacked = tuple(dict.fromkeys(str(METRICS[name].attacked) for name in attacks))
-    return MeasurementJob(sets, sequences, prompts, attacked, tuple(wanted[attacks[0]]) if attacks else ())
+    return MeasurementJob(sets, sequences, prompts, attacked, tuple(sets_by_metric[attacks[0]]) if attacks else ())
 
 
 def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) -> None:

@@ -141,10 +141,12 @@ class Adapter:
         for layer, scales in self._scales.items():
             a, b = (f"{_PREFIX}{layer}.lora_{matrix}.weight" for matrix in "AB")
             parts = [
-                (held, scales[name]) for name, held in ((_BENEATH, self._beneath), (_TRAINED, weights)) if a in held
+                (matrices, scales[name])
+                for name, matrices in ((_BENEATH, self._beneath), (_TRAINED, weights))
+                if a in matrices
             ]
-            together[a] = torch.cat([held[a] for held, _ in parts])
-            together[b] = torch.cat([held[b] * scale for held, scale in parts], dim=1)
+            together[a] = torch.cat([matrices[a] for matrices, _ in parts])
+            together[b] = torch.cat([matrices[b] * scale for matrices, scale in parts], dim=1)
             ranks[layer] = len(together[a])
         config = copy.deepcopy(self._config)
         usual = Counter(ranks.values()).most_common(1)[0][0]

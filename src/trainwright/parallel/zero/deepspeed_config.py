@@ -362,7 +362,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
-    asked = getattr(recipe.parallel, _OFFLOAD[key].split(".")[1])
+    offloaded = getattr(recipe.parallel, _OFFLOAD[key].split(".")[1])
     if value is None or value == AUTO:
         return
     if not isinstance(value, dict):
@@ -371,8 +371,8 @@ def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
     device = value.get("device", "none")
     if device not in ("cpu", "none", None, AUTO):
         yield f"zero_optimization.{key}.device: {device} is not supported; cpu or none"
-    elif device != AUTO and asked != (device == "cpu"):
-        yield f"zero_optimization.{key}.device: {device} contradicts {_OFFLOAD[key]} {str(asked).lower()}"
+    elif device != AUTO and offloaded != (device == "cpu"):
+        yield f"zero_optimization.{key}.device: {device} contradicts {_OFFLOAD[key]} {str(offloaded).lower()}"
     yield from _section(f"zero_optimization.{key}", value, _OFFLOAD_KEYS)
 
 
@@ -448,8 +448,8 @@ def _sizes(module: nn.Module, stage: int, dtype: torch.dtype) -> dict[str, Any]:
 def _offload_settings(parallel: ParallelSection, section: dict[str, Any]) -> dict[str, Any]:
     """Return the offload settings: the recipe decides what is offloaded, the file how."""
     offload = {}
-    asked = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
-    for key in (key for key, wanted in asked.items() if wanted):
+    offloaded = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
+    for key in (key for key, enabled in offloaded.items() if enabled):
         given = section.get(key)
         given = {k: v for k, v in given.items() if v != AUTO} if isinstance(given, dict) else {}
         offload[key] = {**given, "device": "cpu"}

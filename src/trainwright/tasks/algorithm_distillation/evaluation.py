@@ -88,8 +88,8 @@ def find_agent(request: AgentRequest) -> tuple[FoundModel, AlgorithmDistillation
     path = user_path(request.model)
     inside = path.resolve().parent if is_history_model(path) else path
     is_final = inside != path and path.name == "final" and (inside / "recipe.yaml").is_file()
-    wanted = "final" if is_final else request.checkpoint
-    agent = find_model(str(inside) if is_final else request.model, None, wanted, of_texts=False)
+    checkpoint = "final" if is_final else request.checkpoint
+    agent = find_model(str(inside) if is_final else request.model, None, checkpoint, of_texts=False)
     section = _section_of(path) if agent.recipe is None else agent.recipe.own(AlgorithmDistillationSection)
     given = {key: getattr(request, key) for key in ("episodes", "copies", "temperature", "greedy_after")}
     trial = section.trial.model_copy(update={key: value for key, value in given.items() if value is not None})

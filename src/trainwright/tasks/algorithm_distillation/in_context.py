@@ -276,18 +276,18 @@ class Context:
         assert self._steps is not None
         shape = self._shape
         if shape.latents:
-            asked = model.memory_questions(self._count)
+            queries = model.memory_questions(self._count)
             if self._cache is not None:
-                hidden = model.decoded(asked, self._cache)
+                hidden = model.decoded(queries, self._cache)
             else:
-                hidden = model.decoded(torch.cat([self._tokens(model), asked], 1))
+                hidden = model.decoded(torch.cat([self._tokens(model), queries], 1))
             self._place(model, model.remembered(hidden[:, -shape.latents :]), None)
         elif shape.regions == 2:
             region = model.tokens(self._steps.without_past(shape.actions))
             self._place(model, self._between_marks(model, region), None)
         else:
-            kept = self._steps.part(self._moves_by, shape.steps)
-            self._place(model, None, kept.without_past(shape.actions) if kept.length else None)
+            recent = self._steps.part(self._moves_by, shape.steps)
+            self._place(model, None, recent.without_past(shape.actions) if recent.length else None)
 
     def _between_marks(self, model: HistoryModel, region: torch.Tensor) -> torch.Tensor:
         opens, closes = (model.mark(self._count, closes=closes) for closes in (False, True))

@@ -161,12 +161,12 @@ class AlgorithmDistillation:
 
     def _try(self, module: HistoryObjective, world: World, temperature: float, *, together: bool) -> Any:
         trial = self._section.trial
-        asked = Trial(
+        settings = Trial(
             trial.episodes, trial.copies, temperature, self._recipe.train.seed, greedy_after=trial.greedy_after
         )
         module.eval()
         try:
-            return evaluate_model(module, self._environment, self._goals.tried, asked, world, together=together)
+            return evaluate_model(module, self._environment, self._goals.tried, settings, world, together=together)
         finally:
             module.train()
 
@@ -246,16 +246,16 @@ def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, An
 
     Histories that ``trainwright collect`` did not make are not checked.
     """
-    asked = section.source.algorithm
+    settings = section.source.algorithm
     if made_by.get("name") not in get_args(SourceAlgorithmSection.model_fields["name"].annotation):
         return None
-    others = [key for key in asked if key not in made_by or made_by[key] != asked[key]]
+    others = [key for key in settings if key not in made_by or made_by[key] != settings[key]]
     if not others:
         return None
     first = "name" if "name" in others else others[0]
     return (
         f"algorithm_distillation.source: {section.histories} was made with {first} {made_by.get(first)}, but the "
-        f"recipe has {asked[first]}; training uses the existing file. To collect it again, remove the file and run "
+        f"recipe has {settings[first]}; training uses the existing file. To collect it again, remove the file and run "
         "trainwright collect"
     )
 

@@ -139,9 +139,9 @@ def first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> Itera
         for name, child in module._modules.items()
         if isinstance(child, nn.ModuleList) and list(child) == blocks
     )
-    whole = holder._modules[name]
+    full_list = holder._modules[name]
     holder._modules[name] = nn.ModuleList(blocks[:count])
     try:
         yield
     finally:
-        holder._modules[name] = whole
+        holder._modules[name] = full_list

@@ -374,8 +374,8 @@ def freeze_others(model: nn.Module, patterns: Sequence[str] | None, last_block: 
     if last_block is not None:
         beyond = _after(model, last_block)
     for name, parameter in model.named_parameters():
-        wanted = patterns is None or any(re.fullmatch(pattern, name) for pattern in patterns)
-        parameter.requires_grad_(wanted and parameter not in beyond)
+        trains = patterns is None or any(re.fullmatch(pattern, name) for pattern in patterns)
+        parameter.requires_grad_(trains and parameter not in beyond)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(
             f"unlearn.trainable: it only matches parameters after unlearn.layer {last_block}, which do not affect its "
@@ -487,8 +487,8 @@ def frozen_copy(
     adapted = recipe.model.adapter.type != "none"
     if other is None and (adapted or not section.needs_reference_model):
         return None
-    wanted = other or recipe.model.model_copy(update={"adapter": AdapterSection()})
-    model, weights = load(recipe, wanted, tokenizer, f"{PREFIX}model.")
+    reference_section = other or recipe.model.model_copy(update={"adapter": AdapterSection()})
+    model, weights = load(recipe, reference_section, tokenizer, f"{PREFIX}model.")
     model.requires_grad_(False)
     lm = UnlearnLM(model, packed=packed, layer=layer, attention=recipe.model.attention)
     if layer is not None:
