@@ -62,6 +62,22 @@ class ChatEncoder:
         self._ways: dict[str, None] = {}  # settings with which the template writes what it leaves out
         if not self._finder([]).stop:
             self.notes.append(f"the chat template of {self.name} writes no stop token after an assistant turn")
+        if self._prompt_splits_token():
+            self.notes.append(
+                f"the chat template of {self.name} ends a prompt within a token of the answer, which is generated from "
+                "other tokens than it is trained on; have the prompt end without a space"
+            )
+
+    def _prompt_splits_token(self) -> bool:
+        """Return whether the tokens of a prompt are not those with which the whole conversation begins."""
+        turns: list[Message] = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "the"}]
+        template = self._finder([]).template
+        try:
+            (prompt,), (whole,) = template.render([turns[:1]], generation_prompt=True), template.render([turns])
+        except TurnsError:
+            return False
+        of_prompt, of_whole = tokenized(self._tokenizer, [prompt, whole], add_special_tokens=False)["input_ids"]
+        return whole.startswith(prompt) and list(of_whole[: len(of_prompt)]) != list(of_prompt)
 
     @property
     def stop(self) -> str:
