@@ -80,7 +80,7 @@ def shortage(files: int | None, shared: int | None, local: int, world: int) -> s
 
 def _free(directory: Path) -> int | None:
     try:
-        found = os.statvfs(directory)
+        status = os.statvfs(directory)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize

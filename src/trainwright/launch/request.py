@@ -156,9 +156,9 @@ def request_of(
     run_directory.check_files(run)
     own = run / run_directory.RECIPE
     overrides, reasons = _under(overrides, translation, recipe or own, resumed=recipe is None)
-    found = resumed_recipe(run, recipe, overrides)
-    everything = tuple(dict.fromkeys((*found.reasons, *reasons)))
-    return RunRequest(found.recipe, run_directory.stem_of(own), run, everything, found.chosen)
+    resumed = resumed_recipe(run, recipe, overrides)
+    everything = tuple(dict.fromkeys((*resumed.reasons, *reasons)))
+    return RunRequest(resumed.recipe, run_directory.stem_of(own), run, everything, resumed.chosen)
 
 
 def _fetched(url: str, recipe: Path | Tree | None, overrides: list[str], translation: Translation | None) -> RunRequest:

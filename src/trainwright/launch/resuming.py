@@ -121,24 +121,24 @@ class _Change(NamedTuple):
 
 def _changes(before: Recipe, asked: LoadedRecipe) -> list[_Change]:
     old, new = _keys(before), _keys(asked.recipe)
-    found = []
+    changes = []
     for path in dict.fromkeys([*new, *old]):
         was, now = old.get(path, _ABSENT), new.get(path, _ABSENT)
         origin = asked.origins.get(path)
         typed = origin is not None and origin.line is None
         if was != now and (now != "auto" or typed):
-            found.append(_Change(path, was, now, origin or Origin("the default")))
-    return found
+            changes.append(_Change(path, was, now, origin or Origin("the default")))
+    return changes
 
 
 def _keys(recipe: Recipe) -> dict[KeyPath, object]:
-    found: dict[KeyPath, object] = {}
+    sections: dict[KeyPath, object] = {}
     for section, values in recipe.model_dump().items():
         if isinstance(values, dict):
-            found.update({(section, key): value for key, value in values.items()})
+            sections.update({(section, key): value for key, value in values.items()})
         else:
-            found[section,] = values
-    return found
+            sections[section,] = values
+    return sections
 
 
 def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, object, object]]:

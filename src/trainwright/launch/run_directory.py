@@ -133,13 +133,13 @@ def own_directory(wanted: str, stem: str) -> Path:
 def check_unbegun(directory: Path) -> None:
     """Raise RequestError if there is no run in the directory, and more than what is there before one begins."""
     try:
-        found = sorted(os.listdir(directory))
+        names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return
     except OSError as error:
         raise RequestError(f"logging.run_directory: {directory} cannot be read: {error.strerror}") from error
-    other = [name for name in found if name not in _BEFORE and not name.startswith(".")]
-    if other and RECIPE not in found:
+    other = [name for name in names if name not in _BEFORE and not name.startswith(".")]
+    if other and RECIPE not in names:
         raise RequestError(
             f"logging.run_directory: {directory} has no run, but other files ({', '.join(other[:3])}); choose another "
             "directory"
@@ -161,11 +161,11 @@ def find(wanted: str, run_directory: str, stem: str) -> Path:
     pattern = re.compile(re.escape(stem) + "-" + _STAMP)
     runs = RUNS.iterdir() if RUNS.is_dir() else ()
     stamped = [run for run in runs if pattern.fullmatch(run.name)]
-    found = [run for run in (*stamped, own_directory("auto", stem)) if (run / RECIPE).is_file()]
-    if not found:
+    candidates = [run for run in (*stamped, own_directory("auto", stem)) if (run / RECIPE).is_file()]
+    if not candidates:
         raise RequestError(f"--resume: no run of this recipe under {RUNS}/ ({stem} or {stem}-<date>-<time>)")
     began = {run: run.name.removeprefix(f"{stem}-")[:_STAMP_LENGTH] for run in stamped}
-    return max(found, key=lambda run: (began.get(run) or _began(run), run.stat().st_mtime))
+    return max(candidates, key=lambda run: (began.get(run) or _began(run), run.stat().st_mtime))
 
 
 def _began(run: Path) -> str:
@@ -241,8 +241,8 @@ def chosen(directory: Path) -> tuple[str, ...]:
 
 def predicted(directory: Path) -> dict[str, float]:
     """Return the plan's predictions for a run, named as in `finish` events; empty without a plan."""
-    found = plan_of(directory).get("predicted")
-    return dict(found) if isinstance(found, dict) else {}
+    figures = plan_of(directory).get("predicted")
+    return dict(figures) if isinstance(figures, dict) else {}
 
 
 def expect(directory: Path, predicted: Mapping[str, float], choice: Mapping[str, Any]) -> None:

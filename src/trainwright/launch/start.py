@@ -394,14 +394,14 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
     """
     while True:
         text = (run / run_directory.RECIPE).read_text(encoding="utf-8")
-        found = probe(text, stopping, processes)
-        if found.fits or not found.out_of_memory:
+        probed = probe(text, stopping, processes)
+        if probed.fits or not probed.out_of_memory:
             return
         recipe = load_recipe(run / run_directory.RECIPE)
         rows = recipe.train.micro_batch_size
         if not isinstance(rows, int) or rows == 1:
             raise MachineError(
-                f"the run's largest step was tested and does not fit: {found.error}; `trainwright plan` shows what "
+                f"the run's largest step was tested and does not fit: {probed.error}; `trainwright plan` shows what "
                 "would fit"
             )
         why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"

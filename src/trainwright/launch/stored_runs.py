@@ -188,15 +188,15 @@ def _take_newest(
 
 def _listed(places: Sequence[Place]) -> tuple[list[tuple[int, str, Place]], list[TrainwrightError]]:
     """Return step, name and place of every copy, the newest first, and why places cannot be read."""
-    found: list[tuple[int, str, Place]] = []
+    steps: list[tuple[int, str, Place]] = []
     unreadable: list[TrainwrightError] = []
     for place in places:
         try:
             with place.in_words(FaultError):
-                found += [(step, name, place) for step, name in place.steps().items()]
+                steps += [(step, name, place) for step, name in place.steps().items()]
         except (RequestError, FaultError) as error:
             unreadable.append(error)
-    return sorted(found, key=lambda each: -each[0]), unreadable
+    return sorted(steps, key=lambda each: -each[0]), unreadable
 
 
 def _warn(messages: Iterable[str]) -> None:

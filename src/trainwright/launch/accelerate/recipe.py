@@ -104,8 +104,8 @@ def join(
 
 
 def _last(overrides: Sequence[str], key: str) -> str | None:
-    found = [override.partition("=")[2].strip() for override in overrides if override.partition("=")[0] == key]
-    return found[-1] if found else None
+    values = [override.partition("=")[2].strip() for override in overrides if override.partition("=")[0] == key]
+    return values[-1] if values else None
 
 
 def _written(tree: Tree, key: str) -> object:

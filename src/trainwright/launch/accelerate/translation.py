@@ -124,9 +124,9 @@ class Translation:
 
     def refuse_problems(self, *, for_script: bool = False) -> None:
         """Raise RequestError with the problems: all of them, or those that concern the user's own script."""
-        found = [problem.text for problem in self.problems if problem.for_script or not for_script]
-        if found:
-            raise RequestError("\n".join(found))
+        texts = [problem.text for problem in self.problems if problem.for_script or not for_script]
+        if texts:
+            raise RequestError("\n".join(texts))
 
     def device_environment(self) -> dict[str, str]:
         """Return the variables that hide unwanted GPUs; set them before anything queries the GPUs."""

@@ -72,10 +72,10 @@ def failures_in_a_row(run: Path, file: Path, count_in: str | None = None) -> int
     return failures
 
 
-def _take(found: str | None, file: Path) -> None:
-    if found is not None:
+def _take(text: str | None, file: Path) -> None:
+    if text is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, found)
+        write_file(file, text)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def pod(
     grace = _GRACE_SECONDS if asked.grace is None else job_seconds(asked.grace)
     needs = {"cpu": asked.cpus_per_node, "nvidia.com/gpu": asked.gpus_per_node}
     mounts = {_SHARED: str(asked.mount), _MEMORY: "/dev/shm"}
-    found: dict[str, Any] = {
+    spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace,
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
@@ -119,9 +119,9 @@ def pod(
         ],
     }
     if asked.node_labels:
-        found["nodeSelector"] = dict(asked.node_labels)
-        found["tolerations"] = [{"key": key, "operator": "Exists"} for key in asked.node_labels]
-    return found
+        spec["nodeSelector"] = dict(asked.node_labels)
+        spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in asked.node_labels]
+    return spec
 
 
 def _arguments(job: Job, first: str, rank: str, add: int) -> list[str]:

@@ -79,9 +79,9 @@ class Cluster(JobSection):
         if self.machine is None:
             return None
         nodes = self.nodes or 1
-        found = None if names_file(self.machine) else _CARD.fullmatch(self.machine)
-        if found is not None:
-            node = f"{self.gpus_per_node}x{found[1]}"
+        match = None if names_file(self.machine) else _CARD.fullmatch(self.machine)
+        if match is not None:
+            node = f"{self.gpus_per_node}x{match[1]}"
             return machine_of(f"{nodes}x{node}" if nodes > 1 else node)
         described, calibration, measurement = machine_of(self.machine)
         gpus = None if described.device == "cpu" else self.gpus_per_node
@@ -159,12 +159,12 @@ def _names(key: str) -> str:
 def _cluster(name: str) -> Cluster:
     file = clusters_file()
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(found, dict | None):
+    if not isinstance(content, dict | None):
         raise RequestError(f"{file}: is not a mapping of names to clusters")
-    clusters = found or {}
+    clusters = content or {}
     if name not in clusters:
         if name in SCHEDULERS:
             return Cluster.model_validate({"scheduler": name})

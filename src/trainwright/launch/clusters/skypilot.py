@@ -75,21 +75,21 @@ def _copies(job: Job) -> list[str]:
 
 def _resources(job: Job) -> dict[str, Any]:
     asked = job.settings
-    found: dict[str, Any] = {}
+    resources: dict[str, Any] = {}
     devices = _DEVICES.fullmatch(asked.machine or "")
     if devices is not None and "x" not in devices[2]:
-        found["accelerators"] = f"{devices[2]}:{asked.gpus_per_node}"
+        resources["accelerators"] = f"{devices[2]}:{asked.gpus_per_node}"
     elif asked.gpus_per_node is not None:
         raise RequestError("machine: is missing, so SkyPilot cannot know the kind of GPU; set it, such as 8xH100")
     if asked.cpus_per_node is not None:
-        found["cpus"] = f"{asked.cpus_per_node}+"
+        resources["cpus"] = f"{asked.cpus_per_node}+"
     if asked.spot is not None:
-        found["use_spot"] = asked.spot
+        resources["use_spot"] = asked.spot
     if asked.image is not None:
-        found["image_id"] = f"docker:{asked.image}"
+        resources["image_id"] = f"docker:{asked.image}"
     # A preempted node has no exit code; SkyPilot starts its job again anyway.
-    found["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [EXIT_FAULT, EXIT_STOPPED]}
-    return found
+    resources["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [EXIT_FAULT, EXIT_STOPPED]}
+    return resources
 
 
 def _run(job: Job, copies: list[str]) -> str:

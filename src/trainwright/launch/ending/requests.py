@@ -185,11 +185,11 @@ def look_before_steps(run: Path, deadline: Deadline | None) -> str | None:
 
 def take_stop_file(run: Path) -> bool:
     """Rename the run's file ``stop``; return whether there was one."""
-    found = STOP_FILE in _listed(run)
-    if found:
+    exists = STOP_FILE in _listed(run)
+    if exists:
         with suppress(OSError):
             (run / STOP_FILE).replace(run / _TAKEN_FILE)
-    return found
+    return exists
 
 
 def _listed(run: Path) -> list[str]:
@@ -283,10 +283,10 @@ def deadline_of(until: str | None, time_limit: str | None, begun: float = 0.0) -
     now, monotonic = datetime.now().astimezone(), time.monotonic()
     last = _STEP.fullmatch(until or "")
     step = None if last is None else int(last[1])
-    found = earliest(None if last is not None else until, time_limit, now - timedelta(seconds=begun))
-    if found is None:
+    deadline = earliest(None if last is not None else until, time_limit, now - timedelta(seconds=begun))
+    if deadline is None:
         return None if step is None else Deadline(math.inf, f"the end of step {step} (--until)", step)
-    end, source = found
+    end, source = deadline
     return Deadline(monotonic + (end - now).total_seconds(), f"{end:%Y-%m-%d %H:%M:%S} ({source})", step)
 
 
@@ -307,7 +307,7 @@ def earliest(until: str | None, time_limit: str | None, now: datetime) -> tuple[
 
 def _time_of(until: str, now: datetime) -> datetime:
     try:
-        found = datetime.fromisoformat(until).astimezone()
+        deadline = datetime.fromisoformat(until).astimezone()
     except (ValueError, OverflowError):
         try:
             of_day = datetime.strptime(until, "%H:%M").time()
@@ -316,12 +316,12 @@ def _time_of(until: str, now: datetime) -> datetime:
                 "--until: expected a date and time such as 2026-03-01T06:00, a time of day such as 06:00, or a step "
                 f"such as 'step 400', not {until!r}"
             ) from None
-        found = datetime.combine(now.date(), of_day).astimezone()
-        if found <= now:
-            found = datetime.combine(now.date() + timedelta(days=1), of_day).astimezone()
-    if found <= now:
+        deadline = datetime.combine(now.date(), of_day).astimezone()
+        if deadline <= now:
+            deadline = datetime.combine(now.date() + timedelta(days=1), of_day).astimezone()
+    if deadline <= now:
         raise RequestError(f"--until: {until} is in the past; it is {now:%Y-%m-%dT%H:%M} now")
-    return found
+    return deadline
 
 
 def _end_of_job() -> tuple[datetime, str] | None:
@@ -333,22 +333,22 @@ def _end_of_job() -> tuple[datetime, str] | None:
     if not end.isdigit():
         end = _ask_slurm(job)
     try:
-        found = datetime.fromtimestamp(int(end)) if end.isdigit() else datetime.fromisoformat(end)
+        job_end = datetime.fromtimestamp(int(end)) if end.isdigit() else datetime.fromisoformat(end)
     except (ValueError, OverflowError, OSError):  # no limit, or no scheduler that could be asked
         return None
     source, ahead = f"the time limit of Slurm job {job}", _ahead_of_slurm()
     if abs(ahead) <= _CLOCK_SECONDS:
-        return found.astimezone(), source
+        return job_end.astimezone(), source
     apart = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the scheduler's"
-    return found.astimezone() + timedelta(seconds=ahead), f"{source}; this node's clock is {apart}, which counts"
+    return job_end.astimezone() + timedelta(seconds=ahead), f"{source}; this node's clock is {apart}, which counts"
 
 
 def _ahead_of_slurm() -> float:
     """Return by how many seconds this node's clock is ahead of the scheduler's, which ends the job; 0 if it does not
     say.
     """
-    found = _CLOCK.search(_answer("sdiag"))
-    return 0.0 if found is None else time.time() - float(found[1])
+    match = _CLOCK.search(_answer("sdiag"))
+    return 0.0 if match is None else time.time() - float(match[1])
 
 
 def _ask_slurm(job: str) -> str:

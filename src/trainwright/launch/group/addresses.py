@@ -81,8 +81,10 @@ def interface_of(address: str) -> str | None:
             own = probe.getsockname()[0]
     except OSError:
         return None
-    found = psutil.net_if_addrs().items()
-    return next((name for name, each in found if any(own == place.address.partition("%")[0] for place in each)), None)
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (name for name, each in interfaces if any(own == place.address.partition("%")[0] for place in each)), None
+    )
 
 
 def set_interfaces(address: str) -> None:
@@ -97,8 +99,8 @@ def set_interfaces(address: str) -> None:
 
 def _looked_up(address: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and number of an address, IPv4 if it has one. Raises OSError."""
-    found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    family, *_, place = min(found, key=lambda each: each[0] != socket.AF_INET)
+    resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    family, *_, place = min(resolved, key=lambda each: each[0] != socket.AF_INET)
     return family, str(place[0])
 
 

@@ -96,13 +96,13 @@ def _newest_start(
     while time.monotonic() < deadline:
         waiting.tell(lambda reason=why: f"rank 0 at {address} ({reason})")  # type: ignore[misc]
         try:
-            found = json.loads(starts.get("newest")) if starts.check(["newest"]) else None
+            newest = json.loads(starts.get("newest")) if starts.check(["newest"]) else None
         except RuntimeError as error:  # torch's DistNetworkError is one
             raise FaultError("the launcher's store is gone; see its output") from error
         except ValueError:  # anybody can write into the launcher's store
-            found = None
-        if isinstance(found, list) and len(found) == 2 and type(found[1]) is int and 0 < found[1] < 2**16:
-            name, port = str(found[0]), found[1]
+            newest = None
+        if isinstance(newest, list) and len(newest) == 2 and type(newest[1]) is int and 0 < newest[1] < 2**16:
+            name, port = str(newest[0]), newest[1]
             try:
                 job, secret = {"start": name}, lambda: secret_of(place, shared)[0]
                 return name, Peers.join(rank, size, (address, port), job, secret, 0.0)

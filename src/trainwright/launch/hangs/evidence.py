@@ -47,20 +47,20 @@ def stacks_of(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
         with suppress(OSError):
             os.kill(pids[rank], _SIGNAL)  # type: ignore[arg-type]
     deadline = time.monotonic() + _SECONDS
-    found: dict[int, str] = {}
-    while len(found) < len(asked) and time.monotonic() < deadline:
+    stacks: dict[int, str] = {}
+    while len(stacks) < len(asked) and time.monotonic() < deadline:
         time.sleep(_READ_AGAIN)
-        read = {rank: _read(stacks_file(logs, rank), before[rank]) for rank in asked if rank not in found}
+        read = {rank: _read(stacks_file(logs, rank), before[rank]) for rank in asked if rank not in stacks}
         time.sleep(_READ_AGAIN)  # until it has been written completely
-        found |= {
+        stacks |= {
             rank: text for rank, text in read.items() if text and text == _read(stacks_file(logs, rank), before[rank])
         }
-    for rank in pids.keys() - found.keys():
+    for rank in pids.keys() - stacks.keys():
         if text := _py_spy(pids[rank]):
-            found[rank] = text
+            stacks[rank] = text
             with suppress(OSError), stacks_file(logs, rank).open("a", encoding="utf-8") as file:
                 file.write(text)
-    return found
+    return stacks
 
 
 def training_thread(stacks: str) -> str:
@@ -169,10 +169,10 @@ def wait_for_collectives(logs: Path, asked: Mapping[int, int]) -> None:
 def _state(logs: Path, rank: int) -> tuple[int, int]:
     """Return when a rank's file was written, in nanoseconds, and its size."""
     try:
-        found = (logs / f"{_PREFIX}{rank}").stat()
+        status = (logs / f"{_PREFIX}{rank}").stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def remove_pipes(pipes: Path, ranks: Iterable[int]) -> None:

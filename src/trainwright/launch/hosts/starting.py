@@ -290,16 +290,16 @@ class Again:
             FaultError: the run has been restarted too often, or too few hosts answer.
         """
         told = "; ".join(f"{host.name}: {how}" for host, how in lost.items())
-        found = self._restarts.decide(Failure(f"{told}; logs: {self._run}/logs", EXIT_FAULT, cause=Cause.NODE))
-        if isinstance(found, Failure):
-            raise FaultError(found.message)
+        decision = self._restarts.decide(Failure(f"{told}; logs: {self._run}/logs", EXIT_FAULT, cause=Cause.NODE))
+        if isinstance(decision, Failure):
+            raise FaultError(decision.message)
         for _ in range(_TRIES):
             answers = dict(zip(hosts, answers_of(hosts, exports()), strict=True))
             there = [host for host, answer in answers.items() if isinstance(answer, Answer)]
             if len(there) == len(hosts) or (there and self._may_lose):
-                say(found.line(), file=sys.stderr)
+                say(decision.line(), file=sys.stderr)
                 with suppress(OSError):
-                    append_event(self._run / "events.jsonl", found)
+                    append_event(self._run / "events.jsonl", decision)
                 first = answers[there[0]]
                 assert isinstance(first, Answer), "it is there"
                 return [*there, *(host for host in hosts if host not in there)], first.port

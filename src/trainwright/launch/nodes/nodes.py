@@ -281,14 +281,14 @@ class Nodes:
         rendezvous.post(asdict(mine))
         if index == 0:
             try:
-                found = {i: NodeInfo(**posted) for i, posted in rendezvous.gather(seconds, admit, enough).items()}
-                check_same(found)
+                infos = {i: NodeInfo(**posted) for i, posted in rendezvous.gather(seconds, admit, enough).items()}
+                check_same(infos)
             except TrainwrightError as error:
                 rendezvous.publish("met", {"refused": str(error), "exit_code": error.exit_code})
                 rendezvous.wait_until_left(2.0)
                 rendezvous.close()
                 raise
-            rendezvous.publish("met", {"hosts": {str(i): node.host for i, node in found.items()}})
+            rendezvous.publish("met", {"hosts": {str(i): node.host for i, node in infos.items()}})
         reply = rendezvous.wait_for("met", patient)
         if "refused" in reply:
             rendezvous.leave()
@@ -307,8 +307,8 @@ class Nodes:
             self.rendezvous.publish("opened", [*self._opened, recipe])
             return run
         shown, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
-        found = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
-        return self.reporting_failure(lambda: seen(found, recipe, self.index))
+        directory = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
+        return self.reporting_failure(lambda: seen(directory, recipe, self.index))
 
     def reporting_failure(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; report an exception to the other nodes before it is raised."""
@@ -503,8 +503,8 @@ class Nodes:
 
     def _admit(self, peer: int, message: Message) -> None:
         try:
-            found = NodeInfo(message["host"], 0, message["gpus"], "", resume=False, version=message["version"])
-            check_machine(self._mine, peer, found)
+            theirs = NodeInfo(message["host"], 0, message["gpus"], "", resume=False, version=message["version"])
+            check_machine(self._mine, peer, theirs)
         except TrainwrightError as error:
             self.rendezvous.peers.send_direct(_REFUSED, node=peer, text=str(error), code=error.exit_code)
             return

@@ -111,10 +111,10 @@ def _options(job: Job) -> list[str]:
         "output": f'"{str(directory_of(job)).replace("%", "%%")}/{log}"',
         "open-mode": "append",
     }
-    found = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
     if asked.time is not None and job_seconds(asked.time) >= _SHORTEST_WITH_WARNING:
-        found.append(f"--signal=USR1@{_WARNING_SECONDS}")
-    return [*found, "--requeue", *asked.options]
+        arguments.append(f"--signal=USR1@{_WARNING_SECONDS}")
+    return [*arguments, "--requeue", *asked.options]
 
 
 def _train(job: Job) -> list[str]:
