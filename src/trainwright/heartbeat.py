@@ -47,7 +47,7 @@ from trainwright.spent import DeviceEvent, Spent, Use
 _OTHERS = "another phase"  # all that the file has no space for
 # The share of the longest time that is left after another of the first times, which may include compilation.
 _FIRST_TIMES, _FIRST_DECAY = 4, 0.5
-# The longest time of this period and of the one before is kept. A period has so many times and seconds at least: slow
+# The longest time of this period and of the one before is kept. A period has at least these times and seconds: slow
 # times may be rare, in a phase that is short or seldom too, but a time of hours must not count as usual for days.
 _PERIOD_TIMES, _PERIOD_SECONDS = 1000, 2 * 3600.0
 # A longest time that falls is written when it is less than what was written by this part.

@@ -133,7 +133,7 @@ class VariantRuns:
                 self._say(f"step {rung}: continued with {', '.join(variant.name for variant in variants)}")
 
     def _check(self) -> None:
-        """Remember every recipe as it was asked for; a run of the same name has to be of the same one."""
+        """Remember every recipe as it was requested; a run of the same name has to be of the same one."""
         from trainwright.recipe.loading import dump_recipe
 
         for variant, recipe in self.recipes.items():

@@ -153,7 +153,7 @@ def broken_checkpoint(path: Path) -> str | None:
     except (OSError, ValueError, KeyError) as error:
         return f"{path.name}/manifest.json: {error!r}"
     if seal != hashlib.sha256(json.dumps(manifest).encode()).hexdigest():
-        return f"{path.name}/manifest.json is not as it was sealed"
+        return f"{path.name}/manifest.json has changed since it was sealed"
     names = {file.name for file in path.iterdir()} - {"manifest.json"}
     if names != set(manifest["files"]):
         return f"{path.name} has {sorted(names)}, its manifest {sorted(manifest['files'])}"

@@ -195,7 +195,7 @@ class Scene:
         require(not leftovers, f"left in checkpoints/: {leftovers}")
 
     def nothing_else_changed(self) -> None:
-        """Require that outside the run's directory everything of the trial is as it was, and its home if it has one."""
+        """Require that outside the run's directory nothing of the trial has changed, nor in its home if it has one."""
         if self._before is None:
             return
         now = self._snapshot()

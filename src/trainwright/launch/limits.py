@@ -25,9 +25,9 @@ def check_limits(local: int = 1, world: int = 1) -> None:
         MachineError: naming the limit, and how to change it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = needed_files(local, world)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        reached = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    required = needed_files(local, world)
+    if soft != resource.RLIM_INFINITY and soft < required:
+        reached = required if hard == resource.RLIM_INFINITY else min(required, hard)
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
             soft = reached

@@ -166,7 +166,7 @@ def node_of(cluster: Cluster) -> Machine:
 
 
 def nodes_like(node: Cluster, nodes: int, devices: int) -> Cluster:
-    """Return ``nodes`` like ``node``, of each of which a job has so many ``devices``, with an assumed network."""
+    """Return ``nodes`` like ``node``, each with ``devices`` for the job, connected by an assumed network."""
     if (nodes, devices) == (node.nodes, node.devices_per_node):
         return node
     assumptions = list(node.assumptions)

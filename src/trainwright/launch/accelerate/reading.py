@@ -100,7 +100,7 @@ def read(path: Path) -> AccelerateConfig:
     return AccelerateConfig(
         name=str(path),
         values=values,
-        places={tuple(map(str, place)): str(origin) for place, origin in tree.origins.items()},
+        places={tuple(map(str, path_of_key)): str(origin) for path_of_key, origin in tree.origins.items()},
         directory=path.parent,
         problems=tuple(map(str, tree.problems)),
         remarks=tuple(_remarks(path, values, strict=strict is not None, is_json=is_json)),

@@ -99,8 +99,8 @@ def join(
             )
         if not resumed:
             reasons.append(f"{where}, replaced by {as_yaml(setting.value)}: {setting.origin}")
-    kept = replace(translation, settings={k: v for k, v in translation.settings.items() if k not in dropped})
-    return Joined([*kept.to_overrides(), *overrides], tuple(reasons))
+    remaining = replace(translation, settings={k: v for k, v in translation.settings.items() if k not in dropped})
+    return Joined([*remaining.to_overrides(), *overrides], tuple(reasons))
 
 
 def _last(overrides: Sequence[str], key: str) -> str | None:

@@ -90,8 +90,8 @@ def _processes(translation: Translation) -> str:
         where += f" {translation.gpu_ids}"
     if translation.nodes == 1:
         return f"{count} {where}, one machine"
-    place = f", meeting at {translation.rendezvous}" if translation.rendezvous else ""
-    return f"{count} {where}, {plural(translation.nodes, 'machine')}, this is number {translation.node_rank}{place}"
+    meeting = f", meeting at {translation.rendezvous}" if translation.rendezvous else ""
+    return f"{count} {where}, {plural(translation.nodes, 'machine')}, this is number {translation.node_rank}{meeting}"
 
 
 def _local(translation: Translation, machine: Machine) -> str:

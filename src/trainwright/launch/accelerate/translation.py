@@ -210,8 +210,8 @@ def as_yaml(value: Any) -> str:
 
 
 def _kind(top: ConfigSection, draft: Draft) -> str | None:
-    place = top.text("compute_environment")
-    if place is not None and place.upper() not in ("LOCAL_MACHINE", "1"):
+    environment = top.text("compute_environment")
+    if environment is not None and environment.upper() not in ("LOCAL_MACHINE", "1"):
         draft.problem(f"{top.place('compute_environment')}: only LOCAL_MACHINE is supported", for_script=True)
     kind = top.text("distributed_type")
     if kind is None:

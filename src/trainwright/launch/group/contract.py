@@ -74,23 +74,23 @@ class View:
         return cls({key: repr(value) for key, value in actual.items()}, {k: repr(each) for k, each in planned.items()})
 
 
-def usable_device(machine: Machine, rank_info: RankInfo | None, asked: str | None = None) -> str:
+def usable_device(machine: Machine, rank_info: RankInfo | None, device: str | None = None) -> str:
     """Return the type of the device to compute on, "cuda" or "cpu". Without a ``rank_info``, read it from the
     environment.
 
     Args:
-        asked: the recipe's ``parallel.device``, if set.
+        device: the recipe's ``parallel.device``, if set.
 
     Raises:
         MachineError: there are GPUs, but none for this process alone.
     """
-    if asked is None:
+    if device is None:
         refuse_unusable(machine)
     else:
-        machine = with_device(machine, asked)
+        machine = with_device(machine, device)
     if machine.device != "cuda":
         return machine.device
-    hide = f"or {HIDE if asked is None else ON_PURPOSE}"
+    hide = f"or {HIDE if device is None else ON_PURPOSE}"
     if not torch.cuda.is_available():
         raise MachineError(
             f"{machine.describe()}: torch {torch.__version__} cannot use them; install a build for this driver, {hide}"
@@ -154,14 +154,14 @@ def check_layout(recipe: Recipe, dtype: torch.dtype, strategy: Strategy) -> Mode
     own = strategy.layout()
     seen: list[tuple[str, ModelLayout]] = world.gather((strategy.name, own), ModelLayout)
     layouts = [layout for _, layout in seen]
-    held = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
+    held_copies = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
     updated = copies_held(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
     views = []
     for name, layout in seen:
         values: dict[str, Any] = {"strategy": name, **asdict(layout)}
         for of_one_rank in ("local_shape", "held", "updated"):
             del values[of_one_rank]
-        values |= {} if world.alone else {"held_copies": held, "updated_copies": updated}
+        values |= {} if world.alone else {"held_copies": held_copies, "updated_copies": updated}
         views.append(View.of(_layout_keys(values), _layout_keys({"strategy": recipe.parallel.strategy, **planned})))
     _refuse(_differences(views), world)
     return own
@@ -183,8 +183,8 @@ def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
         if key in planned:
             wrong = {value: who for value, who in ranks.items() if value != planned[key]}
             if wrong:
-                asked = _ASKED.get(group, "the recipe asks for")
-                yield group, f"{group}: {name}: {asked} {planned[key]}, and it is {_who(wrong)}"
+                source = _ASKED.get(group, "the recipe asks for")
+                yield group, f"{group}: {name}: {source} {planned[key]}, and it is {_who(wrong)}"
         elif len(ranks) > 1:
             yield group, f"{group}: {name}: {_who(ranks)}"
 

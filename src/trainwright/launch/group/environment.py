@@ -110,10 +110,10 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     start, variables_of_it = _WORKERS[launcher]
     if launcher == "accelerate launch":
         variables_of_it = " and ".join(_of_accelerate(given))
-    place = f" as rank {environment.rank} of {environment.size}" if environment is not None else ""
+    as_rank = f" as rank {environment.rank} of {environment.size}" if environment is not None else ""
     instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
     raise RequestError(
-        f"trainwright {command} starts its processes itself, but {launcher} started this one{place}; {instead} "
+        f"trainwright {command} starts its processes itself, but {launcher} started this one{as_rank}; {instead} "
         f"trainwright {command} without it. If no launcher was meant, unset {variables_of_it}"
     )
 

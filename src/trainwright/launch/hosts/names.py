@@ -233,13 +233,13 @@ def _ask(host: Host, prepared: str, meeting: str) -> Answer | TrainwrightError:
         return MachineError(f"{host.name}: no answer over ssh within {_SECONDS} s")
     if done.returncode:
         return _problem(host, done)
-    told, port, unknown = json.loads(done.stdout.splitlines()[-1])
+    clock, port, unknown = json.loads(done.stdout.splitlines()[-1])
     if unknown:
         return RequestError(
             f"{host.name}: does not know the name {meeting} of the first host ({unknown}); use a name or an address "
             "that all hosts know: what the configuration of ssh calls a host is known to ssh alone"
         )
-    return Answer(told - (began + time.time()) / 2, port)
+    return Answer(clock - (began + time.time()) / 2, port)
 
 
 def _problem(host: Host, done: subprocess.CompletedProcess[str]) -> TrainwrightError:

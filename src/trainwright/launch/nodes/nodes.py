@@ -126,9 +126,9 @@ def visible(run: Path, recipe: str, node: int) -> Path:
     return run
 
 
-def port_fix(index: int, count: int, place: tuple[str, int]) -> str:
+def port_fix(index: int, count: int, address: tuple[str, int]) -> str:
     """Return what to do if the port at which the nodes meet is taken."""
-    if node_of_srun(count) == (index, in_words(*place)):
+    if node_of_srun(count) == (index, in_words(*address)):
         return "set MASTER_PORT to another one, or unset it for one of the job's own"
     return "choose another one with --rendezvous, on every node"
 
@@ -248,7 +248,7 @@ class Nodes:
         cls,
         index: int,
         count: int,
-        place: tuple[str, int],
+        address: tuple[str, int],
         seconds: float,
         mine: NodeInfo,
         stopping: LinkedStopping,
@@ -259,7 +259,7 @@ class Nodes:
         """Meet the other nodes at `place`, host and port of node 0, within `seconds`.
 
         Args:
-            enough: whether the run can begin with so many nodes, if the others have not come by then.
+            enough: whether the run can begin with this number of nodes, if the others have not come by then.
             shared: a directory that all nodes see, for the secret of the job.
 
         Raises:
@@ -275,9 +275,9 @@ class Nodes:
             patient()
             rendezvous.listen()
 
-        fix = port_fix(index, count, place)
-        rendezvous = meet("node", index, count, place, job_of(count), seconds, fix, patient, shared=shared)
-        set_interfaces(place[0])
+        fix = port_fix(index, count, address)
+        rendezvous = meet("node", index, count, address, job_of(count), seconds, fix, patient, shared=shared)
+        set_interfaces(address[0])
         rendezvous.post(asdict(mine))
         if index == 0:
             try:
@@ -376,8 +376,8 @@ class Nodes:
         """
         self.running, before = False, self.launch
         self._ended.clear()
-        told = {"host": self._mine.host, "gpus": self._mine.gpus, "version": self._mine.version}
-        self.rendezvous.peers.send_direct(_READY, room=room, **told)
+        description = {"host": self._mine.host, "gpus": self._mine.gpus, "version": self._mine.version}
+        self.rendezvous.peers.send_direct(_READY, room=room, **description)
         while self._over is None:
             self.poll()
             launch = self.launch

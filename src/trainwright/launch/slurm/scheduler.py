@@ -70,7 +70,7 @@ class Grace:
     preempted: float
 
     def warning(self, needed: float) -> str | None:
-        """Return a warning if a run that needs so many seconds to stop is not given them; otherwise None."""
+        """Return a warning if a run that needs ``needed`` seconds to stop is not given them; otherwise None."""
         if needed <= self.seconds:
             return None
         also = "" if needed > self.preempted else f" ({self.preempted:g} s when it preempts it, which is enough)"
@@ -173,7 +173,7 @@ def grace(partition: str | None) -> Grace | None:
 
 
 def job_warning(needed: float) -> str | None:
-    """Return a warning if the job of this process is killed before a run that needs so many seconds has stopped."""
+    """Return a warning if the job of this process is killed before a run that needs ``needed`` seconds has stopped."""
     if "SLURM_JOB_ID" not in os.environ or (given := grace(os.environ.get("SLURM_JOB_PARTITION"))) is None:
         return None
     return given.warning(needed)
@@ -186,8 +186,8 @@ def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
     nodes = _nodes(partition) or _nodes_of_sinfo(partition)
     if gpus is None:
         return min((cpus for cpus, _ in nodes), default=None)
-    most = max((there for _, there in nodes), default=0)
-    counted = [(cpus, there) for cpus, there in nodes if there >= max(1, min(gpus, most))]
+    most_gpus = max((there for _, there in nodes), default=0)
+    counted = [(cpus, there) for cpus, there in nodes if there >= max(1, min(gpus, most_gpus))]
     return min((max(1, int(cpus * min(1.0, gpus / there))) for cpus, there in counted), default=None)
 
 

@@ -194,7 +194,7 @@ def _pinning() -> None:
 
 
 def _assigning() -> None:
-    """Let ``tensor.data = other`` change the device too, which torch's own leaves as it was."""
+    """Let ``tensor.data = other`` change the device too, which torch's own does not."""
     plain = torch.Tensor.data
 
     def set_data(self: FakeTensor, value: torch.Tensor) -> None:
