@@ -81,7 +81,7 @@ def usable_cores() -> int:
 
 
 def other_cores(seconds: float) -> float:
-    """Return how many cores programs other than this process and its children use on average, over ``seconds`` of sleep."""
+    """Return how many cores programs other than this process and its children use on average, in ``seconds``."""
     before = _own_seconds()
     busy = psutil.cpu_percent(seconds) / 100 * (psutil.cpu_count() or 1)
     return max(0.0, busy - (_own_seconds() - before) / seconds)
