@@ -101,8 +101,8 @@ def heartbeat_directory(run: Path) -> Path | None:
         directory = base / f"trainwright-{os.getuid()}-{name}"
         with suppress(OSError):
             directory.mkdir(mode=0o700, exist_ok=True)
-            found = directory.lstat()
-            if found.st_uid == os.getuid() and directory.is_dir() and not directory.is_symlink():
+            status = directory.lstat()
+            if status.st_uid == os.getuid() and directory.is_dir() and not directory.is_symlink():
                 return directory
     return None
 

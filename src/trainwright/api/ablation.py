@@ -92,8 +92,8 @@ def metrics_at(run: Path, step: int | None = None) -> tuple[int, dict[str, float
         events = [event for event in read_events(run / "events.jsonl") if event["event"] == "evaluate"]
     except OSError:
         return 0, {}
-    found = [event for event in events if step is None or event["step"] == step]
-    return (int(found[-1]["step"]), dict(found[-1]["metrics"])) if found else (0, {})
+    evaluations = [event for event in events if step is None or event["step"] == step]
+    return (int(evaluations[-1]["step"]), dict(evaluations[-1]["metrics"])) if evaluations else (0, {})
 
 
 @dataclass
@@ -133,7 +133,7 @@ class VariantRuns:
                 self._say(f"step {rung}: continued with {', '.join(variant.name for variant in variants)}")
 
     def _check(self) -> None:
-        """Remember every recipe as it was asked for; a run of the same name has to be of the same one."""
+        """Remember every recipe as it was requested; a run of the same name has to be of the same one."""
         from trainwright.recipe.loading import dump_recipe
 
         for variant, recipe in self.recipes.items():
@@ -419,10 +419,10 @@ def ablate(
     asked = [*overrides, *([] if rungs is None else rungs.overrides)]
     VariantRuns(recipe, asked, directory, distinct, metric, jobs, progress).train(rungs)
     rows = tuple(_row(variant, run, directory) for variant, run in runs.items())
-    found = Ablation(directory, rows, metric, highest)
+    ablation = Ablation(directory, rows, metric, highest)
     write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")
-    _write_page(found)
-    return found
+    _write_page(ablation)
+    return ablation
 
 
 def _stem(source: Path | Tree) -> str:
@@ -438,11 +438,14 @@ def _row(variant: Variant, run: Variant, directory: Path) -> dict[str, Any]:
     return {"name": variant.name, "changes": changes, "run": run.name, "step": step, "metrics": metrics}
 
 
-def _write_page(found: Ablation) -> None:
+def _write_page(ablation: Ablation) -> None:
     """Write the page of an ablation, where the package with the script of charts is installed."""
     from trainwright.reports.ablation import ablation_page
 
-    if found.metric is None:
+    if ablation.metric is None:
         return
     with suppress(RequestError):
-        write_file(found.directory / PAGE, ablation_page(found.directory, found.rows, found.metric, found.best["name"]))
+        write_file(
+            ablation.directory / PAGE,
+            ablation_page(ablation.directory, ablation.rows, ablation.metric, ablation.best["name"]),
+        )

@@ -194,11 +194,11 @@ def _drill(asked: DrillRequest, progress: bool) -> Drill:
         except Interrupted:
             raise Stopped(f"stopped; to continue, repeat the command with --resume --output {directory}") from None
         trials, refused = _possible(trials, recipe, setting)
-        found = results.of(trials)
-        rows = tuple(row.as_json() for row in rows_of(found))
-        left = sum(line is None for line in found.values())
+        lines = results.of(trials)
+        rows = tuple(row.as_json() for row in rows_of(lines))
+        left = sum(line is None for line in lines.values())
         why = {f"{strategy} on {processes}": str(failure) for (strategy, processes), failure in refused.items()}
-        result = Drill(directory, rows, left, cells(found), notes(found, why), why)
+        result = Drill(directory, rows, left, cells(lines), notes(lines, why), why)
         write_file(directory / SUMMARY, json.dumps(result.values(), indent=2) + "\n")
     return result
 

@@ -148,14 +148,14 @@ def _ranks() -> dict[int, tuple[Path, int]]:
 
     Only those of this user, except for root; none where there is no /proc.
     """
-    found = {}
+    ranks = {}
     for pid in psutil.pids():
         with suppress(OSError):
             log = _LOG.fullmatch(os.readlink(f"/proc/{pid}/fd/1"))
             if log and (run := Path(log[1])).joinpath(_RECIPE).is_file():
-                found[pid] = run, int(log[2])
+                ranks[pid] = run, int(log[2])
     # What a worker starts, as for loading data, writes to the same log.
-    return {pid: rank for pid, rank in found.items() if found.get(_parent(pid)) != rank}
+    return {pid: rank for pid, rank in ranks.items() if ranks.get(_parent(pid)) != rank}
 
 
 def _parent(pid: int) -> int:

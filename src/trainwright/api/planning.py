@@ -63,12 +63,12 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values, as ``trainwright plan --json`` prints it."""
-        found = self.details.as_json()
+        values = self.details.as_json()
         if self.budget is not None:
             from trainwright.planning.budget import cost
 
-            found["budget"] = cost(self.details, self.budget, self.price)
-        return found
+            values["budget"] = cost(self.details, self.budget, self.price)
+        return values
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Plot memory by part to a PNG file."""

@@ -223,9 +223,9 @@ def _check_tokens(recipe: schema.Recipe) -> None:
     embeddings = load_config(recipe.model, tokenizer).get_text_config().vocab_size
     if len(tokenizer) <= embeddings:
         return
-    for found in check_sources(recipe, kind_of_rows(recipe), tokenizer, embeddings, only_files=True):
-        if found.problems:
-            raise RequestError(found.problems[0])
+    for checked in check_sources(recipe, kind_of_rows(recipe), tokenizer, embeddings, only_files=True):
+        if checked.problems:
+            raise RequestError(checked.problems[0])
 
 
 def _is_read_directly(model: ModelSection) -> bool:

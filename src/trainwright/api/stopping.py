@@ -43,15 +43,15 @@ def checkpoint(run: Run | str | PathLike[str], timeout: float = 600.0) -> int | 
             ...
         trainwright.errors.RequestError: runs/tiny is not being trained here; for another machine, create ...
     """
-    found = Run(run)
-    if not is_locked(found.directory):
-        file = found.directory / CHECKPOINT_FILE
-        raise RequestError(f"{found.directory} is not being trained here; for another machine, create {file}")
-    before = max(found.checkpoints, default=0)
-    _touch(found.directory / CHECKPOINT_FILE)
+    target = Run(run)
+    if not is_locked(target.directory):
+        file = target.directory / CHECKPOINT_FILE
+        raise RequestError(f"{target.directory} is not being trained here; for another machine, create {file}")
+    before = max(target.checkpoints, default=0)
+    _touch(target.directory / CHECKPOINT_FILE)
     end = time.monotonic() + timeout
-    while time.monotonic() < end and is_locked(found.directory):
-        if (newest := max(found.checkpoints, default=0)) > before:
+    while time.monotonic() < end and is_locked(target.directory):
+        if (newest := max(target.checkpoints, default=0)) > before:
             return newest
         time.sleep(_LOOK_SECONDS)
     return None
@@ -101,7 +101,7 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
         return _stop_jobs(directory, jobs, end)
     if (directory / SUBMITTED).is_dir() and not (directory / RECIPE).is_file():
         raise RequestError(f"{directory}: no job in the queue trains this run, or a run in this directory")
-    found = Run(directory)
+    target = Run(directory)
     if not is_locked(directory):
         raise RequestError(
             f"{directory} is not being trained here; for another machine, create {directory / STOP_FILE}"
@@ -111,7 +111,7 @@ def stop(run: Run | str | PathLike[str], timeout: float = 600.0) -> str:
         if time.monotonic() >= end:
             return "stopping"
         time.sleep(_LOOK_SECONDS)
-    return found.status
+    return target.status
 
 
 def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
@@ -142,6 +142,6 @@ def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
             return "stopping"
         time.sleep(_ASK_SECONDS)
         jobs = scheduler.jobs_of(directory)
-    found = [said or Run(run).status for run, said in ends.items()]
-    counts = ", ".join(f"{count} {said}" for said, count in Counter(found).most_common())
-    return found[0] if [*ends] == [directory.absolute()] else counts
+    statuses = [said or Run(run).status for run, said in ends.items()]
+    counts = ", ".join(f"{count} {said}" for said, count in Counter(statuses).most_common())
+    return statuses[0] if [*ends] == [directory.absolute()] else counts

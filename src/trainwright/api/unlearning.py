@@ -61,14 +61,14 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
     require("matplotlib", "the plot of a study")
     require("scipy", "forget_quality")
     require("rouge_score", "rouge_l")
-    found = {name: _StudySteps(split, progress).walk() for name, split in loaded.splits().items()}
+    results_by_split = {name: _StudySteps(split, progress).walk() for name, split in loaded.splits().items()}
     if not loaded.study.splits:
-        return found[""]
+        return results_by_split[""]
     from trainwright.tasks.unlearn.evaluation.study.results import Results, draw
 
-    directory, results = user_path(loaded.study.directory).resolve(), Results.joined(found)
+    directory, results = user_path(loaded.study.directory).resolve(), Results.joined(results_by_split)
     results.write(directory)
-    draw(list(found.values()), directory)
+    draw(list(results_by_split.values()), directory)
     return results
 
 
@@ -144,21 +144,21 @@ class _StudySteps:
 
         study, training = self._study, benchmark.training
         finetuned = [name for name, given in self._given().items() if given is None]
-        found = {name: study.finetuning(training[name], training["full"]) for name in finetuned}
+        texts = {name: study.finetuning(training[name], training["full"]) for name in finetuned}
         rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
         runs = self._directory / _RUNS
         full = Path(self._given()[FULL] or runs / FULL / "final")
         requests = requests_of(study.study, self._directory / "benchmark")
         for name in study.study.objectives:
             if not requests:
-                found[name] = study.unlearning(name, full, rows)
+                texts[name] = study.unlearning(name, full, rows)
             start = full
             for number, forget in enumerate(requests, 1):
-                found[f"{name}.{number}"] = study.unlearning(name, start, {**rows, "forget": forget})
+                texts[f"{name}.{number}"] = study.unlearning(name, start, {**rows, "forget": forget})
                 if study.study.sequential is not None:
                     start = runs / f"{name}.{number}" / "final"
-        files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in found.items()}
-        for name in found:
+        files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in texts.items()}
+        for name in texts:
             if name not in finetuned and not (runs / name).exists():
                 refuse_overlap(load_recipe(files[name]).data)
         return files
@@ -205,9 +205,9 @@ class _StudySteps:
             self._do(f"measures {name}", lambda: self._measure(model, options))
 
     def _measure(self, model: str, options: dict[str, Any]) -> None:
-        found = evaluate(model, **options, progress=self._progress)
+        evaluation = evaluate(model, **options, progress=self._progress)
         if self._progress:
-            say(f"{found}\n\n{found.directory}/")
+            say(f"{evaluation}\n\n{evaluation.directory}/")
 
     def _processes(self) -> dict[str, int]:
         from trainwright.machine.detect import detect

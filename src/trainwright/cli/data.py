@@ -110,8 +110,8 @@ def check(
             recipe = _recipe(asked, overrides or [], model, max_length)
             kind = ANY if model is not None else kind_of_rows(recipe)
             tokenizer = load_tokenizer(recipe.model)
-            found = check_sources(recipe, kind, tokenizer, embeddings_of(recipe.model, tokenizer))
-        _report(found, recipe.data.max_length)
+            checked = check_sources(recipe, kind, tokenizer, embeddings_of(recipe.model, tokenizer))
+        _report(checked, recipe.data.max_length)
         return
     if overrides or max_length is not None:
         raise RequestError("without --model, only the layout of a file is checked; pass --model to count tokens")
@@ -162,7 +162,7 @@ def prepare(
         if not (theirs and equals and ours):
             raise RequestError(f"--map {pair}: expected THEIRS=OURS, such as frage=question")
         names[theirs] = ours
-    found = prepare_raw(
+    statistics = prepare_raw(
         raw,
         out,
         renamed=names,
@@ -173,7 +173,7 @@ def prepare(
         keep=keep or (),
         skip_wrong=skip_wrong,
     )
-    _show_statistics(found, out)
+    _show_statistics(statistics, out)
 
 
 @app.command()
@@ -192,13 +192,13 @@ def style(
             system = read_text(user_path(system[1:])).strip()
         except RequestError as error:
             raise RequestError(f"--system: {error}") from None
-    found = style(file, system, out, replace=replace)
-    say(f"{out}: {plural(found.added, 'prompt')} added, {found.replaced:,} replaced, {found.kept:,} unchanged")
-    for note in found.notes:
+    outcome = style(file, system, out, replace=replace)
+    say(f"{out}: {plural(outcome.added, 'prompt')} added, {outcome.replaced:,} replaced, {outcome.kept:,} unchanged")
+    for note in outcome.notes:
         say(note)
-    if found.kept:
+    if outcome.kept:
         say("pass --replace to replace those too")
-    for why, count in found.left_out.items():
+    for why, count in outcome.left_out.items():
         say(f"{plural(count, 'row')} left out: {why}")
 
 
@@ -291,16 +291,16 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     say(f"{how} of {plural(pack, 'token')}: a batch of {batch} is {packed.rows:.1f} of them, {packed.fill:.1%} full")
 
 
-def _report(found: list[Checked], max_length: int | None) -> None:
-    for checked in found:
+def _report(checks: list[Checked], max_length: int | None) -> None:
+    for checked in checks:
         for line in checked.lines(max_length):
             say(line)
-    wrong = sum(checked.wrong for checked in found)
-    problems = [problem for checked in found for problem in checked.problems]
+    wrong = sum(checked.wrong for checked in checks)
+    problems = [problem for checked in checks for problem in checked.problems]
     if wrong:
         more = f"\nand {wrong - len(problems):,} more" if wrong > len(problems) else ""
         raise RequestError(f"{wrong:,} row{'s are' if wrong != 1 else ' is'} invalid:\n" + "\n".join(problems) + more)
-    if not any(checked.examples for checked in found):
+    if not any(checked.examples for checked in checks):
         raise RequestError("no row has a token to train on")
     say("ok")
 
@@ -310,11 +310,11 @@ def _not_kept(source: SourceCounts) -> str:
     return ", ".join(name if count == source.rows else f"{name} ({plural(count, 'row')})" for name, count in filled)
 
 
-def _show_statistics(found: Statistics, out: Path) -> None:
+def _show_statistics(statistics: Statistics, out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    for source in found.sources:
+    for source in statistics.sources:
         kept = source.rows - source.duplicates - source.wrong - sum(source.left_out.values())
         names = ", ".join(f"{theirs} as {ours}" for theirs, ours in source.renamed.items())
         read = f" (read {names})" if names else ""
@@ -337,7 +337,7 @@ def _show_statistics(found: Statistics, out: Path) -> None:
         for what, count in source.remarks.items():
             say(f"  {they(count, 'row', what)}")
     table = Table("file", "rows", "turns", "mean characters", "longest", "roles", box=None, pad_edge=False)
-    for name, side in found.sides.items():
+    for name, side in statistics.sides.items():
         roles = ", ".join(f"{count:,} {printable(role)}" for role, count in side.roles.most_common())
         mean = f"{side.characters / max(1, side.rows):,.0f}"
         table.add_row(f"{name}.jsonl", f"{side.rows:,}", f"{side.turns:,}", mean, f"{side.longest:,}", roles or "-")

@@ -260,7 +260,7 @@ def drill(
     """
     import trainwright as tw
 
-    found = tw.drill(
+    outcome = tw.drill(
         recipe,
         *(overrides or []),
         output=output,
@@ -277,10 +277,10 @@ def drill(
     if as_json:
         import json
 
-        say(json.dumps(found.values(), indent=2), wrap=False)
+        say(json.dumps(outcome.values(), indent=2), wrap=False)
     else:
-        say(f"{found.table(table_width(sys.stdout))}\n\n{found.directory}/", wrap=False)
-    if not found.held:
+        say(f"{outcome.table(table_width(sys.stdout))}\n\n{outcome.directory}/", wrap=False)
+    if not outcome.held:
         raise typer.Exit(EXIT_TRAINING)
 
 

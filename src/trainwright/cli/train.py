@@ -199,10 +199,12 @@ def _simulate(
         raise RequestError(f"--simulate: {machine} describes all nodes of a new run; remove {', '.join(given)}")
     if recipe is None:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
-    found = tw.simulate(recipe, *overrides, on=machine, force=force, progress=True, accelerate_config=accelerate_config)
-    for line in found.lines():
+    simulation = tw.simulate(
+        recipe, *overrides, on=machine, force=force, progress=True, accelerate_config=accelerate_config
+    )
+    for line in simulation.lines():
         say(line, wrap=False)
-    found.refuse(most_waits)
+    simulation.refuse(most_waits)
 
 
 def _bare_resume(args: list[str], i: int) -> str:

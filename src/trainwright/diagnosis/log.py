@@ -111,8 +111,8 @@ def read_log(text: str) -> Log:
         shown, label, prefix = _without_prefixes(raw)
         state = states.setdefault(label, _State())
         is_other_failure = shown == _OTHER_FAILURES or (is_other_failure and shown != _FIRST_FAILURE)
-        if found := _REPORTED_RANK.match(shown):
-            reported = int(found[1])
+        if match := _REPORTED_RANK.match(shown):
+            reported = int(match[1])
         elif not shown[:1].isspace():
             reported = None
         rank = next((r for r in (label, reported, _rank_in(shown)) if r is not None), None)
@@ -130,22 +130,22 @@ def _split(text: str) -> Iterator[tuple[int, str]]:
         for part in line.rstrip("\r").split("\r"):
             if len(part) > _LONGEST:
                 part = f"{part[: _LONGEST // 2]} ... {part[-_LONGEST // 2 :]}"
-            found = _LABEL.match(part) if is_labelled else None
-            yield number, f"[rank{found['rank']}]: {part[found.end() :]}" if found else part
+            match = _LABEL.match(part) if is_labelled else None
+            yield number, f"[rank{match['rank']}]: {part[match.end() :]}" if match else part
 
 
 def _without_prefixes(line: str) -> tuple[str, int | None, str]:
     """Return the line without its prefixes, the rank in them, and the prefixes."""
     rank, start = None, 0
-    while found := next((m for p in _PREFIXES if (m := p.match(line, start)) and m.end() > start), None):
-        if "rank" in found.re.groupindex:
-            rank = int(found["rank"])
-        start = found.end()
+    while match := next((m for p in _PREFIXES if (m := p.match(line, start)) and m.end() > start), None):
+        if "rank" in match.re.groupindex:
+            rank = int(match["rank"])
+        start = match.end()
     return line[start:].rstrip(), rank, line[:start]
 
 
 def _rank_in(text: str) -> int | None:
-    return next((int(found[1]) for pattern in _RANKS if (found := pattern.search(text))), None)
+    return next((int(match[1]) for pattern in _RANKS if (match := pattern.search(text))), None)
 
 
 def _kind(shown: str, prefix: str, state: _State, log: Log, number: int, rank: int | None) -> Kind:

@@ -95,8 +95,8 @@ def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]
 ) -> torch.Tensor:
     """Return causal attention [1, H, T, D] within sequences of ``lengths``, as models/attention does on a CPU."""
-    found: torch.Tensor = _PackedAttention.apply(query, key, value, lengths)
-    return found
+    attended: torch.Tensor = _PackedAttention.apply(query, key, value, lengths)
+    return attended
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -120,7 +120,7 @@ def backward(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> tuple[torc
     """Run ``torch.autograd.grad`` without its import of torch's compiler."""
     engine = torch.autograd.Variable._execution_engine
     gradients = (torch.ones_like(output),)
-    found: tuple[torch.Tensor, ...] = engine.run_backward(
+    input_gradients: tuple[torch.Tensor, ...] = engine.run_backward(
         (output,), gradients, True, False, tuple(inputs), False, accumulate_grad=False
     )
-    return found
+    return input_gradients

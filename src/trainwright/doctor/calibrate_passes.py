@@ -144,8 +144,8 @@ def in_step(setting: ProcessRates, precision: str, rows: Rows) -> InStep:
     works = [_priced(model, precision, setting) for model in _MODELS]
     terms = np.array([[w.products, w.attention, w.traffic, w.launches] for w in works])
     rest = np.array([work.loss for work in works])
-    found, off = _fitted(terms, rest, rows, _IN_STEP)
-    products, attention, traffic, host = found
+    factors, off = _fitted(terms, rest, rows, _IN_STEP)
+    products, attention, traffic, host = factors
     return InStep(products, attention, traffic, host, off)
 
 
@@ -176,9 +176,9 @@ def _fitted(
     units = np.array(usual)
     relative, aim = terms * units / wanted[:, None], 1 - rest / wanted
     held = _HELD * np.eye(len(units))
-    found = non_negative(np.vstack([relative[used], held]), np.append(aim[used], np.full(len(units), _HELD)))
-    off = np.abs(relative @ found - aim)[~used]
-    return tuple(map(float, found * units)), tuple(map(float, off))
+    coefficients = non_negative(np.vstack([relative[used], held]), np.append(aim[used], np.full(len(units), _HELD)))
+    off = np.abs(relative @ coefficients - aim)[~used]
+    return tuple(map(float, coefficients * units)), tuple(map(float, off))
 
 
 def _priced(model: SmallModel, precision: str, setting: ProcessRates) -> Work:

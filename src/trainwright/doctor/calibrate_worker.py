@@ -56,16 +56,16 @@ def measure(device_type: str, ends: tuple[float, float], output: Path) -> int:
             "collectives": collective_cases(world),
         }
         cases = [(part, case) for part, made in parts.items() for case in made]
-        found: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
-        measured = _measured(world, cases, ends, found["parts"])
+        measurements: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
+        measured = _measured(world, cases, ends, measurements["parts"])
         for case, taken in measured:
-            rows = found["samples"].setdefault(case.curve, [])
+            rows = measurements["samples"].setdefault(case.curve, [])
             rows.append({"sizes": case.sizes, "seconds": taken.seconds / case.amount, "held_out": case.held_out})
-        found["disturbed"] = sum(taken.is_disturbed for _, taken in measured) / len(measured)
-        found["overlap"] = measure_overlap(world)
-        found["launch"] = statistics.mean(row[0] for row in world.gather_floats([_launch_seconds(world.device)]))
+        measurements["disturbed"] = sum(taken.is_disturbed for _, taken in measured) / len(measured)
+        measurements["overlap"] = measure_overlap(world)
+        measurements["launch"] = statistics.mean(row[0] for row in world.gather_floats([_launch_seconds(world.device)]))
         if world.is_main:
-            output.write_text(json.dumps(found), encoding="utf-8")
+            output.write_text(json.dumps(measurements), encoding="utf-8")
     except _Stopped:
         return EXIT_STOPPED
     finally:
@@ -109,11 +109,11 @@ def _measured(
             parts[part] += time.monotonic() - begun
     own = [_of_rounds(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
     ranks = world.gather_floats([value for one in own for value in one])
-    found = []
+    results = []
     for index, (_, case) in enumerate(cases):
         seconds, waited = ([row[2 * index + part] for row in ranks] for part in (0, 1))
-        found.append((case, Timed(statistics.mean(seconds), max(waited))))
-    return found
+        results.append((case, Timed(statistics.mean(seconds), max(waited))))
+    return results
 
 
 def _of_rounds(case: Case, times: list[Timed]) -> Timed:

@@ -79,25 +79,25 @@ def main() -> None:
     torch.manual_seed(0)
     imported = time.monotonic() - request["begun"]
     end = time.monotonic() + max(_LEAST_SECONDS, request["seconds"] - _AFTERWARDS - imported)
-    found = _on_gpu(request, end) if request["device"] == "cuda" else _on_cores(request, end)
-    settings = tuple(_setting(one, request["before"]) for one in found["settings"])
+    measurements = _on_gpu(request, end) if request["device"] == "cuda" else _on_cores(request, end)
+    settings = tuple(_setting(one, request["before"]) for one in measurements["settings"])
     parts = {"imports": imported, "measuring": time.monotonic() - request["begun"] - imported}
     measured = datetime.now().astimezone().isoformat(timespec="seconds")
-    disturbance = max(found["disturbed"], 0.0)
+    disturbance = max(measurements["disturbed"], 0.0)
     made = Calibration(request["machine"], measured, request["versions"], settings, parts, disturbance)
     json.dump(as_json(made), sys.stdout)
 
 
-def _setting(found: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> ProcessRates:
+def _setting(measurements: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> ProcessRates:
     """Return the setting, including earlier measurements of products of other shapes."""
-    place = found["processes"], found["threads"]
+    place = measurements["processes"], measurements["threads"]
     rows: dict[str, dict[tuple[float, ...], dict[str, Any]]] = {}
     known = [row for one in before if (one["processes"], one["threads"]) == place for row in one["samples"]]
-    for row in [*known, *found["samples"]]:
+    for row in [*known, *measurements["samples"]]:
         sample = {"sizes": row["sizes"], "seconds": row["seconds"], "held_out": False}
         rows.setdefault(row["curve"], {})[tuple(row["sizes"])] = sample
     curves = {name: curve_of(name, list(samples.values())) for name, samples in rows.items()}
-    return ProcessRates(*place, curves, launch=found["launch"])
+    return ProcessRates(*place, curves, launch=measurements["launch"])
 
 
 def settings_of(cores: int) -> tuple[Setting, ...]:
@@ -174,16 +174,16 @@ def _on_gpu(request: Mapping[str, Any], end: float) -> dict[str, Any]:
     cases = _cases(request, device)
     times: list[list[float]] = [[] for _ in cases]
     for number in range(_MOST_ROUNDS):
-        for case, found in zip(cases, times, strict=True):
+        for case, seconds in zip(cases, times, strict=True):
             if number and time.monotonic() > end:
                 break
             try:
                 run = case.build()
                 run()
-                found.append(min(_gpu_seconds(run) for _ in range(2)))
+                seconds.append(min(_gpu_seconds(run) for _ in range(2)))
             except RuntimeError:  # a precision that this GPU does not support
                 continue
-    rows = [_row(case, min(found)) for case, found in zip(cases, times, strict=True) if found]
+    rows = [_row(case, min(seconds)) for case, seconds in zip(cases, times, strict=True) if seconds]
     setting = {"processes": 1, "threads": None, "launch": _launch_seconds(device), "samples": rows}
     return {"settings": [setting], "disturbed": 0.0}
 
@@ -312,10 +312,10 @@ class _Member:
                 self.clock.start()
             until = time.monotonic() + _SLOT
             # Time a block at least twice: it is a single sample.
-            found = [self._time(case, run) for _ in range(2 if case.cold else 1)]
-            while len(found) < _CALLS and time.monotonic() < until:
-                found.append(self._time(case, run))
-            times[index].append(least(found))
+            timed = [self._time(case, run) for _ in range(2 if case.cold else 1)]
+            while len(timed) < _CALLS and time.monotonic() < until:
+                timed.append(self._time(case, run))
+            times[index].append(least(timed))
 
     def _time(self, case: Case, run: Run) -> Timed:
         if case.cold:
@@ -330,18 +330,18 @@ class _Member:
         most = max(setting.processes for setting in several)
         store = dist.FileStore(str(self.directory / "store"), most)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=most)
-        found: dict[Setting, dict[int, float]] = {}
+        sums: dict[Setting, dict[int, float]] = {}
         for setting in several:
             group = dist.new_group(list(range(setting.processes)))
             if self.rank >= setting.processes:
                 continue
             torch.set_num_threads(setting.threads)
-            found[setting] = {}
+            sums[setting] = {}
             for size in _MESSAGES:
                 tensor = torch.zeros(size // 4)
                 took = [self.clock.time(lambda: dist.all_reduce(tensor, group=group)) for _ in range(_SUMS)]  # noqa: B023
-                found[setting][size] = min(one.seconds for one in took[1:])
-        return found
+                sums[setting][size] = min(one.seconds for one in took[1:])
+        return sums
 
 
 def _launch_seconds(device: torch.device) -> float:
@@ -375,10 +375,10 @@ def _together(
         for index, case in enumerate(cases):
             if not all(member["times"][setting][index] for member in members):
                 continue
-            found = [least(member["times"][setting][index]) for member in members]
-            best += found
-            row = _row(case, statistics.mean(one.seconds for one in found))
-            rows.append({**row, "disturbed": any(one.is_disturbed for one in found)})
+            timed = [least(member["times"][setting][index]) for member in members]
+            best += timed
+            row = _row(case, statistics.mean(one.seconds for one in timed))
+            rows.append({**row, "disturbed": any(one.is_disturbed for one in timed)})
         for size in _MESSAGES if setting.processes > 1 else ():
             seconds = statistics.mean(member["sums"][setting][size] for member in members)
             rows.append({"curve": "collective/all_reduce", "sizes": [size], "seconds": seconds})

@@ -58,13 +58,13 @@ class Stopwatch:
 
     def _waits(self) -> list[float]:
         """Return the seconds that each thread has waited for a core so far."""
-        found = []
+        seconds = []
         for file in self._files:
             try:
-                found.append(int(os.pread(file, 100, 0).split()[1]) / 1e9)
+                seconds.append(int(os.pread(file, 100, 0).split()[1]) / 1e9)
             except (OSError, IndexError, ValueError):  # a thread that has ended
-                found.append(0.0)
-        return found
+                seconds.append(0.0)
+        return seconds
 
 
 def undisturbed(times: list[Timed], share: float) -> Timed:

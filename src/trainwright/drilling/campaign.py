@@ -37,12 +37,12 @@ class Results:
     def read(self) -> dict[str, dict[str, Any]]:
         """Return the verdicts by the trials' keys."""
         texts = self.path.read_text().splitlines() if self.path.exists() else []
-        found = {}
+        lines = {}
         for each in texts:
             with contextlib.suppress(ValueError):  # cut by a kill or a full disk
                 line = json.loads(each)
-                found[f"{line['seed']}:{line['trial']}:{line['case']}"] = line
-        return found
+                lines[f"{line['seed']}:{line['trial']}:{line['case']}"] = line
+        return lines
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a verdict."""
@@ -188,8 +188,8 @@ class Row:
 
     def median(self, measure: str) -> float | None:
         """Return the median of a measure over the trials that have it."""
-        found = [line[measure] for line in self.lines if measure in line]
-        return round(statistics.median(found), 3) if found else None
+        values = [line[measure] for line in self.lines if measure in line]
+        return round(statistics.median(values), 3) if values else None
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as a mapping; ``tries`` are the trials that were not skipped."""
@@ -202,30 +202,30 @@ class Row:
         }
 
 
-def rows_of(found: Mapping[Trial, dict[str, Any] | None]) -> list[Row]:
+def rows_of(lines: Mapping[Trial, dict[str, Any] | None]) -> list[Row]:
     """Return a row for each kind with a verdict, by name, and the last one for all."""
     rows: dict[str, Row] = {}
-    for trial, line in sorted(found.items(), key=lambda item: item[0].name):
+    for trial, line in sorted(lines.items(), key=lambda item: item[0].name):
         if line is not None:
             rows.setdefault(trial.kind, Row(trial.kind)).lines.append(line)
     return [*rows.values(), Row("all", [line for row in rows.values() for line in row.lines])]
 
 
-def table(found: Mapping[Trial, dict[str, Any] | None]) -> str:
+def table(lines: Mapping[Trial, dict[str, Any] | None]) -> str:
     """Return the table, as wide as it is, with its notes."""
-    return shown(cells(found), notes(found))
+    return shown(cells(lines), notes(lines))
 
 
-def cells(found: Mapping[Trial, dict[str, Any] | None]) -> list[list[str]]:
+def cells(lines: Mapping[Trial, dict[str, Any] | None]) -> list[list[str]]:
     """Return the cells of the table by row, the head first."""
     table = [["kind", "tries", HELD, BROKEN, MISSED, SKIPPED, *_MEASURES.values()]]
-    for row in rows_of(found):
+    for row in rows_of(lines):
         counts = [str(row.count(*each)) for each in ((HELD, BROKEN, MISSED), (HELD,), (BROKEN,), (MISSED,), (SKIPPED,))]
         table.append([row.kind, *counts, *(_shown(measure, row.median(measure)) for measure in _MEASURES)])
     return table
 
 
-def notes(found: Mapping[Trial, dict[str, Any] | None], refused: Mapping[str, str] | None = None) -> list[str]:
+def notes(results: Mapping[Trial, dict[str, Any] | None], refused: Mapping[str, str] | None = None) -> list[str]:
     """Return the trials that did not hold with their reasons, and what could not be tried here.
 
     Args:
@@ -233,14 +233,14 @@ def notes(found: Mapping[Trial, dict[str, Any] | None], refused: Mapping[str, st
     """
     lines = [
         f"\n{line['verdict']}: {trial.name} ({trial.case})\n  {line['why'][:1500]}"
-        for trial, line in found.items()
+        for trial, line in results.items()
         if line and line["verdict"] in (BROKEN, MISSED)
     ]
-    skipped = {(row.kind, why) for row in rows_of(found)[:-1] for why in row.as_json()["skipped_because"]}
+    skipped = {(row.kind, why) for row in rows_of(results)[:-1] for why in row.as_json()["skipped_because"]}
     skipped |= set((refused or {}).items())
     lines += [f"not tried here: {kind}: {why}" for kind, why in sorted(skipped)]
-    if left := sum(line is None for line in found.values()):
-        lines.append(f"{left} of {len(found)} trials are left")
+    if left := sum(line is None for line in results.values()):
+        lines.append(f"{left} of {len(results)} trials are left")
     return lines
 
 

@@ -92,8 +92,8 @@ class Command:
     def ended(self) -> bool:
         """Return whether it has ended."""
         if self._ended is None:
-            found, status, usage = os.wait4(self.pid, os.WNOHANG)
-            if found:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
                 code = os.waitstatus_to_exitcode(status)
                 self._process.returncode = code
                 text = self.output.read_text(errors="replace")
@@ -125,24 +125,24 @@ class Command:
     def processes(self) -> list[int]:
         """Return the living processes of the command, itself included."""
         wanted = f"{_MARK}={self.mark}".encode()
-        found = []
+        pids = []
         for directory in Path("/proc").iterdir():
             if directory.name.isdigit():
                 with contextlib.suppress(OSError):
                     alive = (directory / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
                     if alive and wanted in (directory / "environ").read_bytes():
-                        found.append(int(directory.name))
-        return found
+                        pids.append(int(directory.name))
+        return pids
 
     def workers(self) -> dict[int, int]:
         """Return the process of each rank, known by the log that it writes to."""
-        found = {}
+        workers = {}
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 log = re.fullmatch(r"rank-(\d+)\.log", Path(os.readlink(f"/proc/{pid}/fd/1")).name)
                 if log:
-                    found[int(log[1])] = pid
-        return dict(sorted(found.items()))
+                    workers[int(log[1])] = pid
+        return dict(sorted(workers.items()))
 
     def describe(self) -> str:
         """Return its processes, each with its state."""

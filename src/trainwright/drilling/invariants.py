@@ -22,13 +22,13 @@ def lines(run: Path) -> list[dict[str, Any]]:
     path = run / "events.jsonl"
     if not path.exists():
         return []
-    found = []
+    events = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            found.append(json.loads(text))
+            events.append(json.loads(text))
         except ValueError:
             continue  # cut by a kill; the steps are counted below
-    return [event for event in found if isinstance(event, dict) and "event" in event]
+    return [event for event in events if isinstance(event, dict) and "event" in event]
 
 
 def history(run: Path) -> list[dict[str, Any]]:
@@ -36,15 +36,17 @@ def history(run: Path) -> list[dict[str, Any]]:
 
     Broken when a start names a step that had not been reached.
     """
-    found: list[dict[str, Any]] = []
+    events_so_far: list[dict[str, Any]] = []
     for event in lines(run):
         if event["event"] in ("start", "rewind"):
             resumed = int(event.get("resumed_from") or 0)
-            reached = max((past["step"] for past in found if past["event"] == "step"), default=0)
+            reached = max((past["step"] for past in events_so_far if past["event"] == "step"), default=0)
             require(resumed <= reached, f"resumed from step {resumed}, but only {reached} steps had been recorded")
-            found = [past for past in found if not resumed or past.get("step", 0) <= resumed] if resumed else []
-        found.append(event)
-    return found
+            events_so_far = (
+                [past for past in events_so_far if not resumed or past.get("step", 0) <= resumed] if resumed else []
+            )
+        events_so_far.append(event)
+    return events_so_far
 
 
 def faults(run: Path, *kinds: str) -> list[dict[str, Any]]:
@@ -93,10 +95,10 @@ def complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
 
 def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """Return the events of a kind. An evaluation that a stop put off is done, and told, by each start from its step."""
-    found = [event for event in events if event["event"] == kind]
+    matching = [event for event in events if event["event"] == kind]
     if kind not in ("evaluate", "generate"):
-        return found
-    return list({(event["step"], event.get("prompt")): event for event in found}.values())
+        return matching
+    return list({(event["step"], event.get("prompt")): event for event in matching}.values())
 
 
 def rounding_of(run: Path) -> float:
@@ -110,9 +112,9 @@ def rounding_of(run: Path) -> float:
 
 def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], rounding: float) -> None:
     """Require that two events have the same values; sums may differ by ``rounding``."""
-    found = _compared(kind, one, not rounding)
+    differences = _compared(kind, one, not rounding)
     for name, theirs in _compared(kind, other, not rounding).items():
-        ours, allowed = found.get(name), rounding if name in _SUMS else 0.0
+        ours, allowed = differences.get(name), rounding if name in _SUMS else 0.0
         same = ours == theirs or (bool(allowed) and ours is not None and abs(ours - theirs) <= allowed)
         to = f" (to {allowed:.2g})" if allowed else ""
         require(same, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}{to}")
@@ -139,8 +141,8 @@ def check_final(run: Path, reference: Path, *, exact: bool) -> None:
 
 def checkpoint_steps(run: Path) -> list[int]:
     """Return the steps of the directories that have a checkpoint's name."""
-    found = (run / "checkpoints").glob("step-*")
-    return sorted(int(path.name[5:]) for path in found if re.fullmatch(r"step-[0-9]{8}", path.name) and path.is_dir())
+    paths = (run / "checkpoints").glob("step-*")
+    return sorted(int(path.name[5:]) for path in paths if re.fullmatch(r"step-[0-9]{8}", path.name) and path.is_dir())
 
 
 def broken_checkpoint(path: Path) -> str | None:
@@ -151,8 +153,8 @@ def broken_checkpoint(path: Path) -> str | None:
     except (OSError, ValueError, KeyError) as error:
         return f"{path.name}/manifest.json: {error!r}"
     if seal != hashlib.sha256(json.dumps(manifest).encode()).hexdigest():
-        return f"{path.name}/manifest.json is not as it was sealed"
-    names = {found.name for found in path.iterdir()} - {"manifest.json"}
+        return f"{path.name}/manifest.json has changed since it was sealed"
+    names = {file.name for file in path.iterdir()} - {"manifest.json"}
     if names != set(manifest["files"]):
         return f"{path.name} has {sorted(names)}, its manifest {sorted(manifest['files'])}"
     for name, expected in manifest["files"].items():
@@ -164,11 +166,11 @@ def broken_checkpoint(path: Path) -> str | None:
 
 def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> list[int]:
     """Return the steps of complete checkpoints. Raises Broken for an incomplete one, except those in ``but``."""
-    found = [step for step in checkpoint_steps(run) if step not in but]
-    for step in found:
+    steps = [step for step in checkpoint_steps(run) if step not in but]
+    for step in steps:
         why = broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
         require(why is None, f"a checkpoint is not whole: {why}")
-    return found
+    return steps
 
 
 def none_lost(run: Path) -> None:

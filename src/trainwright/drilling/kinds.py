@@ -31,10 +31,10 @@ class Worlds(Enum):
         """Return those of the spreads."""
         if self is Worlds.ONE:
             return (min(spreads, key=lambda spread: spread[1]),)
-        found = tuple(spread for spread in spreads if self is Worlds.ANY or spread[1] > 1)
+        matching = tuple(spread for spread in spreads if self is Worlds.ANY or spread[1] > 1)
         if self is not Worlds.COPIES:
-            return found
-        return tuple(spread for spread in found if not spec_of(spread[0]).shards)
+            return matching
+        return tuple(spread for spread in matching if not spec_of(spread[0]).shards)
 
 
 ANY, SEVERAL, COPIES = Worlds.ANY, Worlds.SEVERAL, Worlds.COPIES
@@ -139,7 +139,7 @@ def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[Case]]) -> lis
     Args:
         cases: of each kind; one without any is left out.
     """
-    kinds = [KINDS[name] for name, found in cases.items() if found]
+    kinds = [KINDS[name] for name, cases_of_kind in cases.items() if cases_of_kind]
     total = sum(kind.share for kind in kinds)
     exact = {kind.name: trials * kind.share / total for kind in kinds}
     counts = {name: max(1, int(share)) for name, share in exact.items()}

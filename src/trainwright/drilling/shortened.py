@@ -72,12 +72,12 @@ def spreads_of(recipe: Recipe, strategies: Sequence[str], processes: Sequence[in
     numbers = list(processes) or [1, 2]
     if min(numbers) < 1:
         raise RequestError(f"--processes {min(numbers)}: expected at least 1")
-    found = tuple((name, number) for name in names for number in numbers if _supports(name, number))
-    if not found:
+    supported = tuple((name, number) for name in names for number in numbers if _supports(name, number))
+    if not supported:
         raise RequestError(
             f"--processes {','.join(map(str, numbers))}: {', '.join(names)} supports none of these numbers"
         )
-    return found
+    return supported
 
 
 def phases_of(recipe: Recipe) -> tuple[str, ...]:

@@ -137,18 +137,18 @@ class Scene:
 
     def workers(self, command: Command) -> dict[int, int]:
         """Return the process of each rank, once all exist."""
-        found: dict[int, int] = {}
+        workers: dict[int, int] = {}
 
         def all_there() -> bool:
-            found.clear()
-            found.update(command.workers())
-            if len(found) == self.case.spread[1]:
+            workers.clear()
+            workers.update(command.workers())
+            if len(workers) == self.case.spread[1]:
                 return True
             time.sleep(0.02)  # it reads all processes of the machine
             return False
 
         self.wait_until(command, all_there)
-        return found
+        return workers
 
     # Promises
 
@@ -158,16 +158,16 @@ class Scene:
         self.words(ended)
         if ended.code != FINISHED:
             for pattern in [says] if isinstance(says, str) else says:
-                found = re.search(pattern, ended.text, re.IGNORECASE | re.DOTALL)
-                require(found, f"the message lacks {pattern!r}: {ended}")
+                match = re.search(pattern, ended.text, re.IGNORECASE | re.DOTALL)
+                require(match, f"the message lacks {pattern!r}: {ended}")
 
     def words(self, ended: Ended) -> None:
         """Require a clear message: no traceback, no exception name as the last line, no control characters."""
         require("Traceback (most recent call last)" not in ended.text, f"a traceback: {ended}")
-        found = [line for line in ended.text.splitlines() if line.strip()]
+        lines = [line for line in ended.text.splitlines() if line.strip()]
         if ended.code > 0:
-            require(found, f"not a word: {ended}")
-            require(not _EXCEPTION.match(found[-1].strip()), f"ends in an exception's name: {ended}")
+            require(lines, f"not a word: {ended}")
+            require(not _EXCEPTION.match(lines[-1].strip()), f"ends in an exception's name: {ended}")
         control = _CONTROL.search(ended.text)
         require(not control, f"control character {control and control[0]!r} in the output: {ended.text[-1000:]!r}")
 
@@ -195,7 +195,7 @@ class Scene:
         require(not leftovers, f"left in checkpoints/: {leftovers}")
 
     def nothing_else_changed(self) -> None:
-        """Require that outside the run's directory everything of the trial is as it was, and its home if it has one."""
+        """Require that outside the run's directory nothing of the trial has changed, nor in its home if it has one."""
         if self._before is None:
             return
         now = self._snapshot()
@@ -214,17 +214,17 @@ class Scene:
         self._before = self._snapshot()
 
     def _snapshot(self) -> dict[str, str]:
-        found = {}
+        contents = {}
         for top in (self.work, self.home):
             for directory, names, files in os.walk(top):
                 names[:] = [name for name in names if Path(directory, name) not in (self.run, *self.more_runs)]
                 for name in [*files, *names]:
                     path = Path(directory, name)
                     if path.is_symlink() or not path.is_file():
-                        found[str(path)] = os.readlink(path) if path.is_symlink() else "directory"
+                        contents[str(path)] = os.readlink(path) if path.is_symlink() else "directory"
                     else:
-                        found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
-        return found
+                        contents[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return contents
 
     # The undisturbed run
 
@@ -331,8 +331,8 @@ def measured(scene: Scene) -> dict[str, float]:
     if scene.injected is None or not scene.run.exists():
         return {}
     failed = [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
-    found = measures_of(invariants.lines(scene.run), scene.injected, failed)
-    return {**found, "start": seconds_of(scene.reference())["start"]} if "recovery" in found else found
+    measures = measures_of(invariants.lines(scene.run), scene.injected, failed)
+    return {**measures, "start": seconds_of(scene.reference())["start"]} if "recovery" in measures else measures
 
 
 def measures_of(events: Sequence[dict[str, Any]], injected: float, failed: Sequence[float]) -> dict[str, float]:
@@ -344,24 +344,24 @@ def measures_of(events: Sequence[dict[str, Any]], injected: float, failed: Seque
     """
     told = [*failed, *(event["time"] for event in events if event["event"] == "fault")]
     noticed = min((time for time in told if time >= injected), default=None)
-    found = {} if noticed is None else {"detection": noticed - injected}
+    measures = {} if noticed is None else {"detection": noticed - injected}
     goes_on = ("start", "rewind")
     again = next((n for n, e in enumerate(events) if e["event"] in goes_on and e["time"] > injected), None)
     if again is None:
-        return found
+        return measures
     resumed = int(events[again].get("resumed_from") or 0)
     reached = max((event["step"] for event in events[:again] if event["event"] == "step"), default=0)
-    found["lost"] = max(0, reached - resumed)
+    measures["lost"] = max(0, reached - resumed)
     step = next((event for event in events[again:] if event["event"] == "step"), None)
     if step is not None:
-        found["recovery"] = step["time"] - injected
-    return found
+        measures["recovery"] = step["time"] - injected
+    return measures
 
 
 def seconds_of(reference: Path) -> dict[str, float]:
     """Return what an undisturbed run took to its first step, and in all."""
-    found: dict[str, float] = json.loads(reference.with_name("seconds.json").read_text())
-    return found
+    seconds: dict[str, float] = json.loads(reference.with_name("seconds.json").read_text())
+    return seconds
 
 
 def undisturbed_seconds(setting: Setting, trials: Iterable[Trial]) -> float:

@@ -250,10 +250,10 @@ def run_worker(
         watched = Watched.of(run, run_directory.plan_of(run), may_change)
         if watched is not None and watched.chosen.get("num_processes", world.size) == world.size:
             events.follow(PlanWatch(watched, events.emit, own_process))
-    asked = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
-    if asked is not None:
-        events.follow(asked)
-        asked.watch()
+    stop_requests = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
+    if stop_requests is not None:
+        events.follow(stop_requests)
+        stop_requests.watch()
     checkpoints = Checkpoints(
         run / "checkpoints",
         keep_last=recipe.checkpoint.keep_last,
@@ -270,7 +270,7 @@ def run_worker(
         updating=lambda: set_fresh(False),
         change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
         policies=[*profiling, *(STEP_POLICIES.get(name) for name in recipe.train.step_policies)],
-        save_requested=(lambda: False) if asked is None else functools.partial(_take_save, asked),
+        save_requested=(lambda: False) if stop_requests is None else functools.partial(_take_save, stop_requests),
         stop_after=world.broadcast(None if worker.deadline is None else worker.deadline.step),
     )
     events.announce("preparing the training")
@@ -305,8 +305,8 @@ def run_worker(
     return EXIT_FINISHED if finished else EXIT_STOPPED
 
 
-def _take_save(asked: StopRequests) -> bool:
-    return asked.take_save() | take_save_to_resize()  # each of them forgets what was asked
+def _take_save(stop_requests: StopRequests) -> bool:
+    return stop_requests.take_save() | take_save_to_resize()  # each of them forgets what was asked
 
 
 def _configure(recipe: Recipe, machine: Machine, rank_info: RankInfo) -> None:
@@ -396,11 +396,13 @@ def _strategy(recipe: Recipe, task: Task, world: World) -> tuple[Strategy, Model
     return strategy, check_layout(recipe, dtype, strategy)
 
 
-def _keep_recipe(run: Path, world: World, asked: int | ProcessRange | Auto, recipe: Recipe, reason: str) -> str:
+def _keep_recipe(run: Path, world: World, processes: int | ProcessRange | Auto, recipe: Recipe, reason: str) -> str:
     """Write the recipe that the run continues with to the run directory, with the processes it asks for; return its
     text.
     """
-    text = run_directory.recipe_text(with_processes(recipe, asked) if isinstance(asked, ProcessRange) else recipe)
+    text = run_directory.recipe_text(
+        with_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
+    )
     if world.is_main:
         with suppress(OSError):  # resuming with the old recipe would only run out of memory once more
             run_directory.change(run, text, reason)

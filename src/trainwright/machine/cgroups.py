@@ -26,15 +26,15 @@ def memory_free(root: Path = Path("/")) -> int | None:
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
     """Return the mean number of cores that the groups may use; None without a limit."""
-    found = []
+    limits = []
     for group, version in groups("cpu", root):
         if version == 2:
             quota, _, period = read(group / "cpu.max").partition(" ")
         else:
             quota, period = read(group / "cpu.cfs_quota_us"), read(group / "cpu.cfs_period_us")
         if quota.strip().isdigit() and period.strip().isdigit() and int(period):
-            found.append(int(quota) / int(period))
-    return min(found, default=None)
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
 
 
 def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:

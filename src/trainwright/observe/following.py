@@ -146,15 +146,15 @@ class Curves:
         Raises:
             ValueError: there are fewer bytes.
         """
-        found = cls(head["fields"])
-        found.values = {name: (array("d"), array("d"), array("d")) for name in head["names"]}
-        found._width, found.breaks = int(head["width"]), head["breaks"]
+        curves = cls(head["fields"])
+        curves.values = {name: (array("d"), array("d"), array("d")) for name in head["names"]}
+        curves._width, curves.breaks = int(head["width"]), head["breaks"]
         size = int(head["size"])
-        for number, column in enumerate(found.columns()):
+        for number, column in enumerate(curves.columns()):
             column.frombytes(data[8 * size * number : 8 * size * (number + 1)])
             if len(column) != size:
                 raise ValueError("columns are cut off")
-        return found, data[8 * size * (number + 1) :]
+        return curves, data[8 * size * (number + 1) :]
 
     def _begin(self, name: str) -> None:
         before = len(self._counts) - (self._counts[-1] == 1)  # buckets without this curve
@@ -249,7 +249,7 @@ class RunFollower:
 
         It has no goodput, and of a long run not all evaluations. Raises OSError if the file cannot be read.
         """
-        found = cls(directory)
+        follower = cls(directory)
         with open_inside(directory, EVENTS) as file:
             size = os.fstat(file.fileno()).st_size
             parts = [file.read(2 * _GLANCE_BYTES)] if size <= 2 * _GLANCE_BYTES else [file.read(_GLANCE_BYTES)]
@@ -257,9 +257,9 @@ class RunFollower:
                 parts[0] = parts[0].rpartition(b"\n")[0]
                 file.seek(size - _GLANCE_BYTES)
                 parts.append(file.read().partition(b"\n")[2])
-        found._take_lines(b"\n".join(parts))
-        found._seconds = math.nan
-        return found
+        follower._take_lines(b"\n".join(parts))
+        follower._seconds = math.nan
+        return follower
 
     def unread(self) -> int:
         """Return how many bytes of the file are still to be read. Raises OSError if it cannot be read."""
@@ -307,20 +307,20 @@ class RunFollower:
         Raises:
             ValueError, KeyError, TypeError: it is not one, or of another version or kind of machine.
         """
-        found = cls(directory)
+        follower = cls(directory)
         line, _, columns = state.partition(b"\n")
         head = json.loads(line)
         if head["format"] != [_FORMAT, sys.byteorder]:
             raise ValueError("the state is of another version")
         for name, value in head["fields"].items():
-            setattr(found, name, value)
-        found.everything, found._history = head["events"], None
-        found._offset, found._file, rest, found._seconds = head["place"]
-        found._rest = rest.encode("latin-1")
-        found.curves, rest_of_columns = Curves.restored(head["curves"], memoryview(columns))
+            setattr(follower, name, value)
+        follower.everything, follower._history = head["events"], None
+        follower._offset, follower._file, rest, follower._seconds = head["place"]
+        follower._rest = rest.encode("latin-1")
+        follower.curves, rest_of_columns = Curves.restored(head["curves"], memoryview(columns))
         for name, of_metric in head["metrics"].items():
-            found.metrics[name], rest_of_columns = Curves.restored(of_metric, rest_of_columns)
-        return found
+            follower.metrics[name], rest_of_columns = Curves.restored(of_metric, rest_of_columns)
+        return follower
 
     @property
     def step(self) -> int | None:
@@ -411,13 +411,13 @@ def follower_of(directory: Path) -> RunFollower:
     kept = _file_of(directory)
     try:
         identity, _, state = kept.read_bytes().partition(b"\n")
-        found = RunFollower.restored(directory, state)
-        if identity != _identity(directory, found.read_bytes, identity.split(b" ")[0]):
+        follower = RunFollower.restored(directory, state)
+        if identity != _identity(directory, follower.read_bytes, identity.split(b" ")[0]):
             return RunFollower(directory)
         os.utime(kept)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return RunFollower(directory)
-    return found
+    return follower
 
 
 def keep(follower: RunFollower, before: int) -> int:
@@ -433,11 +433,11 @@ def keep(follower: RunFollower, before: int) -> int:
 
 def read_run(directory: Path) -> RunFollower:
     """Return all that a run's events say. Raises OSError if they cannot be read."""
-    found = follower_of(directory)
-    before = found.read_bytes
-    found.look()
-    keep(found, before)
-    return found
+    follower = follower_of(directory)
+    before = follower.read_bytes
+    follower.look()
+    keep(follower, before)
+    return follower
 
 
 def _identity(directory: Path, size: int, moment: bytes | None = None) -> bytes:

@@ -89,21 +89,21 @@ def by_category(spent: Mapping[Use, float], behind: float, slowed: float = 0.0) 
         behind: the part of the collectives of steps in which slower ranks kept this one waiting.
         slowed: the part of the passes and updates that checkpoints beside them have taken.
     """
-    found: dict[str, float] = defaultdict(float)
+    seconds_by_category: dict[str, float] = defaultdict(float)
     for (phase, waiting), seconds in spent.items():
         if phase in _STEP:
-            found[EXCHANGE if waiting else _STEP[phase]] += seconds
+            seconds_by_category[EXCHANGE if waiting else _STEP[phase]] += seconds
         else:
-            found[_START.get(phase) or _OUTSIDE_STEPS.get(phase, OTHER)] += seconds
-    waited = min(behind, found[EXCHANGE])
-    found[EXCHANGE] -= waited
-    found[WAITING] += waited
-    passes = sum(found[name] for name in TRAINING)
+            seconds_by_category[_START.get(phase) or _OUTSIDE_STEPS.get(phase, OTHER)] += seconds
+    waited = min(behind, seconds_by_category[EXCHANGE])
+    seconds_by_category[EXCHANGE] -= waited
+    seconds_by_category[WAITING] += waited
+    passes = sum(seconds_by_category[name] for name in TRAINING)
     share = min(1.0, max(0.0, slowed) / passes) if passes > 0.0 else 0.0
     for name in TRAINING:
-        found["checkpoint"] += share * found[name]
-        found[name] *= 1.0 - share
-    return {name: found[name] for name in CATEGORIES if found[name] > 0.0}
+        seconds_by_category["checkpoint"] += share * seconds_by_category[name]
+        seconds_by_category[name] *= 1.0 - share
+    return {name: seconds_by_category[name] for name in CATEGORIES if seconds_by_category[name] > 0.0}
 
 
 class LedgerWriter:
@@ -268,13 +268,13 @@ def read_ledger(run: Path, events: Sequence[EventRecord] = ()) -> list[RankLedge
         events: the run's events as they were written, which tell what was repeated after a fault.
     """
     lost = list(islice(_lost(events), _MOST_LOST))
-    found = []
+    ledgers = []
     ranks = {int(match[1]): name for name in files_inside(run, DIRECTORY) if (match := _RANK.fullmatch(name))}
     for rank, name in sorted(ranks.items()):
         with suppress(OSError), open_inside(run, DIRECTORY, name) as file:
             if lines := list(_lines(bounded_lines(file))):
-                found.append(_rank_ledger(rank, lines, lost))
-    return found
+                ledgers.append(_rank_ledger(rank, lines, lost))
+    return ledgers
 
 
 def _lines(lines: Iterable[bytes]) -> Iterator[LedgerLine]:

@@ -93,22 +93,22 @@ class PlanWatch:
         judged = self._steps[_WARM_UP:]
         tokens = mean(seconds * rate for seconds, rate in judged)  # steps differ in their number
         expected = tokens / self._watched.predicted["tokens_per_second"]
-        found = tokens / median(rate for _, rate in judged)
-        if expected / _WRONG <= found <= expected * _WRONG:
+        measured = tokens / median(rate for _, rate in judged)
+        if expected / _WRONG <= measured <= expected * _WRONG:
             return
-        causes = self._outside() if found > expected else []
+        causes = self._outside() if measured > expected else []
         cause = in_words(causes) if causes else self._inside()
-        offer = None if found < expected else self._offer(found, min(_slowed(causes), found / expected))
+        offer = None if measured < expected else self._offer(measured, min(_slowed(causes), measured / expected))
         message = (
-            f"the plan expected {expected:.3g} s per step, and the first {_JUDGED} took {found:.3g} s each: {cause}"
+            f"the plan expected {expected:.3g} s per step, and the first {_JUDGED} took {measured:.3g} s each: {cause}"
         )
         if offer is not None:
-            message += f". {_in_words(offer, found)}"
+            message += f". {_in_words(offer, measured)}"
             if self._watched.replan:
                 message += "; the run switches after its next checkpoint (train.replan: auto)"
                 try_write(self._watched.run / REPLAN, json.dumps(offer))
         shown = {"cause": cause, "causes": [each.kind for each in causes], "offer": offer}
-        details = {"step": step, "predicted": expected, "measured": found, **shown}
+        details = {"step": step, "predicted": expected, "measured": measured, **shown}
         self._emit(Notice(message=message, kind="plan", details=details))
 
     def _outside(self) -> list[Cause]:
@@ -123,7 +123,7 @@ class PlanWatch:
             return "compiled models are predicted less accurately; the next plan uses the times of this run"
         return "the prediction was wrong; the next plan uses the times of this run"
 
-    def _offer(self, found: float, slower: float) -> dict[str, Any] | None:
+    def _offer(self, measured: float, slower: float) -> dict[str, Any] | None:
         """Return the fastest of the other candidates, if it is much faster even when slowed by the same cause.
 
         The error found for a number of processes and a precision is assumed for their other strategies, too.
@@ -133,7 +133,7 @@ class PlanWatch:
         if self._watched.replan:
             others = [one for one in others if _is_same_run(one, chosen)]
         best = min(others, key=lambda one: one["time"]["seconds"], default=None)
-        if best is None or best["time"]["seconds"] * slower * _WORTH > found:
+        if best is None or best["time"]["seconds"] * slower * _WORTH > measured:
             return None
         names = [name for keys in _KEYS.values() for name in keys] + ["mixed_precision", "threads"]
         return {**{name: best[name] for name in names}, "seconds": best["time"]["seconds"] * slower}
@@ -171,7 +171,7 @@ def _is_same_run(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     return kept and one["mixed_precision"] == chosen.get("mixed_precision")
 
 
-def _in_words(offer: Mapping[str, Any], found: float) -> str:
+def _in_words(offer: Mapping[str, Any], measured: float) -> str:
     parts = [f"parallel.strategy={offer['strategy']}", f"parallel.num_processes={offer['num_processes']}"]
     parts.append(f"train.mixed_precision={offer['mixed_precision']}")
-    return f"{' '.join(parts)} is expected to be {found / offer['seconds']:.1f} times as fast"
+    return f"{' '.join(parts)} is expected to be {measured / offer['seconds']:.1f} times as fast"

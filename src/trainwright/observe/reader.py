@@ -226,12 +226,12 @@ def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> I
     )
     for label, name, words, kind in shown:
         if name in measured and predicted.get(name):
-            expected, found = predicted[name], measured[name]
+            expected, actual = predicted[name], measured[name]
             low, high = predicted.get(f"{kind}_low", 0.0), predicted.get(f"{kind}_high", math.inf)
-            ratio = expected / max(found, 1e-9) if name == "step_time" else found / expected
+            ratio = expected / max(actual, 1e-9) if name == "step_time" else actual / expected
             is_outside = not low <= ratio <= high
-            off = _off(found / expected) + ", outside of the plan's interval" * is_outside
-            yield Compared(label, f"{words(expected)} predicted, {words(found)} measured ({off})", is_outside)
+            off = _off(actual / expected) + ", outside of the plan's interval" * is_outside
+            yield Compared(label, f"{words(expected)} predicted, {words(actual)} measured ({off})", is_outside)
 
 
 def _off(ratio: float) -> str:
@@ -242,8 +242,8 @@ def _off(ratio: float) -> str:
 
 def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[str]:
     """Yield the known reasons why steps took much longer than planned; nothing if they did not."""
-    expected, found = predicted.get("step_time"), measured.get("step_time")
-    if not expected or found is None or found < _FAR * expected:
+    expected, actual = predicted.get("step_time"), measured.get("step_time")
+    if not expected or actual is None or actual < _FAR * expected:
         return
     causes = causes_of(
         measured, elsewhere=measured.get("in_collectives", 0.0), planned_threads=predicted.get("threads")

@@ -111,8 +111,8 @@ def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tu
     )
     node = cluster.devices_per_node
     idle = {n for n in (node, cluster.devices) if n > usual[0]} if cluster.device == "cuda" else set()
-    found = [*sorted({*usual, *([] if largest is None else [largest])}, reverse=True), *sorted(idle)]
-    return tuple(n for n in found if constraints.allows_world(n, constraints.given_up))
+    counts = [*sorted({*usual, *([] if largest is None else [largest])}, reverse=True), *sorted(idle)]
+    return tuple(n for n in counts if constraints.allows_world(n, constraints.given_up))
 
 
 def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def layouts(
     ``rows``: of a step. Processes beyond their number are of use only to strategies that shard something.
     """
     asked = constraints.fixed.get("strategy")
-    found = [
+    candidates = [
         layout
         for layout in _all_layouts(processes, cluster, asked)
         if constraints.allows("strategy", layout.strategy)
@@ -141,12 +141,12 @@ def layouts(
         and all(constraints.allows(key, getattr(layout, key)) for key in LAYOUT_KEYS)
     ]
     if (
-        not found and asked is not None and processes <= rows and constraints.fixed.get("replicate_size", 1) == 1
+        not candidates and asked is not None and processes <= rows and constraints.fixed.get("replicate_size", 1) == 1
     ):  # requested explicitly
-        found.append(
+        candidates.append(
             ParallelLayout(asked, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed})
         )
-    yield from found
+    yield from candidates
     if "replicate_size" in constraints.fixed and constraints.fixed["replicate_size"] > 1:
         yield from _with_replicas(processes, constraints)
 
@@ -156,9 +156,9 @@ def _all_layouts(processes: int, cluster: Cluster, asked: str | None) -> Iterato
     for name, spec in all_specs().items() if asked is None else ((asked, spec_of(asked)),):
         if processes < spec.least_processes or processes > (spec.most_processes or processes):
             continue
-        found = [ParallelLayout(name, **values) for values in spec.layouts]
-        kept = [layout for layout in found if not layout.offloads]
-        offloading += [layout for layout in found if layout.offloads]
+        all_of_strategy = [ParallelLayout(name, **values) for values in spec.layouts]
+        kept = [layout for layout in all_of_strategy if not layout.offloads]
+        offloading += [layout for layout in all_of_strategy if layout.offloads]
         # On one process the strategies for several are tried only if requested.
         if processes > 1 or spec.is_one_process or asked is not None:
             yield from kept

@@ -45,9 +45,9 @@ def collectives(workload: Workload, choice: Choice) -> dict[str, Count] | None:
 
 def _sharded(held: Inventory, choice: Choice, width: int) -> dict[str, Count]:
     """Count FSDP2's collectives: a unit is gathered as one, and its gradients are reduced as one."""
-    found, passes = units(held, choice.shards), choice.gradient_accumulation_steps
-    blocks = [unit for number, unit in found.items() if number != OUTSIDE]
-    everything, trained = list(found.values()), [unit for unit in found.values() if unit.trained]
+    units_by_number, passes = units(held, choice.shards), choice.gradient_accumulation_steps
+    blocks = [unit for number, unit in units_by_number.items() if number != OUTSIDE]
+    everything, trained = list(units_by_number.values()), [unit for unit in units_by_number.values() if unit.trained]
     counts: dict[str, Count] = {}
     if choice.shards > 1:
         times = passes if choice.reshard_after_forward else 1

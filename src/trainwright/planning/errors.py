@@ -95,10 +95,10 @@ def _errors(kinds: tuple[str, ...]) -> Errors:
 def _widest(kinds: tuple[str, ...], what: str) -> Interval:
     """Return the widest interval of the kinds; a kind with too few known runs has that of all runs."""
     known = _read()["classes"]
-    found = [Interval(**known[kind][what]) if known.get(kind, {}).get(what) else None for kind in kinds]
+    intervals = [Interval(**known[kind][what]) if known.get(kind, {}).get(what) else None for kind in kinds]
     whole = Interval(**known[_ALL][what])
-    some = [one or whole for one in found]
-    runs = min((one.runs for one in found if one), default=0)
+    some = [one or whole for one in intervals]
+    runs = min((one.runs for one in intervals if one), default=0)
     return Interval(min(one.low for one in some), max(one.high for one in some), runs)
 
 

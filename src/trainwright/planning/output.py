@@ -68,7 +68,7 @@ def table(plan: Plan, everything: bool = False, width: int | None = None) -> Ite
     for one in rows:
         chosen = best is not None and same_place(one.choice, best.choice)
         row = _row(one, "" if narrow else f"  {_bar(one, scale):<{_BAR}}", chosen=chosen)
-        why = _chosen_words(one) if chosen else verdict(one, plan.found.best)
+        why = _chosen_words(one) if chosen else verdict(one, plan.search.best)
         yield from (row, f"    {why}") if narrow else (f"{row}  {why}",)
     legend = "" if narrow else "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items()) + "; "
     free = size(plan.chosen.available_bytes)
@@ -132,9 +132,9 @@ def candidates(plan: Plan, *, everything: bool) -> list[Candidate]:
         everything: not only the best one of each kind.
     """
     runs = sorted(
-        (one for one in plan.found.candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0
+        (one for one in plan.search.candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0
     )
-    others = sorted((one for one in plan.found.candidates if not one.runs), key=lambda one: one.shortfall)
+    others = sorted((one for one in plan.search.candidates if not one.runs), key=lambda one: one.shortfall)
     rows = [plan.chosen, *(one for one in [*runs, *others] if not same_place(one.choice, plan.chosen.choice))]
     if everything:
         return rows

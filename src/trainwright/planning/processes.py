@@ -47,11 +47,11 @@ def usable_processes(recipe: Recipe, asked: ProcessRange) -> tuple[int, ...]:
     spec, rows = recipe.parallel.spec, recipe.train.global_batch_size
     most = asked.max if spec is None or spec.shards else max(asked.min, min(asked.max, rows))
     refused = {n: contradictions(with_processes(recipe, n)) for n in range(asked.min, most + 1)}
-    usable = tuple(number for number, found in refused.items() if not found)
+    usable = tuple(number for number, problems in refused.items() if not problems)
     if len(usable) < min(2, len(refused)):
-        number, found = next((number, found) for number, found in refused.items() if found)
+        number, problems = next((number, problems) for number, problems in refused.items() if problems)
         only = f"only {usable[0]} is possible" if usable else "none is possible"
-        why = f"with {number}: {found[0].keys[0]}: {found[0].message}"
+        why = f"with {number}: {problems[0].keys[0]}: {problems[0].message}"
         raise RequestError(f"parallel.num_processes: of {asked} processes {only}; {why}")
     return usable
 

@@ -190,9 +190,9 @@ def _checked(recipe: Recipe, values: dict[str, Any]) -> Recipe:
     try:
         return type(recipe).model_validate(values)
     except ValidationError as error:
-        found = contradictions_in(error)
-        assert found, "every value was valid before"
-        raise RequestError("\n".join(f"{item.keys[0]}: {item.message}" for item in found)) from error
+        contradictions = contradictions_in(error)
+        assert contradictions, "every value was valid before"
+        raise RequestError("\n".join(f"{item.keys[0]}: {item.message}" for item in contradictions)) from error
 
 
 def _check_processes(recipe: Recipe, cluster: Cluster, remarks: list[str], check_gpus: bool) -> None:

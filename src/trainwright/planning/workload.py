@@ -224,12 +224,12 @@ def _started(directory: str | None) -> dict[str, Any]:
         return {}
     file = user_path(directory) / "adapter_config.json"
     try:
-        found = read_json(file)
-        return found if isinstance(found, dict) else {}
+        content = read_json(file)
+        return content if isinstance(content, dict) else {}
     except RequestError:
         return {}  # the error is reported when the adapter is loaded
 
 
 def _by_purpose(names: Sequence[str]) -> tuple[Target, ...]:
-    found = dict.fromkeys(target for name in names for target in _TARGETS.get(name.rpartition(".")[2], ALL_LINEAR))
-    return tuple(found)
+    targets = dict.fromkeys(target for name in names for target in _TARGETS.get(name.rpartition(".")[2], ALL_LINEAR))
+    return tuple(targets)

@@ -59,12 +59,12 @@ class RunFigures:
         Args:
             ended: the training is over, although its launch still locks the directory.
         """
-        found = run_path(directory)
-        if not is_run(found):
-            what = "is not a run directory: it has no recipe.yaml" if found.is_dir() else "no such directory"
-            raise RequestError(f"{found}: {what}")
-        log = read_log(found / "events.jsonl")
-        return cls(found, log.history, log.everything, log.damage, not ended and _trains(found))
+        path = run_path(directory)
+        if not is_run(path):
+            what = "is not a run directory: it has no recipe.yaml" if path.is_dir() else "no such directory"
+            raise RequestError(f"{path}: {what}")
+        log = read_log(path / "events.jsonl")
+        return cls(path, log.history, log.everything, log.damage, not ended and _trains(path))
 
     @classmethod
     def followed(cls, run: RunFollower) -> RunFigures:
@@ -161,10 +161,10 @@ class RunFigures:
     @cached_property
     def samples(self) -> dict[str, list[EventRecord]]:
         """Return the generated texts by prompt."""
-        found: dict[str, list[EventRecord]] = {}
+        by_prompt: dict[str, list[EventRecord]] = {}
         for event in self._of("generate"):
-            found.setdefault(str(event.get("prompt")), []).append(event)
-        return found
+            by_prompt.setdefault(str(event.get("prompt")), []).append(event)
+        return by_prompt
 
     @property
     def profiles(self) -> list[EventRecord]:
@@ -216,13 +216,13 @@ class RunFigures:
     def positions(self, axis: str) -> dict[int, float]:
         """Return where each step is on an axis: ``step``, ``tokens``, ``seconds`` (of training) or ``flops``."""
         parameters, seconds = float(self.start.get("parameters", 0)), 0.0
-        found: dict[int, float] = {}
+        by_step: dict[int, float] = {}
         for event in self.steps:
             seconds += float(event["step_time"])
             values = {"step": event["step"], "tokens": event.get("tokens", 0), "seconds": seconds}
             flops = FLOPS * parameters * float(event.get("tokens", 0))
-            found[int(event["step"])] = flops if axis == "flops" else float(values[axis])
-        return found
+            by_step[int(event["step"])] = flops if axis == "flops" else float(values[axis])
+        return by_step
 
     def _of(self, kind: str) -> list[EventRecord]:
         return [event for event in self.events if event["event"] == kind]
@@ -279,24 +279,24 @@ def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
     Args:
         most: points of a curve; a longer one is thinned, with the extremes of each part kept.
     """
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     lost = [(before, after) for before, after in pairwise(run.steps) if lost_between(before, after)]
     for name, (title, unit) in CURVES.items():
-        found[name] = Curve(title, unit, breaks=[int(after["step"]) for _, after in lost])
+        curves[name] = Curve(title, unit, breaks=[int(after["step"]) for _, after in lost])
         scale = 2**30 if unit == "GiB" else 1
         for event in run.steps:
             if name in event:
-                _take(found[name], event["step"], event[name], scale)
+                _take(curves[name], event["step"], event[name], scale)
     for events, prefix in ((run.steps, ""), (run.evaluations, "validation/")):
         for event in events:
             for metric, value in event.get("metrics", {}).items():
                 words = text.metric_name(metric)
-                curve = found.setdefault(f"{prefix}{metric}", Curve(f"Validation {words}" if prefix else words, ""))
+                curve = curves.setdefault(f"{prefix}{metric}", Curve(f"Validation {words}" if prefix else words, ""))
                 _take(curve, event["step"], value)
     for before, after in lost:
         for metric in before.get("metrics", {}).keys() & after.get("metrics", {}).keys():
-            found[metric].breaks.append(int(after["step"]))
-    return {name: _shown(name, curve, most) for name, curve in found.items() if curve.points}
+            curves[metric].breaks.append(int(after["step"]))
+    return {name: _shown(name, curve, most) for name, curve in curves.items() if curve.points}
 
 
 def _take(curve: Curve, step: int, value: Any, scale: int = 1) -> None:
@@ -326,12 +326,12 @@ def moving_average(values: Sequence[float], weight: float) -> list[float]:
     Args:
         weight: of what came before, from 0 to 1.
     """
-    found, mean, whole = [], 0.0, 0.0
+    averages, mean, whole = [], 0.0, 0.0
     for value in values:
         mean = weight * mean + (1 - weight) * value
         whole = weight * whole + 1 - weight
-        found.append(mean / whole)
-    return found
+        averages.append(mean / whole)
+    return averages
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:

@@ -389,12 +389,12 @@ def _measure(system: Mapping[str, Any], name: str) -> float | None:
 
 
 def _from_events(run: RunFigures, page: Page) -> Iterator[str]:
-    found = seconds_by_kind(run)
-    if found:
-        whole = sum(found.values())
-        rows = [(kind.capitalize(), text.span(value), f"{value / whole:.1%}") for kind, value in found.items()]
+    seconds = seconds_by_kind(run)
+    if seconds:
+        whole = sum(seconds.values())
+        rows = [(kind.capitalize(), text.span(value), f"{value / whole:.1%}") for kind, value in seconds.items()]
         yield table(["", "Time", "Share"], rows)
-        yield page.charts([bar_chart("Seconds since the run began", found, "seconds")])
+        yield page.charts([bar_chart("Seconds since the run began", seconds, "seconds")])
 
 
 def seconds_by_kind(run: RunFigures) -> dict[str, float]:
@@ -406,22 +406,22 @@ def seconds_by_kind(run: RunFigures) -> dict[str, float]:
     events = run.everything
     if not events:
         return {}
-    found = dict.fromkeys(("steps", "repeated", "evaluation", "checkpoints", "paused", "other"), 0.0)
-    found["steps"] = _sum(run.steps, "step_time")
-    found["repeated"] = _sum([event for event in events if event["event"] == "step"], "step_time") - found["steps"]
+    by_kind = dict.fromkeys(("steps", "repeated", "evaluation", "checkpoints", "paused", "other"), 0.0)
+    by_kind["steps"] = _sum(run.steps, "step_time")
+    by_kind["repeated"] = _sum([event for event in events if event["event"] == "step"], "step_time") - by_kind["steps"]
     for event in events:
         if event["event"] in _TAKES:
             kind, field = _TAKES[event["event"]]
-            found[kind] += float(event.get(field, 0.0))
+            by_kind[kind] += float(event.get(field, 0.0))
         slowed = float(event.get("slowed_seconds", 0.0))  # of a checkpoint, in steps beside it
-        found["checkpoints"] += slowed
-        found["steps"] -= slowed
+        by_kind["checkpoints"] += slowed
+        by_kind["steps"] -= slowed
     for before, event in pairwise(events):
         if event["event"] == "start":
-            found["paused"] += max(0.0, event["time"] - before["time"])
+            by_kind["paused"] += max(0.0, event["time"] - before["time"])
     spent = events[-1]["time"] - events[0]["time"]
-    found["other"] = spent - sum(found.values())
-    return {kind: seconds for kind, seconds in found.items() if seconds > 0.005}
+    by_kind["other"] = spent - sum(by_kind.values())
+    return {kind: seconds for kind, seconds in by_kind.items() if seconds > 0.005}
 
 
 def _sum(events: Sequence[EventRecord], field: str) -> float:

@@ -34,8 +34,8 @@ def read_remarks(run: Path) -> Remarks:
     """Return the remarks of a run that may be anybody's; empty ones if there is no such file or it is damaged."""
     try:
         with open_inside(run, REMARKS) as file:
-            found = json.loads(file.read(_MOST_BYTES))
-        return Remarks(found.get("tags", []), found.get("note", ""))
+            content = json.loads(file.read(_MOST_BYTES))
+        return Remarks(content.get("tags", []), content.get("note", ""))
     except (OSError, ValueError, RecursionError, AttributeError, RequestError):
         return Remarks()
 

@@ -133,5 +133,5 @@ def _bytes(value: int | None) -> str:
     return "-" if value is None else size(value)
 
 
-def _pair(found: tuple[int, int]) -> tuple[str, str]:
-    return str(found[0]), size(found[1])
+def _pair(counts_and_bytes: tuple[int, int]) -> tuple[str, str]:
+    return str(counts_and_bytes[0]), size(counts_and_bytes[1])

@@ -64,21 +64,21 @@ def _outcome(check: Check, context: CheckContext, broken: set[str], is_late: boo
     if shown:
         draw(f"checking {check.title} …", sys.stderr)
     try:
-        found = check.load()(context)
+        result = check.load()(context)
     except CannotCheck as error:
         return Outcome(check.name, check.title, time.monotonic() - begun, skipped=str(error))
     except Broken as error:
-        found = CheckResult((), (error.finding,))
+        result = CheckResult((), (error.finding,))
     except Stopped:
         raise
     except TrainwrightError as error:
-        found = CheckResult((), (_refused(error),))
+        result = CheckResult((), (_refused(error),))
     except Exception as error:  # a machine may be broken in ways that no check expects
-        found = CheckResult((), (_failed(check, error),))
+        result = CheckResult((), (_failed(check, error),))
     finally:
         if shown:
             draw("", sys.stderr)
-    return Outcome(check.name, check.title, time.monotonic() - begun, found.facts, found.findings)
+    return Outcome(check.name, check.title, time.monotonic() - begun, result.facts, result.findings)
 
 
 def _reason_to_skip(check: Check, machine: Machine, broken: set[str], is_late: bool) -> str | None:

@@ -185,8 +185,8 @@ def _ranks(scene: Scene) -> int:
 
 
 def _whole(scene: Scene) -> list[int]:
-    found = invariants.checkpoint_steps(scene.run)
-    return [s for s in found if invariants.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
+    steps = invariants.checkpoint_steps(scene.run)
+    return [s for s in steps if invariants.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
 
 
 def _newest_complete(scene: Scene, bad: frozenset[int]) -> int:

@@ -194,8 +194,8 @@ def _cut(pid: int) -> int:
     count = 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
-            if found and found[1] in connections:
+            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
+            if match and match[1] in connections:
                 with socket.socket(fileno=_file_of(pid, int(link.name))) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
                 count += 1
@@ -207,9 +207,9 @@ def _file_of(pid: int, number: int) -> int:
     process = os.pidfd_open(pid)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        found: int = libc.syscall(_PIDFD_GETFD, process, number, 0)
-        if found < 0:
+        descriptor: int = libc.syscall(_PIDFD_GETFD, process, number, 0)
+        if descriptor < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return found
+        return descriptor
     finally:
         os.close(process)

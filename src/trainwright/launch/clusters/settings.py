@@ -79,9 +79,9 @@ class Cluster(JobSection):
         if self.machine is None:
             return None
         nodes = self.nodes or 1
-        found = None if names_file(self.machine) else _CARD.fullmatch(self.machine)
-        if found is not None:
-            node = f"{self.gpus_per_node}x{found[1]}"
+        match = None if names_file(self.machine) else _CARD.fullmatch(self.machine)
+        if match is not None:
+            node = f"{self.gpus_per_node}x{match[1]}"
             return machine_of(f"{nodes}x{node}" if nodes > 1 else node)
         described, calibration, measurement = machine_of(self.machine)
         gpus = None if described.device == "cpu" else self.gpus_per_node
@@ -112,22 +112,24 @@ def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> C
     given = {key: value for key, value in options.items() if value is not None}
     defaults = _cluster(name).model_dump(exclude_none=True)
     try:
-        asked = Cluster.model_validate({**defaults, **launch, **given})
+        settings = Cluster.model_validate({**defaults, **launch, **given})
     except ValidationError as error:  # the recipe and the file are valid
         raise RequestError("\n".join(_problems(error, _option))) from None
-    for key in _unused(asked):
-        why = f"{asked.scheduler} has no such setting"
+    for key in _unused(settings):
+        why = f"{settings.scheduler} has no such setting"
         if key in _STARTS_AGAIN:
-            why = f"a job of {asked.scheduler} starts its run again by itself"
-        place = _option(key) if key in given else f"launch.{key}"
-        raise RequestError(f"{place}: is for {_names(key)}, and {why}; remove it")
-    if (asked.jobs or 1) > 1 and (asked.until_done or asked.array):
-        other = "--until-done, with which one job is requeued" if asked.until_done else "--array, whose runs are many"
+            why = f"a job of {settings.scheduler} starts its run again by itself"
+        location = _option(key) if key in given else f"launch.{key}"
+        raise RequestError(f"{location}: is for {_names(key)}, and {why}; remove it")
+    if (settings.jobs or 1) > 1 and (settings.until_done or settings.array):
+        other = (
+            "--until-done, with which one job is requeued" if settings.until_done else "--array, whose runs are many"
+        )
         raise RequestError(f"--jobs: several jobs of one run are not for {other}; leave one of the two out")
-    if asked.machine is None:
-        return asked
-    gpus = _gpus_of(asked.machine)
-    return asked.model_copy(update={"gpus_per_node": asked.gpus_per_node or gpus})
+    if settings.machine is None:
+        return settings
+    gpus = _gpus_of(settings.machine)
+    return settings.model_copy(update={"gpus_per_node": settings.gpus_per_node or gpus})
 
 
 def _gpus_of(machine: str) -> int | None:
@@ -148,8 +150,8 @@ def _option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _unused(asked: Cluster) -> list[str]:
-    return [key for key, users in _USED_BY.items() if getattr(asked, key) and asked.scheduler not in users]
+def _unused(settings: Cluster) -> list[str]:
+    return [key for key, users in _USED_BY.items() if getattr(settings, key) and settings.scheduler not in users]
 
 
 def _names(key: str) -> str:
@@ -159,12 +161,12 @@ def _names(key: str) -> str:
 def _cluster(name: str) -> Cluster:
     file = clusters_file()
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(found, dict | None):
+    if not isinstance(content, dict | None):
         raise RequestError(f"{file}: is not a mapping of names to clusters")
-    clusters = found or {}
+    clusters = content or {}
     if name not in clusters:
         if name in SCHEDULERS:
             return Cluster.model_validate({"scheduler": name})
@@ -180,9 +182,9 @@ def _cluster(name: str) -> Cluster:
     return cluster
 
 
-def _problems(error: ValidationError, place: Any) -> list[str]:
+def _problems(error: ValidationError, location: Any) -> list[str]:
     details = error.errors(include_url=False)
-    return [f"{place('.'.join(map(str, each['loc'])))}: expected {_expected(each)}" for each in details]
+    return [f"{location('.'.join(map(str, each['loc'])))}: expected {_expected(each)}" for each in details]
 
 
 def _expected(detail: Any) -> str:

@@ -54,15 +54,15 @@ class Place:
 def places(members: Sequence[Member]) -> list[Place]:
     """Return a place for every rank. Raises MachineError if the processes do not fit on their machines."""
     _same_version(members)
-    found: dict[int, Place] = {}
+    slots: dict[int, Place] = {}
     for ranks in _machines(members):
         here = [members[rank] for rank in ranks]
         _distinct_local_ranks(ranks, here)
         apart = _gpus_suffice(members[0], here)
         bound = _disjoint([member.cores for member in here])
         for rank, member in zip(ranks, here, strict=True):
-            found[rank] = Place(0 if apart else member.local_rank, bound, len(here))
-    return [found[rank] for rank in range(len(members))]
+            slots[rank] = Place(0 if apart else member.local_rank, bound, len(here))
+    return [slots[rank] for rank in range(len(members))]
 
 
 def first_ranks(members: Sequence[Member]) -> list[int]:

@@ -137,7 +137,7 @@ class Peers:
         cls,
         index: int,
         size: int,
-        place: tuple[str, int],
+        address: tuple[str, int],
         job: Job,
         secret: Callable[[], bytes],
         seconds: float,
@@ -161,7 +161,7 @@ class Peers:
         reason: Unproven | NotPeerZero = NotPeerZero(None)
         while True:
             try:
-                line = _Line(_connected(*place), peer=0)
+                line = _Line(_connected(*address), peer=0)
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise Unreachable(error.strerror or str(error)) from None

@@ -134,12 +134,12 @@ def _beats(run: Path, size: int) -> dict[int, Beat]:
     directory = heartbeat_directory(run)
     if directory is None:
         return {}
-    found = {}
+    beats = {}
     for file in directory.glob("rank-*"):
         rank = int(file.name.removeprefix("rank-"))
         if rank < size and (beat := read(heartbeat_file(directory, rank))) is not None:
-            found[rank] = beat
-    return found
+            beats[rank] = beat
+    return beats
 
 
 def _is_of(beat: Beat) -> bool:

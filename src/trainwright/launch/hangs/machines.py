@@ -82,10 +82,10 @@ class Machines:
             self._publish(dict(here) if quiet else {}, self._stacks if quiet else {})
         if not quiet or not self.decides:
             return None
-        found = dict(here)
+        ranks = dict(here)
         for report in self._fresh_reports(now):
-            found |= report.ranks
-        return found if len(found) == self._size else None
+            ranks |= report.ranks
+        return ranks if len(ranks) == self._size else None
 
     def decide(self, verdict: Verdict | None, everyone: Mapping[int, Seen]) -> None:
         """Tell the other watchers what was found, or that the run goes on."""
@@ -94,14 +94,14 @@ class Machines:
 
     def decided(self, pids: Mapping[int, int]) -> Verdict | None:
         """Return what the watcher of rank 0 has found about the processes of the ranks here."""
-        found = None
+        verdict = None
         with suppress(OSError, ValidationError):
             decision = _DECISION.validate_json((self._directory / _DECISION_FILE).read_bytes())
             if pids and all(decision.pids.get(rank) == pid for rank, pid in pids.items()):
-                found = decision.verdict
-        if found is None:
+                verdict = decision.verdict
+        if verdict is None:
             self._stacks = {}
-        return found
+        return verdict
 
     def give(self, stacks: Mapping[int, str]) -> None:
         """Report the stacks of the ranks here to the watcher of rank 0."""
@@ -111,12 +111,12 @@ class Machines:
     def stacks(self, ranks: frozenset[int]) -> dict[int, str]:
         """Return the stacks of ranks of other machines, as far as their watchers answer."""
         deadline = time.monotonic() + _STACKS_SECONDS
-        found: dict[int, str] = {}
-        while ranks - found.keys() and time.monotonic() < deadline:
+        stacks: dict[int, str] = {}
+        while ranks - stacks.keys() and time.monotonic() < deadline:
             time.sleep(_READ_SECONDS)
             for report in self._fresh_reports(time.monotonic()):
-                found |= report.stacks
-        return {rank: text for rank, text in found.items() if rank in ranks}
+                stacks |= report.stacks
+        return {rank: text for rank, text in stacks.items() if rank in ranks}
 
     def close(self) -> None:
         """Remove this machine's file; one with stacks is left to the watcher of rank 0, which may not have read it."""

@@ -128,12 +128,12 @@ def _is_stopped(process: psutil.Process | None) -> bool:
 
 def _waited(pid: int, closely: bool) -> dict[int, float]:
     tasks = Path(f"/proc/{pid}/task")
-    found: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     for thread in _threads(tasks) if closely else (pid,):
         with suppress(OSError, ValueError):
             _, waited, _ = (tasks / str(thread) / "schedstat").read_text(encoding="ascii").split()
-            found[thread] = int(waited) / 1e9
-    return found
+            seconds[thread] = int(waited) / 1e9
+    return seconds
 
 
 def _threads(tasks: Path) -> Iterable[int]:
@@ -245,12 +245,12 @@ class HangWatcher:
             return
         passed, self._checked = min(now - self._checked, _LONGEST_GAP), now
         self._look(passed)
-        found = self._verdict()
-        if found is None:
+        verdict = self._verdict()
+        if verdict is None:
             self._recovered(now)
         elif not self._reported:
-            self._reported, self._since = found.ranks, now
-            self._report(found)
+            self._reported, self._since = verdict.ranks, now
+            self._report(verdict)
 
     def close(self) -> Conflict | None:
         """Remove the heartbeats; return how the collectives of the ranks differ, also of those that have ended."""
@@ -329,13 +329,13 @@ class HangWatcher:
         files = f"all threads: {stacks_file(self._watched.run / 'logs', verdict.ranks[0]).with_name('rank-*.stacks')}"
         message = f"the run hangs: {verdict.detail}"
         if ends:
-            found = "\n".join([message, *shown, *missing, files])
-            self._ending(verdict.exit_code, found)
+            text = "\n".join([message, *shown, *missing, files])
+            self._ending(verdict.exit_code, text)
             wait_for_collectives(self._watched.run / "logs", self._asked)
             for pid in pids.values():
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            raise RunHangs(verdict, found)
+            raise RunHangs(verdict, text)
         if self._decides:
             other = "restart would restart it, and " if self._watched.restarts else ""
             goes_on = f"it goes on; faults.on_hang: {other}stop would end it with exit code {verdict.exit_code}"

@@ -98,9 +98,9 @@ class _Remote:
     def __init__(self, host: Host, command: Sequence[str], logs: Path) -> None:
         self.host, self._command, self._logs = host, command, logs
         script = f"cd {shlex.quote(os.getcwd())} || exit 3\n{exports()}\n"
-        told = f"trainwright-{secrets.token_hex(8)}-ended-with-"
-        self._told, self._ended = told.encode(), False
-        script += _SUPERVISED.format(command=shlex.join(command), told=told)
+        marker = f"trainwright-{secrets.token_hex(8)}-ended-with-"
+        self._told, self._ended = marker.encode(), False
+        script += _SUPERVISED.format(command=shlex.join(command), told=marker)
         self.process = subprocess.Popen(
             [*ssh(host), in_shell(script)],
             stdin=subprocess.PIPE,
@@ -166,8 +166,8 @@ class _Remote:
 
         targets: list[tuple[str, Callable[[bytes], object]]] = [("output", show), (self._log.name, self._log.write)]
         for read in pipe:
-            line, told, _ = read.partition(self._told)
-            self._ended |= bool(told)
+            line, marker, _ = read.partition(self._told)
+            self._ended |= bool(marker)
             for target in tuple(targets) if line else ():
                 name, write = target
                 try:
@@ -279,9 +279,9 @@ class Again:
         begun: when it was started on them, in seconds since the epoch.
     """
 
-    def __init__(self, run: Path, allowed: str, may_lose: bool, begun: float) -> None:
+    def __init__(self, run: Path, allowed: str, may_lose: bool, started_at: float) -> None:
         self._run, self._may_lose = run, may_lose
-        self._restarts = Restarts(run, allowed, begun=begun)
+        self._restarts = Restarts(run, allowed, started_at=started_at)
 
     def decide(self, hosts: Sequence[Host], lost: Mapping[Host, str]) -> tuple[list[Host], int]:
         """Return the hosts in their new order, those that answer first, and a free port of the first.
@@ -289,22 +289,22 @@ class Again:
         Raises:
             FaultError: the run has been restarted too often, or too few hosts answer.
         """
-        told = "; ".join(f"{host.name}: {how}" for host, how in lost.items())
-        found = self._restarts.decide(Failure(f"{told}; logs: {self._run}/logs", EXIT_FAULT, cause=Cause.NODE))
-        if isinstance(found, Failure):
-            raise FaultError(found.message)
+        lost_hosts = "; ".join(f"{host.name}: {how}" for host, how in lost.items())
+        decision = self._restarts.decide(Failure(f"{lost_hosts}; logs: {self._run}/logs", EXIT_FAULT, cause=Cause.NODE))
+        if isinstance(decision, Failure):
+            raise FaultError(decision.message)
         for _ in range(_TRIES):
             answers = dict(zip(hosts, answers_of(hosts, exports()), strict=True))
             there = [host for host, answer in answers.items() if isinstance(answer, Answer)]
             if len(there) == len(hosts) or (there and self._may_lose):
-                say(found.line(), file=sys.stderr)
+                say(decision.line(), file=sys.stderr)
                 with suppress(OSError):
-                    append_event(self._run / "events.jsonl", found)
+                    append_event(self._run / "events.jsonl", decision)
                 first = answers[there[0]]
                 assert isinstance(first, Answer), "it is there"
                 return [*there, *(host for host in hosts if host not in there)], first.port
             time.sleep(_TRY_SECONDS)
         missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, Answer))
         raise FaultError(
-            f"{told}\nnot restarted: {missing}; resume the run on other hosts with --resume {quoted(self._run)}"
+            f"{lost_hosts}\nnot restarted: {missing}; resume the run on other hosts with --resume {quoted(self._run)}"
         )

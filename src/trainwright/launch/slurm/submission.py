@@ -89,8 +89,8 @@ def _submitted(job: Job, chosen: bool) -> list[str]:
     except scheduler.Unreachable as error:
         with suppress(RequestError):
             if job.settings.jobs in (None, 1):
-                for found in _queued(job):
-                    return [found.name.partition("_")[0]]
+                for job_in_queue in _queued(job):
+                    return [job_in_queue.name.partition("_")[0]]
         raise _InDoubt(
             f"{error}; the job may be in the queue or get there: look with trainwright jobs, and if it is not there, "
             "submit the run again"
@@ -117,8 +117,8 @@ def _refuse_queued(job: Job) -> None:
 
 def _queued(job: Job) -> list[scheduler.QueuedJob]:
     """Return the jobs in the queue that train the run, or of an array a run of it."""
-    found = scheduler.queue(each=True)
-    return [other for other in found if job.run in (other.run, other.array) and other.state != "COMPLETING"]
+    jobs = scheduler.queue(each=True)
+    return [other for other in jobs if job.run in (other.run, other.array) and other.state != "COMPLETING"]
 
 
 def _undo(job: Job, before: bytes | None) -> None:
@@ -137,6 +137,6 @@ def stop_warning(job: Job, plan: Plan) -> str | None:
     if step is None or (given := scheduler.grace(job.settings.partition)) is None:
         return None
     # Of an adapter, a checkpoint is small.
-    whole = workload.adapter is None and workload.trained is None
-    parameters = workload.architecture.parameters().total if whole else 0
+    is_full = workload.adapter is None and workload.trained is None
+    parameters = workload.architecture.parameters().total if is_full else 0
     return given.warning(seconds_to_stop(step, seconds_to_write(parameters * STATE_BYTES, directory_of(job))))

@@ -85,13 +85,13 @@ def _gpu_at(library: Any, index: int) -> dict[str, Any]:
 
 
 def _answers(library: Any, questions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for name, ask in questions.items():
         try:
-            found[name] = ask()
+            answers[name] = ask()
         except (library.NVMLError, AttributeError):  # neither every GPU nor every release has each
             continue
-    return found
+    return answers
 
 
 def clock_reasons(library: Any, handle: Any) -> int:

@@ -50,8 +50,8 @@ class FsdpMemory(StrategyMemory):
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
         held, width, stack, shards = self.held, self.width, self.setting.stack, self.choice.shards
-        found = units(held, shards, stack.expert_parallel).values()
-        own, trained = sum(unit.own for unit in found), sum(unit.own_trained for unit in found)
+        all_units = units(held, shards, stack.expert_parallel).values()
+        own, trained = sum(unit.own for unit in all_units), sum(unit.own_trained for unit in all_units)
         return {
             "parameters": max(width, stack.kept) * trained + width * (own - trained),
             "optimizer state": int(
@@ -70,8 +70,8 @@ class FsdpMemory(StrategyMemory):
         """Return the bytes that the optimizer step needs in addition."""
         stack = self.setting.stack
         kept = max(self.width, stack.kept) * (2 if stack.foreach else 1)
-        found = units(self.held, self.choice.shards, stack.expert_parallel).values()
-        return kept * sum(unit.own_trained for unit in found)
+        all_units = units(self.held, self.choice.shards, stack.expert_parallel).values()
+        return kept * sum(unit.own_trained for unit in all_units)
 
     def gradients_on_host(self) -> int:
         """Return the bytes of gradients in the host's memory."""

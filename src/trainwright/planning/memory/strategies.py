@@ -74,12 +74,12 @@ def memory_model(strategy: str) -> type[StrategyMemory]:
     """
     place = spec_of(strategy).memory
     described = f"{STRATEGIES.describe(strategy)}: its memory model {place}"
-    found = load(place, described)
-    if not (isinstance(found, type) and issubclass(found, StrategyMemory)):
+    model = load(place, described)
+    if not (isinstance(model, type) and issubclass(model, StrategyMemory)):
         raise RequestError(f"{described} is no {StrategyMemory.__module__}.{StrategyMemory.__name__}")
-    if missing := sorted(found.__abstractmethods__):
+    if missing := sorted(model.__abstractmethods__):
         raise RequestError(f"{described} lacks {', '.join(missing)}")
-    return found
+    return model
 
 
 class ReplicatedMemory(StrategyMemory):

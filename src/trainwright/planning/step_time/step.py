@@ -192,8 +192,8 @@ class _Step:
         if nominal is not None:
             return nominal, True
         devices = self.choice.num_processes if self.on_gpu else self.cluster.nodes
-        found = (self.rates.peak(devices, name) for name in names)
-        return next((rate for rate in found if rate is not None), None), False
+        rates = (self.rates.peak(devices, name) for name in names)
+        return next((rate for rate in rates if rate is not None), None), False
 
     def _launches(self, computed: Work) -> float:
         """Return the seconds in which a GPU waits for Python."""
@@ -204,12 +204,12 @@ class _Step:
         compiled = self.choice.compile
         key = (id(part), self.per_node, self.choice.threads, self.pricing.precision, backward, compiled)
         # The cached value holds the part, so that its id is not reused.
-        found: tuple[Pass, Work] | None = self.rates.known.get(key)
-        if found is None:
+        cached: tuple[Pass, Work] | None = self.rates.known.get(key)
+        if cached is None:
             kernels = part.backward if backward else part.forward
-            found = part, self.pricing.work(kernels, backward=backward, compiled=compiled)
-            self.rates.known[key] = found
-        return found[1]
+            cached = part, self.pricing.work(kernels, backward=backward, compiled=compiled)
+            self.rates.known[key] = cached
+        return cached[1]
 
     def _reference(self) -> Work:
         """Return the forward pass of the model that runs in addition, which has no adapter."""

@@ -153,10 +153,10 @@ class Pricing:
         end = "" if last is None else f"/{last}"
         if last == "expansion" and f"{group}/{precision}{end}" not in self.speeds.curves:  # not measured separately
             end = "/elementwise"
-        while (found := self.speeds.curves.get(f"{group}/{precision}{end}")) is None:
+        while (curve := self.speeds.curves.get(f"{group}/{precision}{end}")) is None:
             assert precision != "fp32", f"no rates of {group}"
             precision = _INSTEAD[precision] if self.on_gpu else "fp32"
-        return found
+        return curve
 
     def _product(self, kernel: Kernel, backward: bool) -> float:
         m, n, k, count = kernel.m, kernel.n, kernel.k, kernel.times

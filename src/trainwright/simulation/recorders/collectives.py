@@ -87,17 +87,17 @@ class CollectiveLog:
     """Collectives by step and phase; step 0 is what comes before the first one."""
 
     def __init__(self, phases: Phases) -> None:
-        self.found: Counter[tuple[int, str, Collective]] = Counter()
+        self.counts: Counter[tuple[int, str, Collective]] = Counter()
         self._phases = phases
 
     def note(self, collective: Collective) -> None:
         """Add a collective."""
-        self.found[self._phases.step, self._phases.phase, collective] += 1
+        self.counts[self._phases.step, self._phases.phase, collective] += 1
 
     def of_step(self, step: int) -> dict[str, tuple[int, int]]:
         """Return number and bytes by kind, of the passes and the update of a step."""
         sums: dict[str, list[int]] = {}
-        for (when, phase, one), count in self.found.items():
+        for (when, phase, one), count in self.counts.items():
             if step == when and phase in STEP_PHASES:
                 total = sums.setdefault(one.kind, [0, 0])
                 total[0] += count
@@ -116,6 +116,6 @@ class RecordCollectives(TorchDispatchMode):
         """Note a collective and call it."""
         if any(kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor takes itself apart first; it finds its layout with fake tensors
-        if (found := collective_of(func, args, kwargs or {})) is not None:
-            self._log.note(found)
+        if (collective := collective_of(func, args, kwargs or {})) is not None:
+            self._log.note(collective)
         return func(*args, **(kwargs or {}))

@@ -123,8 +123,8 @@ def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
 
     def errors(counter: int) -> int | None:
         kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        found: int | None = gpu.ask(pynvml.nvmlDeviceGetTotalEccErrors, kind, counter, what="ECC errors")
-        return found
+        count: int | None = gpu.ask(pynvml.nvmlDeviceGetTotalEccErrors, kind, counter, what="ECC errors")
+        return count
 
     since_start = errors(pynvml.NVML_VOLATILE_ECC)
     if since_start:
@@ -161,8 +161,8 @@ def _clocks(gpu: _Gpu) -> Iterator[Finding]:
     bits = gpu.ask(functools.partial(clock_reasons, pynvml), what="throttling") or 0
     for bit, fix in _FIXES.items():
         if bits & bit:
-            found = f"{gpu.name}: throttled by {REASONS[bit]}"
-            yield Finding(Severity.WARNING, found, "all ranks wait for the slowest GPU", fix)
+            throttled = f"{gpu.name}: throttled by {REASONS[bit]}"
+            yield Finding(Severity.WARNING, throttled, "all ranks wait for the slowest GPU", fix)
     heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
     if heat is not None and heat >= _HOT:
         why = "near its limit the driver lowers the clock"
@@ -247,8 +247,8 @@ def _of_kernel_log(facts: list[str]) -> Iterator[Finding]:
 
 def _xids(log: str) -> Iterator[Finding]:
     counts: dict[tuple[str, int], int] = {}
-    for found in _XID.finditer(log):
-        key = found[1], int(found[2])
+    for match in _XID.finditer(log):
+        key = match[1], int(match[2])
         counts[key] = counts.get(key, 0) + 1
     for (place, number), count in counts.items():
         meaning = _XIDS.get(number, "see NVIDIA's list of Xid errors")

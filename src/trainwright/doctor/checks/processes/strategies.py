@@ -55,12 +55,12 @@ def check(context: CheckContext) -> CheckResult:
             late.append(name)
             continue
         try:
-            fact, found = _compared(context, reference, name)
+            fact, new_findings = _compared(context, reference, name)
         except CannotCheck:
             late.append(name)
             continue
         facts.append(fact)
-        findings += found
+        findings += new_findings
     facts += [f"not run: {name}: {library.title} is not installed" for name, library in missing.items() if library]
     facts += [f"not run, time limit reached: {', '.join(late)}"] if late else []
     return CheckResult(tuple(facts), tuple(findings))

@@ -81,12 +81,12 @@ def _of_cuda(facts: list[str]) -> Iterator[Finding]:
             f"install the CUDA toolkit {wanted} if you use one of them",
         )
         return
-    found = re.search(r"release (\d+)\.", _version([nvcc, "--version"]))
-    facts.append(f"{nvcc}, CUDA {found[1] if found else 'unknown'}")
-    if wanted is not None and found is not None and found[1] != wanted.partition(".")[0]:
+    match = re.search(r"release (\d+)\.", _version([nvcc, "--version"]))
+    facts.append(f"{nvcc}, CUDA {match[1] if match else 'unknown'}")
+    if wanted is not None and match is not None and match[1] != wanted.partition(".")[0]:
         yield _warning(
-            f"nvcc is of CUDA {found[1]}, and torch of CUDA {wanted}",
-            f"install the CUDA toolkit {wanted} and set CUDA_HOME to it, or torch for CUDA {found[1]}",
+            f"nvcc is of CUDA {match[1]}, and torch of CUDA {wanted}",
+            f"install the CUDA toolkit {wanted} and set CUDA_HOME to it, or torch for CUDA {match[1]}",
         )
 
 
@@ -99,8 +99,8 @@ def _version(command: list[str]) -> str:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = re.search(r"release \d+\.\d+|\d+\.\d+(?:\.\d+)?", ended.stdout)
-    return found[0] if found else ""
+    match = re.search(r"release \d+\.\d+|\d+\.\d+(?:\.\d+)?", ended.stdout)
+    return match[0] if match else ""
 
 
 def _warning(what: str, fix: str) -> Finding:

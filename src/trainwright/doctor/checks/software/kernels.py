@@ -130,9 +130,9 @@ def compare(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> float:
     import torch
 
     rounded = [each.to(dtype) for each in kernel.inputs]
-    found = _with_gradients(kernel.run, [each.to(device) for each in rounded])
+    actual = _with_gradients(kernel.run, [each.to(device) for each in rounded])
     expected = _with_gradients(kernel.plain, [each.float() for each in rounded])
-    differences = [(a.float().cpu() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+    differences = [(a.float().cpu() - b).norm() / b.norm() for a, b in zip(actual, expected, strict=True)]
     return float(torch.stack(differences).max())
 
 

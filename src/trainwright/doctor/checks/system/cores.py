@@ -49,15 +49,15 @@ def _chosen(cores: list[int]) -> list[int]:
 def _rates(cores: list[int]) -> dict[int, float]:
     """Return hashed bytes per second of computing time on each core; time of other programs does not count."""
     allowed = os.sched_getaffinity(0)
-    found: dict[int, float] = {}
+    rates: dict[int, float] = {}
     try:
         for _ in range(_ROUNDS):
             for core in cores:
                 os.sched_setaffinity(0, {core})
-                found[core] = max(found.get(core, 0.0), _rate())
+                rates[core] = max(rates.get(core, 0.0), _rate())
     finally:
         os.sched_setaffinity(0, allowed)
-    return found
+    return rates
 
 
 def _rate() -> float:
@@ -149,12 +149,12 @@ def _capped(cores: list[int], root: Path = _SYSTEM) -> Iterator[Finding]:
 
 def _heat(cores: list[int], root: Path = _SYSTEM) -> dict[int, int]:
     """Return how often each core was throttled by heat since the machine started, where the kernel counts it."""
-    found = {}
+    counts = {}
     for core in cores:
         count = read(root / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").strip()
         if count.isdigit():
-            found[core] = int(count)
-    return found
+            counts[core] = int(count)
+    return counts
 
 
 def _facts(rates: Mapping[int, float], shares: Mapping[str, float]) -> Iterator[str]:

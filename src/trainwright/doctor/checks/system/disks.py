@@ -112,11 +112,11 @@ def _opened(file: Path, flags: int) -> int:
 
 def _by_file_system(directories: tuple[Path, ...]) -> dict[int, tuple[Path, list[Path]]]:
     """Return for each file system, by its device, a directory that exists and the directories that are asked for."""
-    found: dict[int, tuple[Path, list[Path]]] = {}
+    by_device: dict[int, tuple[Path, list[Path]]] = {}
     for directory in dict.fromkeys(directories):
         existing = next(path for path in (directory, *directory.parents) if os.path.isdir(path))
-        found.setdefault(existing.stat().st_dev, (existing, []))[1].append(directory)
-    return found
+        by_device.setdefault(existing.stat().st_dev, (existing, []))[1].append(directory)
+    return by_device
 
 
 def _not_written(named: str, error: OSError) -> Finding:
@@ -153,8 +153,8 @@ def _full(named: str, free: int) -> Iterator[Finding]:
 
 
 def _free(directory: Path) -> int:
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def _device(place: int, directory: Path) -> str:
@@ -182,8 +182,8 @@ def _file_system(directory: Path) -> str:
 def _link_rate(device: Path) -> float | None:
     """Return bytes per second of the PCIe link of a device."""
     speed, lanes = read(device / "current_link_speed"), read(device / "current_link_width").strip()
-    found = re.match(r"[\d.]+", speed)
-    generation = _GENERATIONS.get(found[0]) if found else None
+    match = re.match(r"[\d.]+", speed)
+    generation = _GENERATIONS.get(match[0]) if match else None
     if generation is None or not lanes.isdigit():
         return None
     return pcie(generation, int(lanes)).bandwidth

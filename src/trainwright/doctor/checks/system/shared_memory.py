@@ -24,7 +24,7 @@ def check(context: CheckContext) -> CheckResult:
         raise CannotCheck("this system does not use /dev/shm")
     gpus = len(context.machine.gpus)
     try:
-        found = os.statvfs(_SHARED)
+        status = os.statvfs(_SHARED)
     except OSError as error:
         finding = Finding(
             Severity.BROKEN,
@@ -33,7 +33,7 @@ def check(context: CheckContext) -> CheckResult:
             f"mount -t tmpfs tmpfs {_SHARED}",
         )
         return CheckResult((), (finding,))
-    whole, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    whole, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     fact = f"{size(whole)}, {size(free)} free"
     return CheckResult((fact,), tuple(_findings(whole, free, gpus)))
 
