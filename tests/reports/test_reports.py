@@ -21,7 +21,7 @@ from trainwright.reports.comparing import paired_differences, recipe_differences
 from trainwright.reports.figures import RunFigures, curves_of, moving_average, thinned
 from trainwright.reports.html import Page, prose
 from trainwright.reports.page import machines, seconds_by_kind
-from trainwright.reports.remarks import Remarks, write_remarks
+from trainwright.reports.remarks import RunRemarks, write_remarks
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\x1b[31m'
 
@@ -194,7 +194,7 @@ def test_only_a_measurement_outside_of_the_plans_interval_is_colored(tmp_path: P
 
 def test_the_tags_and_the_note_of_a_run_are_on_its_page(tmp_path: Path) -> None:
     run = finished(tmp_path / "run")
-    write_remarks(run, Remarks(["good", "<b>"], HOSTILE))
+    write_remarks(run, RunRemarks(["good", "<b>"], HOSTILE))
     page = tw.report(run).read_text()
     assert "good, &lt;b&gt;" in page and "alert(1)" in page and "<script>alert" not in page
 

@@ -36,7 +36,7 @@ _LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Halving:
+class SuccessiveHalving:
     """Successive halving.
 
     Attributes:
@@ -50,7 +50,7 @@ class Halving:
     highest: bool
 
     @classmethod
-    def of(cls, factor: int, recipes: Mapping[Variant, schema.Recipe], metric: str, highest: bool) -> Halving:
+    def of(cls, factor: int, recipes: Mapping[Variant, schema.Recipe], metric: str, highest: bool) -> SuccessiveHalving:
         """Return the rungs for these variants. Raises RequestError if they cannot be compared at the same steps."""
         steps = {recipe.train.max_steps for recipe in recipes.values()}
         (last,) = steps if len(steps) == 1 else (None,)
@@ -114,7 +114,7 @@ class VariantRuns:
     jobs: int | None
     progress: bool
 
-    def train(self, halving: Halving | None) -> None:
+    def train(self, halving: SuccessiveHalving | None) -> None:
         """Train all variants to their end; with ``halving`` only the best ones.
 
         Raises:
@@ -404,7 +404,7 @@ def ablate(
     runs = runs_of(recipes)
     directory = user_path(out or Path("runs") / f"{_stem(source)}-sweep")
     distinct = {variant: recipes[variant] for variant in dict.fromkeys(runs.values())}
-    rungs = None if halving is None or metric is None else Halving.of(halving, distinct, metric, highest)
+    rungs = None if halving is None or metric is None else SuccessiveHalving.of(halving, distinct, metric, highest)
     if progress:
         for variant, run in runs.items():
             if variant != run:

@@ -198,7 +198,7 @@ def collected(
     _announce(section, collection, processes)
     began = time.monotonic()
     try:
-        with _interruptible(), _Shown() as shown:
+        with _interruptible(), _GroupProgress() as shown:
             made = collect(collection, processes, shown)
     except KeyboardInterrupt:
         raise Stopped("stopped; finished tasks are kept: run the same command again to continue") from None
@@ -256,7 +256,7 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Shown:
+class _GroupProgress:
     """Show a progress bar on a terminal, or a line for each finished group of tasks elsewhere."""
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class _Shown:
         self._task = self._bar.add_task("tasks", total=1.0)
         self._said = -1
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _GroupProgress:
         if self._console.is_terminal:
             self._bar.start()
         return self

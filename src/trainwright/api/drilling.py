@@ -31,10 +31,10 @@ from trainwright.recipe.loading import dump_recipe
 from trainwright.text import say
 
 if TYPE_CHECKING:
-    from trainwright.drilling.campaign import Results
+    from trainwright.drilling.campaign import CampaignResults
     from trainwright.drilling.invariants import Undisturbed
-    from trainwright.drilling.kinds import Spread, Trial
-    from trainwright.drilling.trial_settings import Setting
+    from trainwright.drilling.kinds import DrillTrial, Spread
+    from trainwright.drilling.trial_settings import TrialSettings
     from trainwright.recipe import schema
     from trainwright.recipe.yaml_text import Tree
 
@@ -172,7 +172,7 @@ class DrillRequest:
 
 def _drill(asked: DrillRequest, progress: bool) -> Drill:
     """Perform the trials that have no verdict yet, in a process that does nothing else."""
-    from trainwright.drilling.campaign import Results, cells, notes, rows_of
+    from trainwright.drilling.campaign import CampaignResults, cells, notes, rows_of
     from trainwright.drilling.shortened import setting_of, shortened, spreads_of
     from trainwright.launch.ending.stop import interruptible
     from trainwright.launch.group.environment import refuse_worker
@@ -186,7 +186,7 @@ def _drill(asked: DrillRequest, progress: bool) -> Drill:
     trials = _trials(asked, recipe, spreads)
     _check_directory(asked, dump_recipe(recipe))
     directory.mkdir(parents=True, exist_ok=True)
-    results = Results(directory / _TRIALS)
+    results = CampaignResults(directory / _TRIALS)
     with lock_directory(directory, f"{directory} is used by another drill"), interruptible():
         setting = setting_of(recipe, directory / _RECIPE, spreads, directory / "undisturbed")
         try:
@@ -220,7 +220,7 @@ def _check_directory(asked: DrillRequest, recipe: str) -> None:
         raise RequestError(f"--resume: the drill in {directory} is of another recipe; choose another --output")
 
 
-def _trials(asked: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, ...]) -> list[Trial]:
+def _trials(asked: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, ...]) -> list[DrillTrial]:
     """Return the trials in their order. Raises RequestError if there are none."""
     from trainwright.drilling.faults import catalog  # noqa: F401
     from trainwright.drilling.kinds import KINDS, matching, schedule
@@ -243,8 +243,8 @@ def _trials(asked: DrillRequest, recipe: schema.Recipe, spreads: tuple[Spread, .
 
 
 def _possible(
-    trials: Sequence[Trial], recipe: schema.Recipe, setting: Setting
-) -> tuple[list[Trial], dict[Spread, Undisturbed]]:
+    trials: Sequence[DrillTrial], recipe: schema.Recipe, setting: TrialSettings
+) -> tuple[list[DrillTrial], dict[Spread, Undisturbed]]:
     """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
     from trainwright.drilling.kinds import KINDS, moved
     from trainwright.drilling.shortened import phases_of
@@ -257,7 +257,7 @@ def _possible(
     return moved(trials, refused, cases), refused
 
 
-def _left(trials: Sequence[Trial], results: Results) -> list[Trial]:
+def _left(trials: Sequence[DrillTrial], results: CampaignResults) -> list[DrillTrial]:
     """Return the trials without a verdict, and those that did not hold."""
     from trainwright.drilling.campaign import BROKEN, MISSED
 
@@ -267,9 +267,9 @@ def _left(trials: Sequence[Trial], results: Results) -> list[Trial]:
 def _perform(
     asked: DrillRequest,
     recipe: schema.Recipe,
-    trials: list[Trial],
-    results: Results,
-    setting: Setting,
+    trials: list[DrillTrial],
+    results: CampaignResults,
+    setting: TrialSettings,
     begun: float,
     progress: bool,
 ) -> None:
@@ -281,7 +281,7 @@ def _perform(
     done: set[tuple[str, str]] = set()
     of = ""
 
-    def still_left() -> list[Trial]:
+    def still_left() -> list[DrillTrial]:
         nonlocal refused
         possible, refused = _possible(trials, recipe, setting)
         return [trial for trial in _left(possible, results) if (trial.name, str(trial.case)) not in done]
@@ -296,7 +296,7 @@ def _perform(
     def over_or_refused() -> bool:
         return over() or len(_possible(trials, recipe, setting)[1]) > len(refused)
 
-    def waiting(trials: Sequence[Trial], seconds: float) -> None:
+    def waiting(trials: Sequence[DrillTrial], seconds: float) -> None:
         # Drawn from the loop, as processes are forked from this one: a thread could hold a lock meanwhile.
         if stream and text.is_terminal(stream):
             names = ", ".join(trial.name for trial in trials)
@@ -315,7 +315,7 @@ def _perform(
                 say(f"[{len(done)}{of}] {about}  {why}".rstrip(), file=stream)
 
 
-def _undisturbed_seconds(setting: Setting, left: Sequence[Trial], stream: TextIO | None) -> float:
+def _undisturbed_seconds(setting: TrialSettings, left: Sequence[DrillTrial], stream: TextIO | None) -> float:
     """Return what a run takes without a fault. Raises MachineError, RequestError or TrainingError if none finishes."""
     from trainwright.drilling.invariants import Undisturbed
     from trainwright.drilling.trial_environment import undisturbed_seconds

@@ -16,7 +16,7 @@ from trainwright.simulation.report import Simulation
 if TYPE_CHECKING:
     from trainwright.machine.machine_file import Written
     from trainwright.planning.facts import Facts
-    from trainwright.planning.plan import Plan as Details
+    from trainwright.planning.plan import RunPlan as Details
     from trainwright.recipe import schema
     from trainwright.simulation.start import Asked
 

@@ -449,16 +449,16 @@ def _written(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _shown() -> Iterator[_Shown]:
+def _shown() -> Iterator[_LineProgress]:
     """Show the progress; on a terminal the line disappears at the end."""
     try:
-        yield _Shown()
+        yield _LineProgress()
     finally:
         if is_terminal(sys.stderr):
             draw("", sys.stderr)
 
 
-class _Shown:
+class _LineProgress:
     """Progress on one line of a terminal, and occasional lines elsewhere."""
 
     def __init__(self) -> None:

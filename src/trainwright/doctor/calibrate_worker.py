@@ -13,7 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.doctor.calibrate_cases import Case, Run, attention_cases, other_cases, product_cases, traffic_cases
+from trainwright.doctor.calibrate_cases import (
+    CalibrationCase,
+    Run,
+    attention_cases,
+    other_cases,
+    product_cases,
+    traffic_cases,
+)
 from trainwright.doctor.calibrate_passes import pass_cases
 from trainwright.doctor.undisturbed import Stopwatch, Timed, undisturbed
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
@@ -78,8 +85,8 @@ class _Stopped(Exception):
 
 
 def _measured(
-    world: World, cases: list[tuple[str, Case]], ends: tuple[float, float], parts: dict[str, float]
-) -> list[tuple[Case, Timed]]:
+    world: World, cases: list[tuple[str, CalibrationCase]], ends: tuple[float, float], parts: dict[str, float]
+) -> list[tuple[CalibrationCase, Timed]]:
     """Return each case with its seconds, the mean over the ranks.
 
     Cases are timed in rounds over all of them, so that a disturbance by other programs does not affect only a few;
@@ -116,13 +123,13 @@ def _measured(
     return results
 
 
-def _of_rounds(case: Case, times: list[Timed]) -> Timed:
+def _of_rounds(case: CalibrationCase, times: list[Timed]) -> Timed:
     """Return the best, or the typical, of a case's rounds, preferring undisturbed ones."""
     clean = sorted(one for one in times if not one.is_disturbed) or sorted(times)
     return clean[int((0.25 if case.typical else 0.0) * len(clean))]
 
 
-def _time(world: World, clock: Stopwatch, case: Case, run: Run, slot: float) -> Timed:
+def _time(world: World, clock: Stopwatch, case: CalibrationCase, run: Run, slot: float) -> Timed:
     """Return the seconds of one call, from ``slot`` seconds of calls after an uncounted one."""
     run()
     on_gpu = world.device.type == "cuda"
@@ -185,14 +192,14 @@ _WIDTH = {"cpu": 512, "cuda": 4096}
 _ROUNDS = 3
 
 
-def collective_cases(world: World) -> Iterator[Case]:
+def collective_cases(world: World) -> Iterator[CalibrationCase]:
     """Yield the collectives that strategies use, by the bytes of the full tensor."""
     if world.size == 1:
         return
     kind = world.device.type
     for count, held_out in [(n, False) for n in _BYTES[kind]] + [(n, True) for n in _HELD_OUT_BYTES[kind]]:
         for name, build in _BUILDERS.items():
-            yield Case(f"collective/{name}", (count,), held_out, partial(build, world, count), joint=True)
+            yield CalibrationCase(f"collective/{name}", (count,), held_out, partial(build, world, count), joint=True)
 
 
 def measure_overlap(world: World) -> float:

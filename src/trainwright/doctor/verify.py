@@ -187,19 +187,21 @@ def run_side(side: ComparedRun, steps: int, stopping: Stopping, *, is_shown: boo
 
 def _work(side: ComparedRun, steps: int, is_shown: bool) -> int:
     """Run a side in every worker."""
-    from trainwright.launch.run_worker import Trial, Worker, run_worker
+    from trainwright.launch.run_worker import TrialRun, Worker, run_worker
 
     return run_worker(
-        Worker(side.run), observers=lambda recipe: _observers(side.name, steps) if is_shown else (), trial=Trial(steps)
+        Worker(side.run),
+        observers=lambda recipe: _observers(side.name, steps) if is_shown else (),
+        trial=TrialRun(steps),
     )
 
 
 def _observers(name: str, steps: int) -> Sequence[Callable[[EventRecord], None]]:
     stream = console()
-    return [] if stream is None else [_Shown(name, steps, stream)]
+    return [] if stream is None else [_SideProgress(name, steps, stream)]
 
 
-class _Shown:
+class _SideProgress:
     """Show the layout and the steps of a side while it runs."""
 
     def __init__(self, name: str, steps: int, stream: TextIO) -> None:

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from trainwright import text
-from trainwright.drilling.invariants import Broken, Missed, Skipped, Undisturbed
-from trainwright.drilling.kinds import KINDS, Trial
+from trainwright.drilling.invariants import InvariantBroken, Missed, Skipped, Undisturbed
+from trainwright.drilling.kinds import KINDS, DrillTrial
 from trainwright.drilling.trial_environment import perform
-from trainwright.drilling.trial_settings import Setting
+from trainwright.drilling.trial_settings import TrialSettings
 
 HELD, BROKEN, SKIPPED, MISSED = "held", "broken", "skipped", "missed"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
-class Results:
+class CampaignResults:
     """The verdicts so far: one JSON object a line, the last one of a trial counts."""
 
     path: Path
@@ -52,20 +52,20 @@ class Results:
             begins = b"\n" if file.read(1) not in (b"", b"\n") else b""  # the last line was cut
             file.write(begins + json.dumps(line).encode() + b"\n")
 
-    def of(self, trials: Iterable[Trial]) -> dict[Trial, dict[str, Any] | None]:
+    def of(self, trials: Iterable[DrillTrial]) -> dict[DrillTrial, dict[str, Any] | None]:
         """Return the verdict of each trial; None where there is none yet."""
         known = self.read()
         return {trial: known.get(trial.key) for trial in trials}
 
 
 def run_trials(
-    trials: Sequence[Trial],
-    setting: Setting,
+    trials: Sequence[DrillTrial],
+    setting: TrialSettings,
     work: Path,
     jobs: int = 1,
     keep: bool = False,
     until: Callable[[], bool] = lambda: False,
-    waiting: Callable[[Sequence[Trial], float], None] = lambda trials, seconds: None,
+    waiting: Callable[[Sequence[DrillTrial], float], None] = lambda trials, seconds: None,
 ) -> Iterator[dict[str, Any]]:
     """Perform the trials, ``jobs`` at once, and yield the line of each as it comes.
 
@@ -78,7 +78,7 @@ def run_trials(
     context = multiprocessing.get_context("fork")
     to_come = list(trials)
     told = time.monotonic()
-    going: dict[Any, tuple[Trial, Path, float]] = {}
+    going: dict[Any, tuple[DrillTrial, Path, float]] = {}
     try:
         while to_come or going:
             while to_come and len(going) < jobs:
@@ -120,7 +120,7 @@ def run_trials(
             _end(process)
 
 
-def _in_process(trial: Trial, place: Path, setting: Setting) -> None:
+def _in_process(trial: DrillTrial, place: Path, setting: TrialSettings) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the trial ends its commands
@@ -131,7 +131,7 @@ def _in_process(trial: Trial, place: Path, setting: Setting) -> None:
         if reason := kind.needs():
             raise Skipped(reason)
         measures = perform(trial, place, setting)
-    except Broken as error:
+    except InvariantBroken as error:
         verdict, why = BROKEN, str(error)
     except Missed as error:
         verdict, why = MISSED, str(error)
@@ -202,7 +202,7 @@ class Row:
         }
 
 
-def rows_of(lines: Mapping[Trial, dict[str, Any] | None]) -> list[Row]:
+def rows_of(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[Row]:
     """Return a row for each kind with a verdict, by name, and the last one for all."""
     rows: dict[str, Row] = {}
     for trial, line in sorted(lines.items(), key=lambda item: item[0].name):
@@ -211,12 +211,12 @@ def rows_of(lines: Mapping[Trial, dict[str, Any] | None]) -> list[Row]:
     return [*rows.values(), Row("all", [line for row in rows.values() for line in row.lines])]
 
 
-def table(lines: Mapping[Trial, dict[str, Any] | None]) -> str:
+def table(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> str:
     """Return the table, as wide as it is, with its notes."""
     return shown(cells(lines), notes(lines))
 
 
-def cells(lines: Mapping[Trial, dict[str, Any] | None]) -> list[list[str]]:
+def cells(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[list[str]]:
     """Return the cells of the table by row, the head first."""
     table = [["kind", "tries", HELD, BROKEN, MISSED, SKIPPED, *_MEASURES.values()]]
     for row in rows_of(lines):
@@ -225,7 +225,7 @@ def cells(lines: Mapping[Trial, dict[str, Any] | None]) -> list[list[str]]:
     return table
 
 
-def notes(results: Mapping[Trial, dict[str, Any] | None], refused: Mapping[str, str] | None = None) -> list[str]:
+def notes(results: Mapping[DrillTrial, dict[str, Any] | None], refused: Mapping[str, str] | None = None) -> list[str]:
     """Return the trials that did not hold with their reasons, and what could not be tried here.
 
     Args:

@@ -190,7 +190,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
         header: dict[str, Any] = json.loads(file.read(length))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     if 8 + length + max(ends, default=0) != size:
-        raise Broken(f"{path} is {size} bytes, not what its header says")
+        raise InvariantBroken(f"{path} is {size} bytes, not what its header says")
     return header
 
 
@@ -205,7 +205,7 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in spans) or "none"
 
 
-class Broken(Exception):
+class InvariantBroken(Exception):
     """A promise was not kept; the message says which."""
 
 
@@ -228,4 +228,4 @@ class Undisturbed(Exception):
 def require(holds: object, otherwise: str) -> None:
     """Raise Broken with the message unless the condition holds."""
     if not holds:
-        raise Broken(otherwise)
+        raise InvariantBroken(otherwise)

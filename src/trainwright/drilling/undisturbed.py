@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainwright.drilling.invariants import Undisturbed
 from trainwright.drilling.kinds import Spread
-from trainwright.drilling.trial_settings import Setting
+from trainwright.drilling.trial_settings import TrialSettings
 from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING
 
 # What trials are compared with.
@@ -22,7 +22,7 @@ _FAILURE = "failure.json"
 
 
 def made_once(
-    setting: Setting,
+    setting: TrialSettings,
     files: Sequence[Path],
     spread: Spread,
     name: str,
@@ -54,23 +54,23 @@ def made_once(
     return place / "run"
 
 
-def refusals(setting: Setting, spreads: Iterable[Spread]) -> dict[Spread, Undisturbed]:
+def refusals(setting: TrialSettings, spreads: Iterable[Spread]) -> dict[Spread, Undisturbed]:
     """Return the strategies and numbers of processes that the recipe has failed with, and how."""
     failures = {spread: _failure(_reference(setting, spread)) for spread in spreads}
     return {spread: failure for spread, failure in failures.items() if failure is not None}
 
 
-def forget_refusals(setting: Setting, spreads: Iterable[Spread]) -> None:
+def forget_refusals(setting: TrialSettings, spreads: Iterable[Spread]) -> None:
     """Let runs that have failed be tried again."""
     for spread in spreads:
         (_reference(setting, spread) / _FAILURE).unlink(missing_ok=True)
 
 
-def _reference(setting: Setting, spread: Spread) -> Path:
+def _reference(setting: TrialSettings, spread: Spread) -> Path:
     return _place(setting, setting.files.values(), spread, REFERENCE, ())
 
 
-def _place(setting: Setting, files: Iterable[Path], spread: Spread, name: str, overrides: Sequence[str]) -> Path:
+def _place(setting: TrialSettings, files: Iterable[Path], spread: Spread, name: str, overrides: Sequence[str]) -> Path:
     texts = [name, setting.code, spread[0], str(spread[1]), *overrides]
     contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     digest = hashlib.sha256(json.dumps([*texts, *contents]).encode()).hexdigest()[:16]

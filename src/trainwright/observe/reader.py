@@ -39,7 +39,7 @@ def read_events(path: Path) -> list[EventRecord]:
 
 
 @dataclass(frozen=True)
-class EventLog:
+class RunEvents:
     """A run's events.
 
     Attributes:
@@ -54,7 +54,7 @@ class EventLog:
     damage: list[str]
 
 
-def read_log(path: Path) -> EventLog:
+def read_log(path: Path) -> RunEvents:
     """Return the events of `events.jsonl`, and what could not be read; nothing if there is no such file."""
     damage: list[str] = []
     try:
@@ -63,7 +63,7 @@ def read_log(path: Path) -> EventLog:
         everything = []
     except OSError as error:
         everything, damage = [], [f"{path.name}: {error.strerror}"]
-    return EventLog(history_of(everything), everything, damage)
+    return RunEvents(history_of(everything), everything, damage)
 
 
 def read_recipe(run: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
 from trainwright.planning.candidates import LAYOUT_KEYS, Constraints
 from trainwright.planning.facts import experts_note, facts_of
-from trainwright.planning.plan import Plan, constraints_of, installed, make_plan
+from trainwright.planning.plan import RunPlan, constraints_of, installed, make_plan
 from trainwright.planning.processes import in_words, on_nodes, usable_processes
 from trainwright.planning.step_time.basis import basis_of
 from trainwright.recipe.parallel_checks import implied_strategy
@@ -48,7 +48,7 @@ class Resolved:
 
     recipe: Recipe
     reasons: tuple[str, ...]
-    plan: Plan
+    plan: RunPlan
     chosen: tuple[str, ...]
     estimated: bool = False
     usable: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ def resolve(recipe: Recipe, machine: Machine, nodes: int = 1, check_gpus: bool =
     return Resolved(resolved, (*plan.reasons, *remarks), plan, chosen, facts.estimated, usable)
 
 
-def _fitting(recipe: Recipe, allowed: tuple[int, ...], planned: Callable[[Constraints], Plan]) -> tuple[int, ...]:
+def _fitting(recipe: Recipe, allowed: tuple[int, ...], planned: Callable[[Constraints], RunPlan]) -> tuple[int, ...]:
     """Return the allowed numbers of processes on which a resolved recipe fits: with fewer, shards are larger."""
     spec = recipe.parallel.spec
     if spec is None or not spec.shards:
@@ -106,7 +106,7 @@ def _fitting(recipe: Recipe, allowed: tuple[int, ...], planned: Callable[[Constr
     return (*sorted(fit), largest)
 
 
-def filled(recipe: Recipe, plan: Plan) -> Recipe:
+def filled(recipe: Recipe, plan: RunPlan) -> Recipe:
     """Return the recipe with every `auto` replaced by the plan's choice.
 
     Raises:
@@ -123,7 +123,7 @@ def filled(recipe: Recipe, plan: Plan) -> Recipe:
     return resolved
 
 
-def chosen_values(plan: Plan) -> dict[str, dict[str, Any]]:
+def chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:
     """Return the plan's values for ``auto``, by section and key of the recipe."""
     choice = plan.chosen.choice
     train = {

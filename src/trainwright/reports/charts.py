@@ -13,7 +13,7 @@ from trainwright.errors import RequestError
 from trainwright.installation import install_command
 from trainwright.machine.cache import cache_root, try_write
 from trainwright.observe.reader import part_of
-from trainwright.reports.figures import Curve, RunFigures, curves_of
+from trainwright.reports.figures import PlottedCurve, RunFigures, curves_of
 
 AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Seconds of training", "flops": "FLOPs"}
 _HEIGHT = 220
@@ -41,7 +41,7 @@ def curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
     return charts
 
 
-def _rows(curve: Curve, run: str, places: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
+def _rows(curve: PlottedCurve, run: str, places: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
     """Return a row for each point; ``part`` counts the gaps before it, ``alone`` says that it is between two."""
     rows = []
     for index, (step, value) in enumerate(curve.points):

@@ -255,7 +255,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlottedCurve:
     """Values over steps.
 
     Attributes:
@@ -272,17 +272,17 @@ class Curve:
     smoothed: dict[float, list[float]] = field(default_factory=dict)
 
 
-def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
+def curves_of(run: RunFigures, most: int = 1000) -> dict[str, PlottedCurve]:
     """Return the curves of a run by name: those of ``CURVES``, metrics of steps, and validation metrics as
     ``validation/METRIC``.
 
     Args:
         most: points of a curve; a longer one is thinned, with the extremes of each part kept.
     """
-    curves: dict[str, Curve] = {}
+    curves: dict[str, PlottedCurve] = {}
     lost = [(before, after) for before, after in pairwise(run.steps) if lost_between(before, after)]
     for name, (title, unit) in CURVES.items():
-        curves[name] = Curve(title, unit, breaks=[int(after["step"]) for _, after in lost])
+        curves[name] = PlottedCurve(title, unit, breaks=[int(after["step"]) for _, after in lost])
         scale = 2**30 if unit == "GiB" else 1
         for event in run.steps:
             if name in event:
@@ -291,7 +291,9 @@ def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
         for event in events:
             for metric, value in event.get("metrics", {}).items():
                 words = text.metric_name(metric)
-                curve = curves.setdefault(f"{prefix}{metric}", Curve(f"Validation {words}" if prefix else words, ""))
+                curve = curves.setdefault(
+                    f"{prefix}{metric}", PlottedCurve(f"Validation {words}" if prefix else words, "")
+                )
                 _take(curve, event["step"], value)
     for before, after in lost:
         for metric in before.get("metrics", {}).keys() & after.get("metrics", {}).keys():
@@ -299,7 +301,7 @@ def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
     return {name: _shown(name, curve, most) for name, curve in curves.items() if curve.points}
 
 
-def _take(curve: Curve, step: int, value: Any, scale: int = 1) -> None:
+def _take(curve: PlottedCurve, step: int, value: Any, scale: int = 1) -> None:
     """Append a value, or a break if it is not a number."""
     if is_number(value):
         curve.points.append((int(step), float(value) / scale))
@@ -307,7 +309,7 @@ def _take(curve: Curve, step: int, value: Any, scale: int = 1) -> None:
         curve.breaks.append(int(step))
 
 
-def _shown(name: str, curve: Curve, most: int) -> Curve:
+def _shown(name: str, curve: PlottedCurve, most: int) -> PlottedCurve:
     kept = _extremes(curve.points, most)
     smoothed = {}
     if name not in _SMOOTH and not name.startswith("validation/"):
@@ -317,7 +319,9 @@ def _shown(name: str, curve: Curve, most: int) -> Curve:
         for weight in SMOOTHING:
             averages = moving_average(means, weight)
             smoothed[weight] = [averages[index // size] for index in kept]
-    return Curve(curve.title, curve.unit, [curve.points[index] for index in kept], sorted(curve.breaks), smoothed)
+    return PlottedCurve(
+        curve.title, curve.unit, [curve.points[index] for index in kept], sorted(curve.breaks), smoothed
+    )
 
 
 def moving_average(values: Sequence[float], weight: float) -> list[float]:

@@ -25,7 +25,7 @@ from trainwright.recipe.yaml_text import Tree
 from trainwright.simulation.report import Simulation
 
 if TYPE_CHECKING:
-    from trainwright.planning.plan import Plan
+    from trainwright.planning.plan import RunPlan
     from trainwright.simulation.device.mode import Logs
 
 
@@ -97,11 +97,11 @@ class _Simulating:
         from trainwright.launch import run_directory
         from trainwright.machine.cache import cache_root
         from trainwright.simulation import training
-        from trainwright.simulation.device.cuda import Card
+        from trainwright.simulation.device.cuda import SimulatedGpu
         from trainwright.simulation.device.groups import Rank
 
         card, each = self._cluster.card, self._cluster.devices_per_node
-        rank = Rank(Card(card.name, card.memory_bytes, card.capability, each))
+        rank = Rank(SimulatedGpu(card.name, card.memory_bytes, card.capability, each))
         doing("importing torch")
         logs = training.install(rank)
         asked = self._recipe()
@@ -142,7 +142,7 @@ class _Simulating:
         recipe = recipe.model_copy(update={"evaluate": EvaluateSection()})
         return _changed(recipe, train={"compile": False})
 
-    def _planned(self, recipe: Recipe) -> Plan:
+    def _planned(self, recipe: Recipe) -> RunPlan:
         from trainwright.planning.facts import facts_of
         from trainwright.planning.plan import constraints_of, make_plan
         from trainwright.planning.resolve import possible
@@ -151,7 +151,7 @@ class _Simulating:
         facts = facts_of(recipe)
         return make_plan(constraints_of(recipe), facts.workload, self._cluster, facts.assumptions)
 
-    def _to_run(self, plan: Plan, asked: Recipe) -> Recipe:
+    def _to_run(self, plan: RunPlan, asked: Recipe) -> Recipe:
         """Return the resolved recipe of a few steps, with an evaluation before and after them."""
         from trainwright.planning.resolve import filled, possible
 
@@ -183,7 +183,7 @@ def _attempted(work: Callable[[], None]) -> str | None:
 
 
 def _report(
-    cluster: Cluster, recipe: Recipe, plan: Plan, logs: Logs, error: str | None, notes: tuple[str, ...]
+    cluster: Cluster, recipe: Recipe, plan: RunPlan, logs: Logs, error: str | None, notes: tuple[str, ...]
 ) -> Simulation:
     from trainwright.planning.collectives import collectives
 

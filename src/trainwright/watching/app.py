@@ -21,7 +21,7 @@ from starlette.routing import Route
 from trainwright.api.stopping import checkpoint, stop
 from trainwright.errors import TrainwrightError
 from trainwright.reports.html import as_json
-from trainwright.reports.remarks import Remarks
+from trainwright.reports.remarks import RunRemarks
 from trainwright.watching.board import AXES, Board
 
 _PAGE = files("trainwright.watching")
@@ -70,7 +70,7 @@ def application(board: Board, token: str) -> Starlette:
 
     async def remark(request: Request) -> Response:
         body = await _body(request)
-        await run_in_threadpool(board.remark, _run(request), Remarks(body.get("tags", []), body.get("note", "")))
+        await run_in_threadpool(board.remark, _run(request), RunRemarks(body.get("tags", []), body.get("note", "")))
         return _json("saved")
 
     routes = [

@@ -22,7 +22,7 @@ from trainwright.paths import files_inside, open_inside
 from trainwright.reports.comparing import recipe_differences
 from trainwright.reports.figures import FLOPS, RunFigures
 from trainwright.reports.page import machine_curves
-from trainwright.reports.remarks import Remarks, read_remarks, write_remarks
+from trainwright.reports.remarks import RunRemarks, read_remarks, write_remarks
 
 AXES = ("step", "tokens", "seconds", "flops")
 _LOOK_SECONDS = 1.0
@@ -126,7 +126,7 @@ class Board:
                 "logs": _logs(follower.directory),
             }
 
-    def remark(self, name: str, remarks: Remarks) -> None:
+    def remark(self, name: str, remarks: RunRemarks) -> None:
         """Write the tags and the note of a run. Raises RequestError if its directory cannot be written to."""
         directory = self.directory(name)
         try:

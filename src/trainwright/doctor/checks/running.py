@@ -10,10 +10,10 @@ from datetime import datetime
 
 from trainwright import __version__
 from trainwright.doctor.checks.check import (
-    Broken,
     CannotCheck,
     Check,
     CheckContext,
+    CheckEnded,
     CheckResult,
     Finding,
     Outcome,
@@ -67,7 +67,7 @@ def _outcome(check: Check, context: CheckContext, broken: set[str], is_late: boo
         result = check.load()(context)
     except CannotCheck as error:
         return Outcome(check.name, check.title, time.monotonic() - begun, skipped=str(error))
-    except Broken as error:
+    except CheckEnded as error:
         result = CheckResult((), (error.finding,))
     except Stopped:
         raise

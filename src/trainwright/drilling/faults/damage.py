@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainwright.drilling import invariants, phases
-from trainwright.drilling.commands import Ended
+from trainwright.drilling.commands import CommandResult
 from trainwright.drilling.invariants import require
 from trainwright.drilling.kinds import ANY, COPIES, SEVERAL, fault
 from trainwright.drilling.trial_environment import FAILED, FINISHED, REQUEST, STOPPED, Scene
@@ -249,7 +249,7 @@ def _uncompiled(scene: Scene) -> tuple[str, ...]:
     return ("train.compile=false",) if compiled else ()
 
 
-def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> Ended:
+def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> CommandResult:
     """Train the run with an additional step policy."""
     own = load_recipe(scene.recipe).train.step_policies
     policies = f"train.step_policies={json.dumps([*own, f'{_POLICIES}:{policy}'])}"

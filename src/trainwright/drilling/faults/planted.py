@@ -61,7 +61,7 @@ class Planted(StepPolicy):
         hook = self.training.task.blocks()[0].register_forward_hook(after_block, prepend=True)
 
 
-class Weight(Planted):
+class FlippedWeight(Planted):
     """Flip a bit of a trained weight, in master precision, after a step. Ranks must have all weights."""
 
     def after(self, step: int) -> None:
@@ -77,7 +77,7 @@ class Weight(Planted):
         return [tensor for name, tensor in strategy.parameters(frozen=False) if name in names]
 
 
-class FrozenWeight(Weight):
+class FrozenWeight(FlippedWeight):
     """Flip a bit of a weight that is not trained, such as one under an adapter, after a step."""
 
     def weights(self) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from trainwright.drilling import invariants, phases
-from trainwright.drilling.commands import Ended
+from trainwright.drilling.commands import CommandResult
 from trainwright.drilling.faults.kills import RESTARTS, started
 from trainwright.drilling.invariants import Missed, require
 from trainwright.drilling.kinds import ANY, SEVERAL, fault
@@ -128,7 +128,7 @@ def paused_worker(scene: Scene) -> None:
     scene.stays_undisturbed(scene.wait(command))
 
 
-def _stopped_and_resumed(scene: Scene, ended: Ended) -> None:
+def _stopped_and_resumed(scene: Scene, ended: CommandResult) -> None:
     if ended.code == FINISHED:
         # Only a run whose last step was done when the signal came may finish.
         invariants.complete_and_same(scene.run, scene.reference(), exact=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
-from trainwright.launch.clusters.settings import Cluster, settings_of
+from trainwright.launch.clusters.settings import ClusterSettings, settings_of
 from trainwright.launch.ending.exit_code import SHUTDOWN_TIMEOUT
 from trainwright.recipe.loading import load_recipe
 
@@ -32,7 +32,7 @@ class Job:
     run: Path
     recipe: Path
     overrides: tuple[str, ...]
-    settings: Cluster
+    settings: ClusterSettings
 
     def runs(self) -> Iterator[Path]:
         """Yield the directory of each run: one, or those of an array's elements."""

@@ -17,7 +17,7 @@ import psutil
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.system_files import read
-from trainwright.machine.usage.causes import Cause, causes_of
+from trainwright.machine.usage.causes import Slowdown, causes_of
 from trainwright.machine.usage.counters import Counters, clocks, cores_of, memory
 from trainwright.machine.usage.gpu import gpu_of
 
@@ -45,7 +45,7 @@ _LARGEST = 1e18  # of a figure that is shown
 _CPUINFO_BYTES = 8192  # of a file that is long where there are many cores
 
 
-class Sampler:
+class UsageSampler:
     """Sample this process and its machine; takes less than a millisecond of a processor.
 
     Args:
@@ -201,7 +201,7 @@ class OwnProcess:
 
     def causes(
         self, before: Counters, *, elsewhere: float, planned_threads: float | None = None, sleeps: bool = True
-    ) -> list[Cause]:
+    ) -> list[Slowdown]:
         """Return what has made this process slow since then, largest first.
 
         Args:

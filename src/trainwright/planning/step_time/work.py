@@ -30,7 +30,7 @@ _INSTEAD = {"fp16": "bf16", "bf16": "fp32", "fp32": "fp32", "tf32": "fp32"}
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """Seconds on the device by purpose, and the number of kernels that the host launches.
 
     ``traffic``: kernels bound by memory. ``loss``: the softmax over the vocabulary. ``host``: time of a CPU between its
@@ -49,8 +49,8 @@ class Work:
         """Seconds on the device, if a GPU's kernels run back to back."""
         return self.products + self.attention + self.traffic + self.loss + self.host
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: DeviceWork) -> DeviceWork:
+        return DeviceWork(
             self.products + other.products,
             self.attention + other.attention,
             self.traffic + other.traffic,
@@ -59,12 +59,12 @@ class Work:
             self.launches + other.launches,
         )
 
-    def __sub__(self, other: Work) -> Work:
+    def __sub__(self, other: DeviceWork) -> DeviceWork:
         return self + other * -1.0
 
-    def __mul__(self, times: float) -> Work:
+    def __mul__(self, times: float) -> DeviceWork:
         parts = (self.products, self.attention, self.traffic, self.loss, self.host, self.launches)
-        return Work(*(part * times for part in parts))
+        return DeviceWork(*(part * times for part in parts))
 
 
 class Pricing:
@@ -97,7 +97,7 @@ class Pricing:
         self._attention: dict[tuple[bool, int], float] = {}
         self._traffic: dict[tuple[str, int], float] = {}
 
-    def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> Work:
+    def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> DeviceWork:
         """Return the work of ``kernels``, all of a forward or all of a backward pass."""
         products = attention = traffic = whole = 0.0
         many = few = 0
@@ -120,7 +120,7 @@ class Pricing:
             traffic *= _COMPILED_TRAFFIC
         launches = many + few * (_COMPILED_KERNELS if compiled else 1.0)
         more = self.in_step
-        return Work(
+        return DeviceWork(
             more.products * products,
             more.attention * attention,
             more.traffic * (traffic + whole),
@@ -129,7 +129,7 @@ class Pricing:
             launches,
         )
 
-    def pass_and_back(self, part: Pass) -> Work:
+    def pass_and_back(self, part: Pass) -> DeviceWork:
         """Return the work of both directions of a part of a model."""
         return self.work(part.forward, backward=False) + self.work(part.backward, backward=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainwright.doctor.checks.check import Broken, CannotCheck, CheckContext, CheckResult, Finding, Severity
+from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckEnded, CheckResult, Finding, Severity
 from trainwright.doctor.checks.processes.starting import ready, two_devices
 from trainwright.launch.process import preload_worker, run_in_child
 from trainwright.text import span
@@ -114,7 +114,7 @@ def _run(context: CheckContext, side: ComparedRun, what: str) -> Finding | None:
     try:
         with watched(what, _SECONDS, context.end):
             run_side(side, _STEPS, context.stopping, is_shown=False)
-    except Broken as broken:
+    except CheckEnded as broken:
         return broken.finding
     except Stopped:
         raise
