@@ -157,7 +157,7 @@ def test_smoothed_curves_follow_the_means_and_lose_no_point(tmp_path: Path) -> N
     assert moving_average([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0]), "without a bias to its beginning"
     assert moving_average([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
     long = [step(n, 100.0 + n, 2.0 + (-1.0) ** n) for n in range(1, 5001)]
-    found = curves_of(RunFigures.read(written(tmp_path / "run", start(100.0), *long)), most=100)
+    found = curves_of(RunFigures.read(written(tmp_path / "run", start(100.0), *long)), limit=100)
     assert {len(values) for values in found["loss"].smoothed.values()} == {len(found["loss"].points)}
     assert found["loss"].smoothed[0.9] == pytest.approx([2.0] * len(found["loss"].points)), "of means, not of extremes"
     assert found["learning_rate"].smoothed == {}

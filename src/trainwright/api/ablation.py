@@ -58,9 +58,9 @@ class SuccessiveHalving:
             raise RequestError("--halving: needs the same train.max_steps in all variants")
         if any(recipe.data.validation is None for recipe in recipes.values()):
             raise RequestError("--halving: needs data.validation, to compare the variants by")
-        first, left = last, len(recipes)
-        while left > 1 and first >= 2 * factor:
-            first, left = first // factor, -(-left // factor)
+        first, remaining = last, len(recipes)
+        while remaining > 1 and first >= 2 * factor:
+            first, remaining = first // factor, -(-remaining // factor)
         rungs = [first]
         while rungs[-1] < last:
             rungs.append(last if rungs[-1] * factor * factor > last else rungs[-1] * factor)
@@ -167,9 +167,9 @@ class VariantRuns:
 
     def _all(self, variants: Sequence[Variant], rung: int | None, slots: Sequence[dict[str, str]]) -> None:
         """Train variants up to a rung, or to their end."""
-        left = [variant for variant in variants if not self._is_done(variant, rung)]
-        if len(slots) == 1 or len(left) < 2:
-            for variant in left:
+        remaining = [variant for variant in variants if not self._is_done(variant, rung)]
+        if len(slots) == 1 or len(remaining) < 2:
+            for variant in remaining:
                 self._say(self._heading(variant, rung))
                 self._train_here(variant, rung)
             return
@@ -188,7 +188,7 @@ class VariantRuns:
                 finally:
                     free.put(slot)
 
-            for done in [pool.submit(train_beside, variant) for variant in left]:
+            for done in [pool.submit(train_beside, variant) for variant in remaining]:
                 done.result()
             if requested:
                 raise Stopped("stopped; the same command continues")
@@ -244,9 +244,9 @@ class VariantRuns:
         return metrics_at(self.directory / variant.name, rung)[1][metric]
 
     def _heading(self, variant: Variant, rung: int | None) -> str:
-        place = list(self.recipes).index(variant) + 1
+        position = list(self.recipes).index(variant) + 1
         to = "" if rung is None else f" to step {rung}"
-        return f"[{place}/{len(self.recipes)}] {' '.join(variant.overrides) or 'unchanged'}{to}"
+        return f"[{position}/{len(self.recipes)}] {' '.join(variant.overrides) or 'unchanged'}{to}"
 
     def _say(self, line: str) -> None:
         if self.progress:
@@ -409,8 +409,8 @@ def ablate(
         for variant, run in runs.items():
             if variant != run:
                 say(f"{variant.name} is trained once, as {run.name}", file=sys.stderr)
-    asked = [*overrides, *([] if rungs is None else rungs.overrides)]
-    VariantRuns(recipe, asked, directory, distinct, metric, jobs, progress).train(rungs)
+    all_overrides = [*overrides, *([] if rungs is None else rungs.overrides)]
+    VariantRuns(recipe, all_overrides, directory, distinct, metric, jobs, progress).train(rungs)
     rows = tuple(_row(variant, run, directory) for variant, run in runs.items())
     ablation = Ablation(directory, rows, metric, highest)
     write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")

@@ -127,7 +127,7 @@ class Collected:
             yield "no episode ended: algorithm_distillation.source.steps is shorter than an episode"
             return
         last = len(self.returns) - 1
-        shown = sorted({round(place * last / 7) for place in range(8)})
+        shown = sorted({round(index * last / 7) for index in range(8)})
         by_episode = ", ".join(f"{self.returns[episode]:.2f} in episode {episode + 1}" for episode in shown)
         yield f"mean return: {by_episode}" + (f"; at best {self.optimum:.2f}" if self.optimum is not None else "")
         if self.chart is not None:
@@ -199,10 +199,10 @@ def collected(
     began = time.monotonic()
     try:
         with _interruptible(), _GroupProgress() as shown:
-            made = collect(collection, processes, shown)
+            is_new = collect(collection, processes, shown)
     except KeyboardInterrupt:
         raise Stopped("stopped; finished tasks are kept: run the same command again to continue") from None
-    return _summary(collection, time.monotonic() - began if made else None, chart)
+    return _summary(collection, time.monotonic() - began if is_new else None, chart)
 
 
 def _collection(section: AlgorithmDistillationSection) -> Collection:

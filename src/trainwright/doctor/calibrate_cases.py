@@ -212,8 +212,8 @@ def _product(precision: str, layout: str, shape: _Shape, device: torch.device) -
         run = partial(F.linear, _random((m, k), precision, device), _random((n, k), precision, device))
     else:
         grad = _random((m, n), precision, device)
-        left, right = (grad, (n, k)) if layout == "input" else (grad.t(), (m, k))
-        run = partial(torch.mm, left, _random(right, precision, device))
+        first, right = (grad, (n, k)) if layout == "input" else (grad.t(), (m, k))
+        run = partial(torch.mm, first, _random(right, precision, device))
     return partial(_in_tf32, run) if precision == "tf32" else run
 
 
@@ -270,7 +270,7 @@ def _attention(precision: str, direction: str, length: int, device: torch.device
 def unequal_lengths(sequences: int, length: int) -> tuple[int, ...]:
     """Return lengths within 10 % of ``length``, as equal sequences would be computed as one batch."""
     spread = range(1 - sequences, sequences, 2)
-    return tuple(length + round(0.1 * length * place / max(1, sequences - 1)) for place in spread)
+    return tuple(length + round(0.1 * length * index / max(1, sequences - 1)) for index in spread)
 
 
 def _optimizer(elements: int, device: torch.device) -> Run:

@@ -118,12 +118,12 @@ def pass_cases(world: World) -> Iterator[CalibrationCase]:
     if world.device.type != "cpu":
         return
     for precision in MIXED:
-        for place, model in enumerate(_MODELS):
+        for number, model in enumerate(_MODELS):
             build = partial(_pass, model, precision)
-            yield CalibrationCase(f"passes/{precision}", (place,), model.held_out, build, typical=True)
-        for place, model in enumerate(_SHARDED if world.size > 1 else ()):
+            yield CalibrationCase(f"passes/{precision}", (number,), model.held_out, build, typical=True)
+        for number, model in enumerate(_SHARDED if world.size > 1 else ()):
             build = partial(_sharded_pass, model, precision, world)
-            yield CalibrationCase(f"sharded/{precision}", (place,), model.held_out, build, joint=True, typical=True)
+            yield CalibrationCase(f"sharded/{precision}", (number,), model.held_out, build, joint=True, typical=True)
 
 
 def split(samples: Mapping[str, Rows]) -> tuple[dict[str, Rows], dict[str, Rows], dict[str, Rows]]:
@@ -171,12 +171,14 @@ def _fitted(
     terms: Numbers, rest: Numbers, rows: Rows, usual: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return coefficients of ``terms`` [M, N], regularized toward ``usual``, and errors of the held-out rows."""
-    wanted = np.array([row["seconds"] for row in rows])
+    measured = np.array([row["seconds"] for row in rows])
     used = np.array([not row["held_out"] for row in rows])
     units = np.array(usual)
-    relative, aim = terms * units / wanted[:, None], 1 - rest / wanted
-    held = _HELD * np.eye(len(units))
-    coefficients = non_negative(np.vstack([relative[used], held]), np.append(aim[used], np.full(len(units), _HELD)))
+    relative, aim = terms * units / measured[:, None], 1 - rest / measured
+    regularization = _HELD * np.eye(len(units))
+    coefficients = non_negative(
+        np.vstack([relative[used], regularization]), np.append(aim[used], np.full(len(units), _HELD))
+    )
     off = np.abs(relative @ coefficients - aim)[~used]
     return tuple(map(float, coefficients * units)), tuple(map(float, off))
 
@@ -247,4 +249,4 @@ def _made(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
     module = CausalLM(
         fresh_model(AutoConfig.for_model("llama", **model.config), seed=0, dtype=dtype), packed=True
     ).train()
-    return module, pack([[place % _VOCABULARY for place in range(length)] for length in model.lengths])()
+    return module, pack([[token % _VOCABULARY for token in range(length)] for length in model.lengths])()

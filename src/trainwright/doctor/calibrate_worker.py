@@ -95,13 +95,13 @@ def _measured(
     each part is added to it.
     """
     rounds: list[list[Timed]] = [[] for _ in cases]
-    kept: dict[int, Run] = {}
+    built: dict[int, Run] = {}
     clock = Stopwatch()
     for number in range(_MOST_ROUNDS):
         for index, (part, case) in enumerate(cases):
             # Rank 0's clock decides for all ranks. This also synchronizes them.
-            begun = time.monotonic()
-            past = [float(world.is_main and begun > end) for end in ends]
+            started = time.monotonic()
+            past = [float(world.is_main and started > end) for end in ends]
             late, over, stopped = world.sum([*past, float(stop_requested())])
             if stopped:
                 raise _Stopped
@@ -109,11 +109,11 @@ def _measured(
                 break
             if over:
                 raise MachineError(_TOO_BUSY)
-            run = kept.get(index) or case.build()
+            run = built.get(index) or case.build()
             if case.typical:  # takes longer to build than to run
-                kept[index] = run
+                built[index] = run
             rounds[index].append(_time(world, clock, case, run, 0.0 if late or not number else _SLOT_SECONDS))
-            parts[part] += time.monotonic() - begun
+            parts[part] += time.monotonic() - started
     own = [_of_rounds(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
     ranks = world.gather_floats([value for one in own for value in one])
     results = []
@@ -174,12 +174,12 @@ def _launch_seconds(device: torch.device) -> float:
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
     times = []
     for _ in range(5):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         y = x
         for _ in range(_LAUNCHES):
             y = y * scale  # one kernel forward, one backward
         torch.autograd.grad(y.sum(), x)
-        times.append((time.perf_counter() - begun) / (2 * _LAUNCHES))
+        times.append((time.perf_counter() - started) / (2 * _LAUNCHES))
         if device.type == "cuda":
             torch.cuda.synchronize()
     return min(times)
@@ -234,10 +234,10 @@ def measure_overlap(world: World) -> float:
 def _seconds(world: World, run: Callable[[], object]) -> float:
     run()
     _finish(world)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     run()
     _finish(world)
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def _finish(world: World) -> None:
@@ -253,14 +253,14 @@ def _all_reduce(world: World, count: int) -> Run:
 
 def _all_gather(world: World, count: int) -> Run:
     part = torch.zeros(count // 4 // world.size, device=world.device)
-    whole = part.new_empty(len(part) * world.size)
-    return lambda: dist.all_gather_single(whole, part)
+    full = part.new_empty(len(part) * world.size)
+    return lambda: dist.all_gather_single(full, part)
 
 
 def _reduce_scatter(world: World, count: int) -> Run:
     part = torch.zeros(count // 4 // world.size, device=world.device)
-    whole = part.new_zeros(len(part) * world.size)
-    return lambda: dist.reduce_scatter_single(part, whole)
+    full = part.new_zeros(len(part) * world.size)
+    return lambda: dist.reduce_scatter_single(part, full)
 
 
 def _broadcast(world: World, count: int) -> Run:

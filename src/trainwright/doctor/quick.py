@@ -84,20 +84,22 @@ def main() -> None:
     parts = {"imports": imported, "measuring": time.monotonic() - request["begun"] - imported}
     measured = datetime.now().astimezone().isoformat(timespec="seconds")
     disturbance = max(measurements["disturbed"], 0.0)
-    made = Calibration(request["machine"], measured, request["versions"], settings, parts, disturbance)
-    json.dump(as_json(made), sys.stdout)
+    calibration = Calibration(request["machine"], measured, request["versions"], settings, parts, disturbance)
+    json.dump(as_json(calibration), sys.stdout)
 
 
 def _setting(measurements: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> ProcessRates:
     """Return the setting, including earlier measurements of products of other shapes."""
-    place = measurements["processes"], measurements["threads"]
+    processes_and_threads = measurements["processes"], measurements["threads"]
     rows: dict[str, dict[tuple[float, ...], dict[str, Any]]] = {}
-    known = [row for one in before if (one["processes"], one["threads"]) == place for row in one["samples"]]
+    known = [
+        row for one in before if (one["processes"], one["threads"]) == processes_and_threads for row in one["samples"]
+    ]
     for row in [*known, *measurements["samples"]]:
         sample = {"sizes": row["sizes"], "seconds": row["seconds"], "held_out": False}
         rows.setdefault(row["curve"], {})[tuple(row["sizes"])] = sample
     curves = {name: curve_of(name, list(samples.values())) for name, samples in rows.items()}
-    return ProcessRates(*place, curves, launch=measurements["launch"])
+    return ProcessRates(*processes_and_threads, curves, launch=measurements["launch"])
 
 
 def settings_of(cores: int) -> tuple[ProcessSetting, ...]:
@@ -302,9 +304,9 @@ class _Member:
             ):
                 times[index].append(times[index][0])  # the second round only repeats disturbed cases, and blocks
                 continue
-            begun = time.monotonic()
+            started = time.monotonic()
             run = self.kept.get(index) or case.build()
-            if time.monotonic() - begun > _LONG_TO_BUILD:
+            if time.monotonic() - started > _LONG_TO_BUILD:
                 self.kept[index] = run
             if (index, setting.threads) not in warm:
                 run()  # kernels are created on first use
@@ -327,9 +329,9 @@ class _Member:
         several = [setting for setting in self.settings if setting.processes > 1]
         if not several:
             return {}
-        most = max(setting.processes for setting in several)
-        store = dist.FileStore(str(self.directory / "store"), most)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=most)
+        most_processes = max(setting.processes for setting in several)
+        store = dist.FileStore(str(self.directory / "store"), most_processes)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=most_processes)
         sums: dict[ProcessSetting, dict[int, float]] = {}
         for setting in several:
             group = dist.new_group(list(range(setting.processes)))
@@ -349,12 +351,12 @@ def _launch_seconds(device: torch.device) -> float:
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
     times = []
     for _ in range(_CHAINS):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         y = x
         for _ in range(_LAUNCHES):
             y = y * scale
         backward(y, (x,))
-        times.append((time.perf_counter() - begun) / (2 * _LAUNCHES))
+        times.append((time.perf_counter() - started) / (2 * _LAUNCHES))
     return min(times)
 
 
@@ -383,8 +385,10 @@ def _together(
             seconds = statistics.mean(member["sums"][setting][size] for member in members)
             rows.append({"curve": "collective/all_reduce", "sizes": [size], "seconds": seconds})
         launch = statistics.mean(min(member["launch"][setting]) for member in members)
-        kept = _without_disturbed(rows)
-        rates.append({"processes": setting.processes, "threads": setting.threads, "launch": launch, "samples": kept})
+        undisturbed = _without_disturbed(rows)
+        rates.append(
+            {"processes": setting.processes, "threads": setting.threads, "launch": launch, "samples": undisturbed}
+        )
     if not rates:
         sys.exit("the first matrix products did not finish in time: other programs use the cores")
     return {"settings": rates, "disturbed": sum(one.is_disturbed for one in best) / len(best)}

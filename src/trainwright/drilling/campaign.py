@@ -77,7 +77,7 @@ def run_trials(
     """
     context = multiprocessing.get_context("fork")
     to_come = list(trials)
-    told = time.monotonic()
+    reported_at = time.monotonic()
     going: dict[Any, tuple[DrillTrial, Path, float]] = {}
     try:
         while to_come or going:
@@ -86,21 +86,21 @@ def run_trials(
                     to_come.clear()
                     break
                 trial = to_come.pop(0)
-                place = work / f"{trial.seed}-{trial.name.replace('/', '-').replace(' ', '_')}"
-                shutil.rmtree(place, ignore_errors=True)
-                place.mkdir(parents=True)
-                process = context.Process(target=_in_process, args=(trial, place, setting))
+                directory = work / f"{trial.seed}-{trial.name.replace('/', '-').replace(' ', '_')}"
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir(parents=True)
+                process = context.Process(target=_in_process, args=(trial, directory, setting))
                 process.start()
-                going[process] = (trial, place, time.monotonic())
+                going[process] = (trial, directory, time.monotonic())
             for process in list(going):
-                trial, place, begun = going[process]
-                seconds = time.monotonic() - begun
+                trial, directory, started = going[process]
+                seconds = time.monotonic() - started
                 if process.is_alive() and seconds < KINDS[trial.kind].seconds + 2 * setting.patience:
                     continue
-                verdict, why, measures = _verdict(process, place, seconds)
+                verdict, why, measures = _verdict(process, directory, seconds)
                 del going[process]
                 if verdict in (HELD, SKIPPED) and not keep:
-                    shutil.rmtree(place, ignore_errors=True)
+                    shutil.rmtree(directory, ignore_errors=True)
                 yield {
                     "trial": trial.name,
                     "seed": trial.seed,
@@ -111,16 +111,16 @@ def run_trials(
                     **{name: round(value, 3) for name, value in measures.items()},
                     "code": setting.code,
                 }
-            if going and time.monotonic() - told >= 1:
-                told = time.monotonic()
-                waiting([one for one, *_ in going.values()], told - min(began for *_, began in going.values()))
+            if going and time.monotonic() - reported_at >= 1:
+                reported_at = time.monotonic()
+                waiting([one for one, *_ in going.values()], reported_at - min(began for *_, began in going.values()))
             time.sleep(0.05)
     finally:
         for process in going:
             _end(process)
 
 
-def _in_process(trial: DrillTrial, place: Path, setting: TrialSettings) -> None:
+def _in_process(trial: DrillTrial, directory: Path, setting: TrialSettings) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the trial ends its commands
@@ -130,7 +130,7 @@ def _in_process(trial: DrillTrial, place: Path, setting: TrialSettings) -> None:
     try:
         if reason := kind.needs():
             raise Skipped(reason)
-        measures = perform(trial, place, setting)
+        measures = perform(trial, directory, setting)
     except InvariantBroken as error:
         verdict, why = BROKEN, str(error)
     except Missed as error:
@@ -139,16 +139,16 @@ def _in_process(trial: DrillTrial, place: Path, setting: TrialSettings) -> None:
         verdict, why = SKIPPED, str(error)
     except Exception:
         verdict, why = BROKEN, f"the trial itself failed:\n{traceback.format_exc()}"
-    (place / "verdict.json").write_text(json.dumps([verdict, why, measures]))
+    (directory / "verdict.json").write_text(json.dumps([verdict, why, measures]))
 
 
-def _verdict(process: Any, place: Path, seconds: float) -> tuple[str, str, dict[str, float]]:
+def _verdict(process: Any, directory: Path, seconds: float) -> tuple[str, str, dict[str, float]]:
     if process.is_alive():
         _end(process)
         return BROKEN, f"no end in {seconds:.0f} s", {}
     process.join()
     try:
-        verdict, why, measures = json.loads((place / "verdict.json").read_text())
+        verdict, why, measures = json.loads((directory / "verdict.json").read_text())
     except (OSError, ValueError):
         return BROKEN, f"the trial's process ended with {process.exitcode} and no verdict", {}
     return verdict, why, measures
@@ -252,8 +252,8 @@ def shown(cells: Sequence[Sequence[str]], notes: Sequence[str], width: int | Non
     """
     lines = list(text.table(cells, numbers=True))
     if width is not None and max(map(len, lines)) > width:
-        kept = [column for column in zip(*cells, strict=True) if {*column[1:]} - {"0", "-"}]
-        lines = list(text.table([*zip(*kept, strict=True)], width, numbers=True))
+        columns = [column for column in zip(*cells, strict=True) if {*column[1:]} - {"0", "-"}]
+        lines = list(text.table([*zip(*columns, strict=True)], width, numbers=True))
     return "\n".join([*lines, *notes])
 
 

@@ -124,13 +124,13 @@ class Command:
 
     def processes(self) -> list[int]:
         """Return the living processes of the command, itself included."""
-        wanted = f"{_MARK}={self.mark}".encode()
+        marker = f"{_MARK}={self.mark}".encode()
         pids = []
         for directory in Path("/proc").iterdir():
             if directory.name.isdigit():
                 with contextlib.suppress(OSError):
                     alive = (directory / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-                    if alive and wanted in (directory / "environ").read_bytes():
+                    if alive and marker in (directory / "environ").read_bytes():
                         pids.append(int(directory.name))
         return pids
 

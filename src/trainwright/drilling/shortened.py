@@ -104,16 +104,16 @@ def setting_of(recipe: Recipe, file: Path, spreads: tuple[Spread, ...], shared: 
     )
 
 
-def _without_dropout(section: dict[str, Any], place: str) -> Iterator[str]:
+def _without_dropout(section: dict[str, Any], prefix: str) -> Iterator[str]:
     """Yield overrides that switch off dropout, whose random numbers depend on the micro-batches."""
     for key, value in section.items():
         if isinstance(value, dict):
-            yield from _without_dropout(value, f"{place}{key}.")
+            yield from _without_dropout(value, f"{prefix}{key}.")
         # A model without a value of its own has that of its configuration.
         elif key == "dropout" and (
-            value or (value is None and place == "model." and (section["name"] or section["config"]))
+            value or (value is None and prefix == "model." and (section["name"] or section["config"]))
         ):
-            yield f"{place}{key}=0"
+            yield f"{prefix}{key}=0"
 
 
 def _schedule(optimizer: OptimizerSection) -> Iterator[str]:

@@ -230,8 +230,8 @@ class Scene:
 
     def stopped_run(self) -> None:
         """Provide a run that was killed after its third checkpoint, copied from one that is made once."""
-        place = self._once("stopped", (), self._make_stopped)
-        shutil.copytree(place, self.run, symlinks=True)
+        original = self._once("stopped", (), self._make_stopped)
+        shutil.copytree(original, self.run, symlinks=True)
         self.remember()
 
     def reference(self, overrides: Sequence[str] = ()) -> Path:
@@ -264,18 +264,18 @@ class Scene:
         return {"HOME": str(self.home), **self.setting.variables, **own}
 
     def _start_at(self, run: Path, overrides: Sequence[str]) -> Command:
-        asked = with_directory(self.asked(), run)
+        arguments = with_directory(self.asked(), run)
         cache = self.setting.shared / "cache"
         cache.mkdir(parents=True, exist_ok=True)
         return Command(
-            [*TRAINWRIGHT, "train", *asked, *overrides],
+            [*TRAINWRIGHT, "train", *arguments, *overrides],
             cwd=self.setting.directory or run.parent,
             output=run.with_name("output.txt"),
             variables=self._variables(cache),
         )
 
     def _make_reference(self, run: Path, overrides: Sequence[str]) -> None:
-        begun = time.time()
+        started = time.time()
         command = self._start_at(run, overrides)
         try:
             ended = self.wait(command)
@@ -284,7 +284,7 @@ class Scene:
         if ended.code != FINISHED:
             raise Undisturbed(ended.code, ended.text)
         first = next(event["time"] for event in invariants.lines(run) if event["event"] == "step")
-        run.with_name("seconds.json").write_text(json.dumps({"start": first - begun, "all": ended.seconds}))
+        run.with_name("seconds.json").write_text(json.dumps({"start": first - started, "all": ended.seconds}))
 
     def _make_stopped(self, run: Path, overrides: Sequence[str]) -> None:
         # In the background, the third checkpoint of a large model is still being written two steps later.
@@ -305,8 +305,8 @@ def perform(trial: DrillTrial, directory: Path, setting: TrialSettings) -> dict[
     """Inject the trial's fault into a run; return the measurements. Raises a verdict unless everything held."""
     kind = KINDS[trial.kind]
     for attempt in range(_ATTEMPTS):
-        place = directory / f"try-{attempt}"
-        scene = Scene(trial, place, setting)
+        attempt_directory = directory / f"try-{attempt}"
+        scene = Scene(trial, attempt_directory, setting)
         scene.draw.seed(f"{trial.seed}/{trial.name}/{attempt}")
         try:
             scene.reference()  # a run that does not finish without a fault is not tried with one
@@ -318,7 +318,7 @@ def perform(trial: DrillTrial, directory: Path, setting: TrialSettings) -> dict[
                 raise
         except InvariantBroken:
             if os.path.ismount(scene.run.parent):  # seen by this process alone, and gone with it
-                shutil.copytree(scene.run, place / "kept", symlinks=True, dirs_exist_ok=True)
+                shutil.copytree(scene.run, attempt_directory / "kept", symlinks=True, dirs_exist_ok=True)
             raise
         finally:
             for command in scene.commands:
@@ -342,8 +342,8 @@ def measures_of(events: Sequence[dict[str, Any]], injected: float, failed: Seque
         injected: when the fault was put in.
         failed: when commands ended that did not finish the run.
     """
-    told = [*failed, *(event["time"] for event in events if event["event"] == "fault")]
-    noticed = min((time for time in told if time >= injected), default=None)
+    failure_times = [*failed, *(event["time"] for event in events if event["event"] == "fault")]
+    noticed = min((time for time in failure_times if time >= injected), default=None)
     measures = {} if noticed is None else {"detection": noticed - injected}
     goes_on = ("start", "rewind")
     again = next((n for n, e in enumerate(events) if e["event"] in goes_on and e["time"] > injected), None)

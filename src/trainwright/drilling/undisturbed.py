@@ -34,24 +34,24 @@ def made_once(
     Raises:
         Undisturbed: it does not finish. If it would not do so another time, it is not tried again.
     """
-    place = _place(setting, files, spread, name, overrides)
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "lock").open("w") as lock:
+    directory = _place(setting, files, spread, name, overrides)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (failure := _failure(place)) is not None:
+        if (failure := _failure(directory)) is not None:
             raise failure
-        if not (place / "run").exists():
+        if not (directory / "run").exists():
             for file in files:
-                shutil.copy(file, place / file.name)
-            shutil.rmtree(place / "scratch", ignore_errors=True)
+                shutil.copy(file, directory / file.name)
+            shutil.rmtree(directory / "scratch", ignore_errors=True)
             try:
-                make(place / "scratch", overrides)
+                make(directory / "scratch", overrides)
             except Undisturbed as error:
                 if error.code in _LASTING:
-                    (place / _FAILURE).write_text(json.dumps([error.code, error.text]))
+                    (directory / _FAILURE).write_text(json.dumps([error.code, error.text]))
                 raise
-            (place / "scratch").rename(place / "run")
-    return place / "run"
+            (directory / "scratch").rename(directory / "run")
+    return directory / "run"
 
 
 def refusals(setting: TrialSettings, spreads: Iterable[Spread]) -> dict[Spread, Undisturbed]:
@@ -77,9 +77,9 @@ def _place(setting: TrialSettings, files: Iterable[Path], spread: Spread, name: 
     return setting.shared / "runs" / digest
 
 
-def _failure(place: Path) -> Undisturbed | None:
+def _failure(directory: Path) -> Undisturbed | None:
     try:
-        code, text = json.loads((place / _FAILURE).read_text())
+        code, text = json.loads((directory / _FAILURE).read_text())
     except (FileNotFoundError, ValueError):  # a kill has cut it
         return None
     return Undisturbed(code, text)

@@ -167,8 +167,8 @@ def _differs(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
 def _is_same_run(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     """Return whether losses stay the same and the checkpoint can be loaded."""
     strategies = {one["strategy"], chosen.get("strategy")}
-    kept = strategies <= {*STRATEGIES.names()} and all(spec_of(name).changes_in_run for name in strategies)
-    return kept and one["mixed_precision"] == chosen.get("mixed_precision")
+    can_change = strategies <= {*STRATEGIES.names()} and all(spec_of(name).changes_in_run for name in strategies)
+    return can_change and one["mixed_precision"] == chosen.get("mixed_precision")
 
 
 def _in_words(offer: Mapping[str, Any], measured: float) -> str:

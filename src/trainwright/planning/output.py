@@ -72,8 +72,8 @@ def table(plan: RunPlan, everything: bool = False, width: int | None = None) -> 
         yield from (row, f"    {why}") if narrow else (f"{row}  {why}",)
     legend = "" if narrow else "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items()) + "; "
     free = size(plan.chosen.available_bytes)
-    whole = "all processes together" if plan.cluster.device == "cpu" else "a device"
-    yield f"{legend}{free} available ({whole})"
+    sharing = "all processes together" if plan.cluster.device == "cpu" else "a device"
+    yield f"{legend}{free} available ({sharing})"
     if (
         shown := next((one.time for one in rows if one.time is not None and one.time.mfu is not None), None)
     ) is not None:
@@ -113,14 +113,14 @@ def summary(plan: RunPlan) -> str:
     """Return the chosen plan in one line."""
     chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
     trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
-    place = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
+    prefix = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
     low, high = (size(round(value)) for value in chosen.errors.memory.of(chosen.memory.total))
     memory = f"{size(chosen.memory.total)} ({low} to {high}) per process"
     if time is None:
-        return f"{place}, {memory} of {size(chosen.available_bytes)}: it does not fit"
+        return f"{prefix}, {memory} of {size(chosen.available_bytes)}: it does not fit"
     slow, fast = chosen.errors.speed.of(time.tokens_per_second)
     speed = f"{time.tokens_per_second:,.0f} ({slow:,.0f} to {fast:,.0f}) tokens/s"
-    line = f"{place}, {memory}{', which is close' * chosen.is_close}, {span(time.seconds)} per step, {speed}"
+    line = f"{prefix}, {memory}{', which is close' * chosen.is_close}, {span(time.seconds)} per step, {speed}"
     steps = plan.workload.steps
     return line if steps is None else f"{line}, {span(steps * time.seconds)} for {plural(steps, 'step')}"
 
@@ -138,10 +138,10 @@ def candidates(plan: RunPlan, *, everything: bool) -> list[Candidate]:
     rows = [plan.chosen, *(one for one in [*runs, *others] if not same_place(one.choice, plan.chosen.choice))]
     if everything:
         return rows
-    kept: dict[tuple[object, ...], Candidate] = {}
+    fastest: dict[tuple[object, ...], Candidate] = {}
     for one in rows:
-        kept.setdefault((one.choice.strategy, one.layout.offloads, one.choice.num_processes == 1), one)
-    return list(kept.values())[:_SHOWN]
+        fastest.setdefault((one.choice.strategy, one.layout.offloads, one.choice.num_processes == 1), one)
+    return list(fastest.values())[:_SHOWN]
 
 
 def _row(one: Candidate, memory: str, *, chosen: bool) -> str:

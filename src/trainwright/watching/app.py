@@ -127,11 +127,11 @@ async def _changes(board: Board) -> AsyncIterator[str]:
 
 
 def _curves(board: Board, request: Request) -> dict[str, Any]:
-    asked = request.query_params
-    axis, most = asked.get("axis", "step"), int(asked.get("points", "600"))
-    if axis not in AXES or not 1 <= most <= _MOST_POINTS:
+    query = request.query_params
+    axis, limit = query.get("axis", "step"), int(query.get("points", "600"))
+    if axis not in AXES or not 1 <= limit <= _MOST_POINTS:
         raise ValueError(f"axis: one of {', '.join(AXES)}; points: 1 to {_MOST_POINTS}")
-    return board.curves(asked.getlist("run"), axis, most)
+    return board.curves(query.getlist("run"), axis, limit)
 
 
 def _run(request: Request) -> str:

@@ -22,10 +22,10 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
-def flip(tensor: torch.Tensor, place: float, bit: int) -> None:
+def flip(tensor: torch.Tensor, position: float, bit: int) -> None:
     """Flip a bit of the element at this share of a tensor's elements."""
     bits = tensor.detach().view(_INTEGERS[tensor.element_size()]).view(-1)
-    bits[int(place * len(bits))] ^= 1 << bit
+    bits[int(position * len(bits))] ^= 1 << bit
 
 
 class Planted(StepPolicy):

@@ -106,8 +106,8 @@ def hanging_worker(scene: Scene) -> None:
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGSTOP, workers[rank])
     ended = scene.wait(command)
-    told = [event["rank"] for event in invariants.faults(scene.run, "hang")]
-    require(told == [rank], f"rank {rank} was stopped, the faults are of ranks {told}: {ended}")
+    ranks = [event["rank"] for event in invariants.faults(scene.run, "hang")]
+    require(ranks == [rank], f"rank {rank} was stopped, the faults are of ranks {ranks}: {ended}")
     if scene.variant == "restart":
         scene.stays_undisturbed(ended)
         return

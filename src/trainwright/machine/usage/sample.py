@@ -144,8 +144,8 @@ def _sensors(root: Path) -> tuple[Path, ...]:
     """Return the files of the temperatures of processors; those of whole processors if there are such."""
     with suppress(OSError):
         sensors = sorted(_chip_sensors(root), key=lambda each: not each[0])
-        whole = [file for is_whole, file in sensors if is_whole] or [file for _, file in sensors]
-        return tuple((whole or list(_zones(root)))[:_MOST_SENSORS])
+        of_processors = [file for is_whole, file in sensors if is_whole] or [file for _, file in sensors]
+        return tuple((of_processors or list(_zones(root)))[:_MOST_SENSORS])
     return ()
 
 

@@ -152,7 +152,7 @@ class _Step:
             self._rows_to_experts() + self._heads(),
         )
         units = self._units(run, forward, backward)
-        kept = sum(part.kept for part in run.blocks)
+        activations = sum(part.kept for part in run.blocks)
         parts = {
             "matrix products": passes_a_step * passed.products,
             "attention": passes_a_step * passed.attention,
@@ -164,7 +164,7 @@ class _Step:
             "communication": exchange.exposed(units)
             + exchange.of_updates(update.orthogonalized, exchanged_width(self.on_gpu)),
             "offload": update.offload(
-                kept,
+                activations,
                 sum(work.seconds for work in forward),
                 sum(work.seconds for work in backward),
                 len(run.blocks),
@@ -283,8 +283,8 @@ class _Step:
 
     def _inventory(self) -> Inventory:
         w = self.workload
-        whole = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation, self.stack)
-        return partly_trained(whole, w.trained)
+        full = inventory(w.architecture, self.width, w.adapter is None, w.adapter, w.quantisation, self.stack)
+        return partly_trained(full, w.trained)
 
     def _update(self) -> Update:
         counts = self._counts()

@@ -99,7 +99,7 @@ class Pricing:
 
     def work(self, kernels: Iterable[Kernel], *, backward: bool, compiled: bool = False) -> DeviceWork:
         """Return the work of ``kernels``, all of a forward or all of a backward pass."""
-        products = attention = traffic = whole = 0.0
+        products = attention = traffic = elementwise = 0.0
         many = few = 0
         for kernel in kernels:
             if kernel.kind == "product":
@@ -111,7 +111,7 @@ class Pricing:
             elif kernel.operation == "loss":
                 few += 1  # counted as a whole, by the number of logits
             elif kernel.kind == "expansion" or (kernel.operation == "dispatch" and self.stack.experts == "permuted"):
-                whole += self.traffic(kernel.kind, kernel.read + kernel.written)
+                elementwise += self.traffic(kernel.kind, kernel.read + kernel.written)
                 many += 1
             else:
                 traffic += self.traffic(kernel.kind, kernel.read + kernel.written)
@@ -123,7 +123,7 @@ class Pricing:
         return DeviceWork(
             more.products * products,
             more.attention * attention,
-            more.traffic * (traffic + whole),
+            more.traffic * (traffic + elementwise),
             0.0,
             more.host * launches,
             launches,

@@ -127,7 +127,7 @@ def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple
     from trainwright.doctor.comparison import TOLERANCES, Comparison
     from trainwright.errors import Stopped, TrainwrightError
 
-    begun, what = time.monotonic(), f"two ranks of {name}"
+    started, what = time.monotonic(), f"two ranks of {name}"
     try:
         side = _side(context, name, 2)
     except Stopped:
@@ -137,7 +137,7 @@ def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple
     if (finding := _run(context, side, what)) is not None:
         return f"{name}: failed", [finding]
     compared = Comparison.of_runs((reference.name, side.name), (reference.run, side.run), TOLERANCES["no"])
-    fact = f"{name}: {span(time.monotonic() - begun)}, with {_STEPS} steps whose losses differ by at most "
+    fact = f"{name}: {span(time.monotonic() - started)}, with {_STEPS} steps whose losses differ by at most "
     fact += f"{compared.worst('loss'):.0e} from those of one process"
     if compared.is_same:
         return fact, []
