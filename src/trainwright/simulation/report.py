@@ -61,21 +61,21 @@ class Simulation:
         """How often the host waits for the device in a step."""
         return sum(self.waits.values())
 
-    def refuse(self, most_waits: int | None = None) -> None:
+    def refuse(self, max_host_syncs: int | None = None) -> None:
         """Raise TrainingError if the run failed, needs more memory than the card has, or waits too often.
 
         Args:
-            most_waits: the most waits of the host for the device in a step; None: any number.
+            max_host_syncs: the most waits of the host for the device in a step; None: any number.
         """
         if self.error is not None:
             raise TrainingError(f"the simulated run failed: {self.error}")
         if self.peak > self.card_bytes:
             raise TrainingError(f"the simulated run needs {size(self.peak)} of the card's {size(self.card_bytes)}")
-        if most_waits is not None and self.host_waits > most_waits:
+        if max_host_syncs is not None and self.host_waits > max_host_syncs:
             (cause, source_line), count = next(iter(self.waits.items()))
             raise TrainingError(
-                f"--most-waits {most_waits}: the host waits {plural(self.host_waits, 'time')} for the device in a "
-                f"step, {count} of them at {source_line} ({cause})"
+                f"--max-host-syncs {max_host_syncs}: the host waits {plural(self.host_waits, 'time')} for the device "
+                f"in a step, {count} of them at {source_line} ({cause})"
             )
 
     def as_json(self) -> dict[str, Any]:
