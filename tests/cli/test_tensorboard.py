@@ -34,10 +34,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_curves_are_there_while_a_command_runs_and_gone_after(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["--port {port} {runs}", "{runs} --port {port}", "{runs} --port={port} --"])
+def test_curves_are_there_while_a_command_runs_and_gone_after(tmp_path: Path, order: str) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/"
-    done = run("--port", str(port), str(tmp_path), sys.executable, "-c", PROBE, url)
+    done = run(*order.format(port=port, runs=tmp_path).split(), sys.executable, "-c", PROBE, url)
     assert (done.returncode, done.stdout.strip()) == (7, "200"), done.stderr
     assert url in done.stderr
     with socket.socket() as listener:  # nobody listens there any more

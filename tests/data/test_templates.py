@@ -386,3 +386,11 @@ def test_the_tokenizer_of_a_real_model() -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(place.parent), gguf_file=place.name)
     assert said(tokenizer, HELLO + MORE) == ["Hi there!<|im_end|>", "More\nlater.<|im_end|>"]
     assert said(tokenizer, [SYSTEM, *HELLO]) == ["Hi there!<|im_end|>"]
+
+
+def test_a_prompt_that_ends_within_a_token_of_the_answer_is_said() -> None:
+    turns = "{% if m.role == 'user' %}Q: {{ m.content }}\nA:END{% else %}{{ m.content }}<e>{% endif %}"
+    template = f"{{% for m in messages %}}{turns}{{% endfor %}}"
+    for end, count in ((" ", 1), ("\n", 0)):
+        encoder = ChatEncoder(byte_level(["<e>"], template.replace("END", end), eos_token="<e>"))
+        assert sum("within a token of the answer" in note for note in encoder.notes) == count

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -241,7 +241,9 @@ class VariantRuns:
         raise error_of(code if code > 0 else 128 - code, f"{variant.name} has failed: {lines[-1]}; see {log}")
 
     def _value(self, variant: Variant, rung: int, metric: str) -> float:
-        return metrics_at(self.directory / variant.name, rung)[1][metric]
+        metrics = metrics_at(self.directory / variant.name, rung)[1]
+        check_measured(metric, metrics)
+        return metrics[metric]
 
     def _heading(self, variant: Variant, rung: int | None) -> str:
         position = list(self.recipes).index(variant) + 1
@@ -251,6 +253,12 @@ class VariantRuns:
     def _say(self, line: str) -> None:
         if self.progress:
             say(line, file=sys.stderr)
+
+
+def check_measured(metric: str, names: Collection[str]) -> None:
+    """Raise RequestError if metrics were measured, and this one is not among them."""
+    if names and metric not in names:
+        raise RequestError(f"--metric: {metric} is not measured; choose from {', '.join(names)}")
 
 
 @contextmanager
@@ -274,8 +282,7 @@ def _stopped_without(metric: str | None, run: Path) -> Iterator[None]:
         ended.set()
         if metric is not None:
             watcher.join()
-            if measured and metric not in measured:
-                raise RequestError(f"--metric: {metric} is not measured; choose from {', '.join(measured)}")
+            check_measured(metric, measured or metrics_at(run)[1])
 
 
 def _until(rung: int | None) -> str | None:
@@ -309,9 +316,9 @@ class Ablation:
         if self.metric is None:
             raise RequestError("the loss does not show which run is the best; name a metric with --metric")
         last = max(row["step"] for row in self.rows)
-        rows = [row for row in self.rows if row["step"] == last and self.metric in row["metrics"]]
-        if not rows:
-            raise RequestError(f"no run has the metric {self.metric}; choose another one with --metric")
+        longest = [row for row in self.rows if row["step"] == last]
+        check_measured(self.metric, {name: None for row in longest for name in row["metrics"]})
+        rows = [row for row in longest if self.metric in row["metrics"]]
         return (max if self.highest else min)(rows, key=lambda row: row["metrics"][self.metric])
 
     def __str__(self) -> str:

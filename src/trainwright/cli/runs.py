@@ -6,9 +6,10 @@ import json
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from trainwright.errors import RequestError
 from trainwright.text import clear, is_terminal, say, table_width
@@ -147,6 +148,17 @@ def gpus(
 
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the directory belongs to the other command
+
+
+class TensorboardCommand(TyperCommand):
+    """Take the options between the directory and the other command too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, with the options before the directory."""
+        end = 1
+        while args[:1] and not args[0].startswith("-") and args[end : end + 1] and args[end].startswith("-"):
+            end += 2 if args[end] == "--port" else 1
+        return super().parse_args(ctx, [*args[1:end], *args[:1], *args[end:]])
 
 
 def tensorboard(

@@ -70,14 +70,14 @@ class Checked:
             documents = plural(self.examples, "document")
             return [f"{self.source}: {documents}{counted}", *(f"  {note}" for note in self.notes)]
         rows, examples = plural(self.rows, "row"), plural(self.examples, "example")
-        found = [f"{self.source}: {rows} of {self.layout}: {examples}{counted}"]
+        report = [f"{self.source}: {rows} of {self.layout}: {examples}{counted}"]
         if self.longer:
-            found.append(f"  {plural(self.longer, 'row')} longer than {max_length:,} tokens")
-        found += [f"  {line}" for line in self.encoding.lines()]
-        found += [f"  {note}" for note in self.notes]
-        found += [f"  {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
-        found += [f"  {they(count, 'row', what)}" for what, count in self.remarks.items()]
-        return found
+            report.append(f"  {plural(self.longer, 'row')} longer than {max_length:,} tokens")
+        report += [f"  {line}" for line in self.encoding.lines()]
+        report += [f"  {note}" for note in self.notes]
+        report += [f"  {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
+        report += [f"  {they(count, 'row', what)}" for what, count in self.remarks.items()]
+        return report
 
 
 def check_sources(
@@ -101,20 +101,20 @@ def check_sources(
         sources = [(key, one) for key, one in sources if files_of(one.source, key, one.format == "documents")]
     if recipe.spec.corpus:
         return [check_corpus(one, tokenizer, embeddings, key=key) for key, one in sources]
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "tokenizer": tokenizer,
         "max_length": data.max_length,
         "embeddings": embeddings,
         "each_turn": data.example_per_turn,
         "accepted": data.accept_omissions,
     }
-    return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **asked) for key, one in sources]
+    return [check_rows(one.source, kind, one.format, key=key, limit=one.limit, **options) for key, one in sources]
 
 
 def check_rows(
     source: str,
     kind: RowReader,
-    wanted: str,
+    layout_name: str,
     *,
     key: str,
     limit: int | None = None,
@@ -139,38 +139,40 @@ def check_rows(
     Raises:
         RequestError: the source is missing, or its rows have no known layout.
     """
-    found = Checked(source)
-    documents = wanted == "documents"
+    checked = Checked(source)
+    documents = layout_name == "documents"
     rows = iterate_source(source, limit, key, documents)
     first = list(islice(rows, 8))
     if not first:
         raise RequestError(f"{key}: {source} has no rows")
     columns = list(dict.fromkeys(name for _, row in first for name in row))
-    layout_for = functools.partial(_layout, kind, [row for _, row in first], wanted, f"{key}: {source}")
-    found.layout = layout_for(columns)
+    layout_for = functools.partial(_layout, kind, [row for _, row in first], layout_name, f"{key}: {source}")
+    checked.layout = layout_for(columns)
     work = None
     if tokenizer is not None:
-        encoder = TextEncoder(tokenizer) if found.layout == "text" else ChatEncoder(tokenizer)
+        encoder = TextEncoder(tokenizer) if checked.layout == "text" else ChatEncoder(tokenizer)
         work = _Encoding(encoder, tokenizer, max_length, embeddings, each_turn)
     try:
         everything = chain(first, rows)
         while batch := list(islice(everything, _BATCH)):
             columns = list(dict.fromkeys(chain(columns, *(row for _, row in batch))))
-            _check_batch(batch, kind, found, work)
+            _check_batch(batch, kind, checked, work)
     except RequestError as error:  # an error of the file, not of a row
-        found.problem(str(error))
-    found.notes += source_notes(source, key, documents)
+        checked.problem(str(error))
+    checked.notes += source_notes(source, key, documents)
     layout = layout_for(columns)  # of all rows, as in training
     if layout.read_as:
-        found.notes.append(f"read: {layout.read_as}")
+        checked.notes.append(f"read: {layout.read_as}")
     if unused := layout.unused(columns):
-        found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
+        checked.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
     if work is not None:
-        found.notes += [*work.encoder.notes, *to_keep(work.encoder.ways(), accepted=accepted)]
-    if not found.wrong:
-        table = read_rows(source, limit, key, documents, functools.partial(kind.narrowing, wanted))  # checks the types
-        found.notes += media_notes(table, unused)
-    return found
+        checked.notes += [*work.encoder.notes, *to_keep(work.encoder.ways(), accepted=accepted)]
+    if not checked.wrong:
+        table = read_rows(
+            source, limit, key, documents, functools.partial(kind.narrowing, layout_name)
+        )  # checks the types
+        checked.notes += media_notes(table, unused)
+    return checked
 
 
 def check_corpus(
@@ -186,26 +188,26 @@ def check_corpus(
     from trainwright.data.tokens.shard_writer import settings_of
     from trainwright.data.tokens.token_worker import Encoder
 
-    found = Checked(source.source, layout=_CORPUS)
+    checked = Checked(source.source, layout=_CORPUS)
     if is_shards(source.source):
         shards = Shards.open(user_path(source.source), key)
         shards.check_tokenizer(tokenizer, key)
-        found.examples, found.tokens = len(shards.ends), shards.token_count
+        checked.examples, checked.tokens = len(shards.ends), shards.token_count
         if wrong := unknown_in_shards(shards, tokenizer, embeddings):
-            found.problem(wrong)
-        return found
+            checked.problem(wrong)
+        return checked
     settings = settings_of(tokenizer)
     encode = Encoder(settings)
     try:
-        for piece in pieces(source, key, found.notes):
+        for piece in pieces(source, key, checked.notes):
             tokens = np.frombuffer(encode([piece])[0], settings.dtype)
-            found.tokens += len(tokens)
-            found.examples += piece.last
+            checked.tokens += len(tokens)
+            checked.examples += piece.last
             if wrong := unknown_token(int(tokens.max(initial=0)), tokenizer, embeddings):
-                found.problem(f"{piece.place}: {wrong}")
+                checked.problem(f"{piece.place}: {wrong}")
     except RequestError as error:
-        found.problem(str(error))
-    return found
+        checked.problem(str(error))
+    return checked
 
 
 def unknown_in_shards(shards: Shards, tokenizer: PreTrainedTokenizerBase, embeddings: int | None) -> str | None:
@@ -235,43 +237,43 @@ class _Encoding:
     each_turn: bool
 
 
-def _layout(kind: RowReader, first: list[Row], wanted: str, where: str, columns: list[str]) -> RowLayout:
+def _layout(kind: RowReader, first: list[Row], layout_name: str, where: str, columns: list[str]) -> RowLayout:
     try:
-        return kind.layout(columns, first, wanted)
+        return kind.layout(columns, first, layout_name)
     except RequestError as error:
         raise RequestError(f"{where}: {error}") from None
 
 
-def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, found: Checked, work: _Encoding | None) -> None:
+def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, checked: Checked, work: _Encoding | None) -> None:
     taken: list[tuple[str, list[Any], int]] = []  # (place, sequences, sequences of an example)
     for place, row in batch:
-        found.rows += 1
+        checked.rows += 1
         try:
-            sequences = kind.sequences(row, found.layout, found.remarks)
+            sequences = kind.sequences(row, checked.layout, checked.remarks)
         except NoTarget as reason:
-            found.left_out[str(reason)] += 1
+            checked.left_out[str(reason)] += 1
             continue
         except RequestError as error:
-            found.problem(f"{place}: {error}")
+            checked.problem(f"{place}: {error}")
             continue
         examples = by_turn(sequences) if work is not None and work.each_turn else kind.split(sequences)
         taken.append((place, [text for each in examples for _, text in each], len(examples[0])))
     if work is None:
-        found.examples += len(taken)
+        checked.examples += len(taken)
         return
     for (place, _, each), (encoded, remarks) in zip(taken, _encoded(taken, work.encoder), strict=True):
         if isinstance(encoded, RequestError):
-            found.problem(f"{place}: {encoded}")
+            checked.problem(f"{place}: {encoded}")
             continue
-        found.encoding.add(remarks, functools.partial(str, place))
+        checked.encoding.add(remarks, functools.partial(str, place))
         tokens = [token for ids, _ in encoded for token in ids]
         if wrong := unknown_token(max(tokens, default=-1), work.tokenizer, work.embeddings):
-            found.problem(f"{place}: {wrong}")
+            checked.problem(f"{place}: {wrong}")
             continue
-        found.examples += len(encoded) // each
-        found.tokens += len(tokens)
+        checked.examples += len(encoded) // each
+        checked.tokens += len(tokens)
         longest = max(len(ids) for ids, _ in encoded)
-        found.longer += work.max_length is not None and longest > work.max_length
+        checked.longer += work.max_length is not None and longest > work.max_length
 
 
 def _encoded(

@@ -28,9 +28,9 @@ def pieces(tokenizer: PreTrainedTokenizerBase, dataset: TokenDataset, sequence: 
     for target, run in groupby(flags):
         end += len(list(run))
         # A tokenizer may decode a run without its context differently, for example without the leading space.
-        whole = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
-        runs.append((whole[len(before) :], target))
-        before = whole
+        text = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
+        runs.append((text[len(before) :], target))
+        before = text
     return runs
 
 

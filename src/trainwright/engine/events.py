@@ -32,12 +32,12 @@ class Event:
 
     def record(self) -> Record:
         """Return the fields by name, without empty ones."""
-        found: Record = {}
+        record: Record = {}
         for each in fields(self):
             value = getattr(self, each.name)
             if not each.metadata or value not in (None, {}):
-                found[each.name] = value
-        return found
+                record[each.name] = value
+        return record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +94,11 @@ class Start(Event):
 
     def record(self) -> Record:
         """Return the fields by name, including those of the task."""
-        found = super().record()
-        predicted, layout, details = (found.pop(name) for name in ("predicted", "layout", "details"))
+        record = super().record()
+        predicted, layout, details = (record.pop(name) for name in ("predicted", "layout", "details"))
         if not self.attention:
-            del found["attention"]
-        return {**found, **details, "predicted": dict(predicted), "layout": layout}
+            del record["attention"]
+        return {**record, **details, "predicted": dict(predicted), "layout": layout}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +239,8 @@ class Notice(Event):
 
     def record(self) -> Record:
         """Return the fields by name, including the details."""
-        found = super().record()
-        return {**found, **found.pop("details")}
+        record = super().record()
+        return {**record, **record.pop("details")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,19 +87,19 @@ def peak_memory(device: torch.device) -> float:
 
 def _detail(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    if found := _ASKED_CUDA.search(text):
-        asked, capacity, free = found.groups()
-        return f"{asked} requested, {free} of {capacity} free"
-    found = _ASKED_CPU.search(text)
-    asked = f"{size(int(found[1]))} requested" if found else text[:200] or "no memory"
-    return ", ".join([asked, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
+    if match := _ASKED_CUDA.search(text):
+        requested, capacity, free = match.groups()
+        return f"{requested} requested, {free} of {capacity} free"
+    match = _ASKED_CPU.search(text)
+    requested = f"{size(int(match[1]))} requested" if match else text[:200] or "no memory"
+    return ", ".join([requested, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
 
 
 def _limits() -> list[str]:
     """Return the memory limits of the user or the system on this process, if set."""
-    found = []
+    limits = []
     for name, command in _LIMITS.items():
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
-            found.append(f"a process is limited to {size(limit)} ({command})")
-    return found
+            limits.append(f"a process is limited to {size(limit)} ({command})")
+    return limits

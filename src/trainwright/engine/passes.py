@@ -41,11 +41,11 @@ class Divergence:
         self._losses: deque[float] = deque(maxlen=_STEPS)
         self._norms: deque[float] = deque(maxlen=_STEPS)
 
-    def add(self, found: StepGradients) -> None:
+    def add(self, gradients: StepGradients) -> None:
         """Add the numbers of a step, if they are finite."""
-        if found.is_finite:
-            self._losses.append(found.loss)
-            self._norms.append(found.norm)
+        if gradients.is_finite:
+            self._losses.append(gradients.loss)
+            self._norms.append(gradients.norm)
 
     def advice(self, optimizer: OptimizerSection, rate: float, updates: int) -> str:
         """Return why the learning rate is a likely cause, and what to do; "" if nothing points to it.
@@ -118,16 +118,16 @@ class StepPasses:
             TrainingError: memory ran out and nothing can be halved.
         """
         while True:
-            found = self._compute(step, batch)
-            divided = (policy.again(step, found) for policy in self.policies)
+            gradients = self._compute(step, batch)
+            divided = (policy.again(step, gradients) for policy in self.policies)
             again = next((other for other in divided if other is not None), None)
             if again is None:
                 break
             batch = again
-        if not found.is_finite:
-            self._handle_non_finite(step, found)
-        self._divergence.add(found)
-        return found
+        if not gradients.is_finite:
+            self._handle_non_finite(step, gradients)
+        self._divergence.add(gradients)
+        return gradients
 
     def _compute(self, step: int, batch: GlobalBatch) -> StepGradients:
         world = self.training.strategy.world
@@ -151,14 +151,14 @@ class StepPasses:
         norm, *losses = read[world.size * len(row) :]
         reports = [RankReport(*row[:_REPORT]) for row in rows]
         check_steps([int(rank.step) for rank in reports])
-        found = StepGradients(batch, sum(rank.loss for rank in reports) / batch.weight, norm, reports, losses)
+        gradients = StepGradients(batch, sum(rank.loss for rank in reports) / batch.weight, norm, reports, losses)
         if any(rank.out_of_memory for rank in reports):
-            return replace(found, shortage=shortage)
+            return replace(gradients, shortage=shortage)
         statistics = [row[_REPORT:] for row in rows]
         if len(done.statistics) != self._sums:  # the first step, which tells how many the task has
             statistics = world.gather_rows(done.statistics).tolist()
             self._sums = len(done.statistics)
-        return replace(found, statistics=[sum(column) for column in zip(*statistics, strict=True)])
+        return replace(gradients, statistics=[sum(column) for column in zip(*statistics, strict=True)])
 
     def _own_seconds(self) -> list[float]:
         """Return what ``own_seconds`` has counted since the last report."""
@@ -218,18 +218,20 @@ class StepPasses:
             losses.append(part.total)
         return part
 
-    def _handle_non_finite(self, step: int, found: StepGradients) -> None:
+    def _handle_non_finite(self, step: int, gradients: StepGradients) -> None:
         """Do what faults.on_non_finite says before the numbers reach the weights, naming the examples."""
         task, strategy = self.training.task, self.training.strategy
-        world, batch = strategy.world, found.batch
+        world, batch = strategy.world, gradients.batch
         share = batch.for_rank(world.rank, world.size)
-        own = [e for m, value in zip(share, found.losses, strict=True) if not math.isfinite(value) for e in m.examples]
+        own = [
+            e for m, value in zip(share, gradients.losses, strict=True) if not math.isfinite(value) for e in m.examples
+        ]
         by_rank = world.gather(own)
         bad = sorted({example for of_rank in by_rank for example in of_rank})
         examples = bad or sorted(example for micro in batch.micro_batches for example in micro.examples)
         shown = "; ".join(f"{index}: {task.describe_example(index)}" for index in examples[:4])
         detail = (
-            f"loss {found.loss} and gradient norm {found.norm} at step {step}; the weights are those of step "
+            f"loss {gradients.loss} and gradient norm {gradients.norm} at step {step}; the weights are those of step "
             f"{step - 1}. Examples in the batch: {', '.join(map(str, examples))} ({shown})"
         )
         progress, optimizer = self.training.progress, self.training.recipe.optimizer

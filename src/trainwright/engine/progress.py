@@ -95,16 +95,16 @@ class TrainingProgress:
         saved = dict(saved)
         try:
             losses, noise = LossStatistics(**saved.pop("losses", {})), Noise(**saved.pop("noise", {}))
-            found = cls(**saved, losses=losses, noise=noise)
+            progress = cls(**saved, losses=losses, noise=noise)
         except TypeError as error:
             raise ValueError(str(error)) from error
-        for values in (found, losses, noise):
+        for values in (progress, losses, noise):
             for name, value in vars(values).items():
                 if name == "left_out":
                     if not isinstance(value, list) or not all(isinstance(step, int) for step in value):
                         raise ValueError("left_out is not a list of steps")
                 elif name != "pending" and not isinstance(value, (int, float, LossStatistics, Noise, type(None))):
                     raise ValueError(f"{name} is not a number")
-        if not isinstance(found.step, int) or found.step < 0:
-            raise ValueError(f"its step is {found.step}")
-        return found
+        if not isinstance(progress.step, int) or progress.step < 0:
+            raise ValueError(f"its step is {progress.step}")
+        return progress

@@ -127,7 +127,7 @@ class Trainer:
 
         A stop during an evaluation or the export interrupts it; it is repeated when the run is resumed.
         """
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             self._train()
             self.events.announce(f"writing the model to {final}", self.progress.step)
@@ -146,11 +146,13 @@ class Trainer:
             if self.progress.step:
                 self._checkpointing.save(required=True)
             self._checkpointing.close()
-            self._finish("stopped", begun, self.checkpoints.path(self.progress.step) if self.progress.step else None)
+            self._finish(
+                "stopped", started_at, self.checkpoints.path(self.progress.step) if self.progress.step else None
+            )
             return False
         self._checkpointing.copy_model(final)
         self._checkpointing.close()
-        self._finish("finished", begun, final)
+        self._finish("finished", started_at, final)
         return True
 
     def _save_weights(self) -> str:
@@ -239,7 +241,7 @@ class Trainer:
 
     def _step(self) -> _StepResult:
         """Take one optimizer step; return the decisions that follow from it on every rank."""
-        begun, step = time.perf_counter(), self.progress.step + 1
+        started_at, step = time.perf_counter(), self.progress.step + 1
         if step in self.progress.left_out:
             self.progress.step = step
             requests = self.world.gather(self._requests(step))
@@ -249,33 +251,35 @@ class Trainer:
         batch = self.task.stream.global_batch(step - 1)
         for policy in self._policies:
             policy.before(step, batch, functools.partial(self._passes.gradients, step))
-        found = self._passes.gradients(step, batch)
+        gradients = self._passes.gradients(step, batch)
         if self._replay.is_due(step):
             heartbeat.phase("replay", step)
-            self._replay.check(step, functools.partial(self._passes.repeat, step, found.batch))
+            self._replay.check(step, functools.partial(self._passes.repeat, step, gradients.batch))
         heartbeat.phase("metrics", step)
-        metrics = self._metrics(step, found)
+        metrics = self._metrics(step, gradients)
         learning_rate = self.schedule(step)
         self._checkpointing.before_update()
         heartbeat.phase("optimizer", step)
         self.updating()
-        skipped = [policy.skips(step, found) for policy in self._policies]  # every policy is called, as each may count
+        skipped = [
+            policy.skips(step, gradients) for policy in self._policies
+        ]  # every policy is called, as each may count
         check_skips(step, self._added, skipped[len(skipped) - len(self._added) :], self.world)
         if any(skipped):
             self.strategy.discard_gradients()
         else:
-            scale = self._clip_factor(found.norm) / self.progress.loss_scale
+            scale = self._clip_factor(gradients.norm) / self.progress.loss_scale
             shortage = attempt(functools.partial(self.strategy.step, learning_rate, scale))
             if shortage is not None:  # a partial update must not be used
-                raise self._halving.error(step, found.batch, shortage)
+                raise self._halving.error(step, gradients.batch, shortage)
             self.task.after_step(metrics)
         heartbeat.phase("step policies and observers", step)
-        seconds = time.perf_counter() - begun
-        self._record(step, found, learning_rate, metrics, seconds)
-        self._checkpointing.after_step(seconds, found.batch.tokens)
+        seconds = time.perf_counter() - started_at
+        self._record(step, gradients, learning_rate, metrics, seconds)
+        self._checkpointing.after_step(seconds, gradients.batch.tokens)
         for policy in self._policies:
             policy.after(step)
-        reports = found.reports
+        reports = gradients.reports
         return _StepResult(any(rank.stop for rank in reports), bool(reports[0].save), [r.written for r in reports])
 
     def _rewind(self, fault: RewindRequested) -> None:
@@ -324,11 +328,11 @@ class Trainer:
         save = self._save_requested or self._checkpointing.is_due(step)
         return self.stop_requested(), save, self._checkpointing.report
 
-    def _metrics(self, step: int, found: StepGradients) -> dict[str, float]:
-        metrics = self.task.metrics(found.statistics) if found.statistics else {}
+    def _metrics(self, step: int, gradients: StepGradients) -> dict[str, float]:
+        metrics = self.task.metrics(gradients.statistics) if gradients.statistics else {}
         metrics.pop("loss", None)
         for policy in self._policies:
-            metrics.update(policy.metrics(step, found))
+            metrics.update(policy.metrics(step, gradients))
         return metrics
 
     def _clip_factor(self, norm: float) -> float:
@@ -340,26 +344,26 @@ class Trainer:
         return 1.0 if limit is None or norm <= limit else limit / norm
 
     def _record(
-        self, step: int, found: StepGradients, learning_rate: float, metrics: dict[str, float], seconds: float
+        self, step: int, gradients: StepGradients, learning_rate: float, metrics: dict[str, float], seconds: float
     ) -> None:
-        progress, batch = self.progress, found.batch
+        progress, batch = self.progress, gradients.batch
         progress.step = step
         progress.tokens += batch.tokens
         progress.target_tokens += batch.targets
-        memory_bytes = int(max(rank.memory for rank in found.reports))
+        memory_bytes = int(max(rank.memory for rank in gradients.reports))
         self._measured.step(seconds, batch.tokens, memory_bytes)
         self.events.emit(
             Step(
                 step=step,
-                loss=found.loss,
-                grad_norm=found.norm,
+                loss=gradients.loss,
+                grad_norm=gradients.norm,
                 learning_rate=learning_rate,
                 tokens=progress.tokens,
                 target_tokens=progress.target_tokens,
                 tokens_per_second=batch.tokens / seconds,
                 step_time=seconds,
                 memory_bytes=memory_bytes,
-                resident_bytes=int(max(rank.resident for rank in found.reports)),
+                resident_bytes=int(max(rank.resident for rank in gradients.reports)),
                 metrics=metrics,
             )
         )
@@ -374,7 +378,7 @@ class Trainer:
         if progress.pending == EVALUATION and self.task.validation is not None:
             self.events.announce(self._with_compiling("evaluating"), step)
             heartbeat.phase("evaluation", step)
-            begun = time.monotonic()
+            started_at = time.monotonic()
             measured = evaluate(
                 self.task,
                 self.strategy,
@@ -384,7 +388,7 @@ class Trainer:
                 step,
             )
             metrics, answers = measured.metrics, self._answers.keep(step, measured)
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - started_at
             self.events.emit(
                 Evaluate(step=step, metrics=metrics, seconds=seconds, intervals=measured.intervals, answers=answers)
             )
@@ -413,12 +417,12 @@ class Trainer:
             action = "texts are generated by gathering the weights in every pass, which is slower"
             self.events.emit(Fault(kind="memory", rank=0, detail=reason, action=action, step=self.progress.step))
 
-    def _finish(self, status: str, begun: float, path: Path | None) -> None:
-        seconds = time.monotonic() - begun
-        found, step = self._measured.summary(), self.progress.step
+    def _finish(self, status: str, started_at: float, path: Path | None) -> None:
+        seconds = time.monotonic() - started_at
+        measured, step = self._measured.summary(), self.progress.step
         heartbeat.phase("finishing", step)
         self.events.announce("finishing the report and the curves", step)
-        self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=found))
+        self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=measured))
 
 
 DIRECTORY = "evaluations"
@@ -460,11 +464,11 @@ class AnswerFiles:
                 if which == "all"
                 else f"{names} of step {step} count what was written up to there"
             )
-            kept = f"; the answers are in {file}" if file is not None else ""
+            location = f"; the answers are in {file}" if file is not None else ""
             self._events.emit(
                 Notice(
                     message=f"{of} cut at {text.plural(measured.limit, 'token')} (evaluate.max_new_tokens), so "
-                    f"{consequence}; raise evaluate.max_new_tokens{kept}"
+                    f"{consequence}; raise evaluate.max_new_tokens{location}"
                 )
             )
 
@@ -505,13 +509,13 @@ class RunMeasurements:
         if not self._seconds or self._before is None:
             return {}
         before, waited = self._before
-        found: dict[str, float] = {"memory_bytes": self._memory_bytes}
+        summary: dict[str, float] = {"memory_bytes": self._memory_bytes}
         if self._device.type == "cuda":
-            found["tensors_bytes"] = self._memory_bytes
+            summary["tensors_bytes"] = self._memory_bytes
         seconds, rates = (values[_WARM_UP_STEPS:] or values for values in (self._seconds, self._rates))
         tokens, rate = mean(time * rate for time, rate in zip(seconds, rates, strict=True)), median(rates)
         return {
-            **found,
+            **summary,
             "step_time": tokens / rate if rate else median(seconds),
             "tokens_per_second": rate,
             "steps": max(0, len(self._seconds) - _WARM_UP_STEPS),

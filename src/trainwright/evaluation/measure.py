@@ -124,12 +124,12 @@ def measure(
         judges: those of the metrics that judge answers.
         scored, answered: called with the number of rows that this rank has finished since the last call.
     """
-    wanted = any(name in LIKELIHOODS for name in names)
-    scores = _by_row(score(loaded.lm, rows.dataset, world, done=scored), rows.windows) if wanted else []
+    needs_scores = any(name in LIKELIHOODS for name in names)
+    scores = _by_row(score(loaded.lm, rows.dataset, world, done=scored), rows.windows) if needs_scores else []
     answers = answer_prompts(loaded, rows.prompts, sampling, world, batch, answered) if judges else []
     if not world.is_main:
         return None
-    columns = likelihood_columns(names, scores, rows.last_turn) if wanted else {}
+    columns = likelihood_columns(names, scores, rows.last_turn) if needs_scores else {}
     for name, judge in judges.items():
         columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
     ordered = {name: columns[name] for name in names}
@@ -154,20 +154,20 @@ def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]
 
 def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[TokenScores]:
     """Return the scores of every row, joined from its windows."""
-    found = iter(scores)
+    remaining = iter(scores)
     return [
         TokenScores(np.concatenate([part.losses for part in parts]), np.concatenate([part.correct for part in parts]))
-        for parts in (list(islice(found, count)) for count in windows)
+        for parts in (list(islice(remaining, count)) for count in windows)
     ]
 
 
 def _samples(
     loaded: Loaded, rows: EncodedRows, origins: Origins, columns: Mapping[str, Column], answers: list[Answer]
 ) -> list[Sample]:
-    asked = {place: question for question, place in enumerate(rows.prompts.places)} if answers else {}
+    questions = {place: question for question, place in enumerate(rows.prompts.places)} if answers else {}
     samples = []
     for place, (number, part) in enumerate(zip(origins.numbers, origins.parts, strict=True)):
-        question = asked.get(place)
+        question = questions.get(place)
         scores = {
             name: column.row(place if question is None or name in LIKELIHOODS else question)
             for name, column in columns.items()
@@ -199,13 +199,13 @@ def likelihood_columns(
     targets = np.array([len(each) for each in losses], dtype=np.float64)
     totals = np.array([each.sum() for each in losses])
     probabilities = [answer_probability(each, count) for each, count in zip(losses, last_turn, strict=True)]
-    made = {
+    columns = {
         "loss": Column(totals, targets),
         "perplexity": Column(totals, targets, FINISH["perplexity"]),
         "token_accuracy": Column(np.array([float(row.correct.sum()) for row in rows]), targets),
         "answer_probability": Column(np.array(probabilities), np.array([float(count > 0) for count in last_turn])),
     }
-    return {name: made[name] for name in names if name in made}
+    return {name: columns[name] for name in names if name in columns}
 
 
 def answer_probability(losses: Floats, count: int) -> float:

@@ -45,7 +45,7 @@ def extractor(pattern: str) -> Extract:
     except re.error as error:
         raise RequestError(f"the answer pattern {pattern!r} is not a regular expression: {error}") from None
     group = 1 if compiled.groups else 0
-    return lambda text: found[group] if (found := compiled.search(text)) else None
+    return lambda text: match[group] if (match := compiled.search(text)) else None
 
 
 class AnswerMatch:
@@ -67,8 +67,8 @@ class AnswerMatch:
 
     def __call__(self, reference: str, answer: str) -> float:
         """Return 1 if both texts have the same short answer, else 0."""
-        wanted, found = self._extract(reference), self._extract(answer)
-        return float(wanted is not None and found is not None and same(wanted, found))
+        expected, given = self._extract(reference), self._extract(answer)
+        return float(expected is not None and given is not None and same(expected, given))
 
 
 def same(one: str, other: str) -> bool:
@@ -159,11 +159,11 @@ def exact_match(reference: str, answer: str) -> float:
 
 def word_f1(reference: str, answer: str) -> float:
     """Return the F1 of common words, ignoring case, punctuation and articles, as in SQuAD (arXiv 1606.05250)."""
-    wanted, found = _words(reference), _words(answer)
-    if not wanted or not found:
-        return float(wanted == found)
-    common = sum((Counter(wanted) & Counter(found)).values())
-    return 2 * common / (len(wanted) + len(found))
+    expected, words = _words(reference), _words(answer)
+    if not expected or not words:
+        return float(expected == words)
+    common = sum((Counter(expected) & Counter(words)).values())
+    return 2 * common / (len(expected) + len(words))
 
 
 def rouge_l(reference: str, answer: str, *, stem: bool = False) -> Overlap:
@@ -216,10 +216,10 @@ def judges(names: Sequence[str], answer_pattern: str | None = None, json_schema:
         MachineError: a library that a metric needs is not installed.
     """
     settings = {"answer_pattern": answer_pattern, "json_schema": json_schema}
-    made = {}
+    by_name = {}
     for name in names:
         if name not in LIKELIHOODS:
-            found = METRICS.get(name)
-            setting = getattr(found, "setting", None)
-            made[name] = found if setting is None else found(settings[setting])
-    return made
+            metric = METRICS.get(name)
+            setting = getattr(metric, "setting", None)
+            by_name[name] = metric if setting is None else metric(settings[setting])
+    return by_name

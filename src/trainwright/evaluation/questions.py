@@ -41,14 +41,14 @@ class ValidationQuestions:
         self._sampling = Sampling(max_new_tokens=section.max_new_tokens)
         self._judges = judges(section.metrics, section.answer_pattern, section.json_schema)
         answers = [n for n in range(validation.sequence_count) if validation.role(n) == CHOSEN]  # without rejected ones
-        whole = [n for n in answers if validation.sequence_length(n) < longest]
-        spans = {n: last_run(validation.sequence(n)[1]) for n in whole}
-        asked = [n for n in whole if spans[n][0] > 0]
-        if not asked:
+        uncut = [n for n in answers if validation.sequence_length(n) < longest]
+        spans = {n: last_run(validation.sequence(n)[1]) for n in uncut}
+        with_question = [n for n in uncut if spans[n][0] > 0]
+        if not with_question:
             raise RequestError(
                 "evaluate.metrics: no validation row has a prompt and a full answer within data.max_length"
             )
-        self._rows = chosen = [asked[place] for place in drawn(len(asked), section.generation_limit)]
+        self._rows = chosen = [with_question[place] for place in drawn(len(with_question), section.generation_limit)]
         self._prompts: list[list[int]] = []
         self._references: list[str] = []
         for number in chosen:

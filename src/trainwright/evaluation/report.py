@@ -69,10 +69,10 @@ class Report:
         assert self.measured is not None and self.against is not None and self.comparison is not None
         rows = []
         for name, column in self.measured.columns.items():
-            found = self.comparison.differences.get(name)
+            difference = self.comparison.differences.get(name)
             other = self.against.columns.get(name)
             values = [number_text(column.value()), "" if other is None else number_text(other.value())]
-            shown = ["", ""] if found is None else [_signed(found.value), _between(found, _signed)]
+            shown = ["", ""] if difference is None else [_signed(difference.value), _between(difference, _signed)]
             rows.append([name, *values, *shown, f"{len(column):,}"])
         head = ("metric", "A", "B", "A - B", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
         return table_lines(rows, head)
@@ -83,26 +83,26 @@ class Report:
             self._write(scratch)
 
     def _write(self, directory: Path) -> None:
-        found: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings), **self._found()}
+        content: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings), **self._found()}
         if self.measured is not None:
             _write_samples(directory / "samples.jsonl", self.measured)
         if self.against is not None:
             _write_samples(directory / "samples-against.jsonl", self.against)
         if self.harness:
-            found["lm_eval"] = dict(self.harness)
-        write_text(directory / "metrics.json", json.dumps(found, indent=2, default=str) + "\n")
+            content["lm_eval"] = dict(self.harness)
+        write_text(directory / "metrics.json", json.dumps(content, indent=2, default=str) + "\n")
 
     def _found(self) -> dict[str, Any]:
         """Return every number, as plain values."""
-        found: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
         if self.measured is not None:
-            found |= _described(self.measured, self.estimates)
+            numbers |= _described(self.measured, self.estimates)
         if self.against is not None and self.comparison is not None:
             differences = {name: asdict(each) for name, each in self.comparison.differences.items()}
-            found["against"] = {**_described(self.against, _estimates(self.against)), "difference": differences}
+            numbers["against"] = {**_described(self.against, _estimates(self.against)), "difference": differences}
         if self.parts:
-            found["sources"] = {name: part._found() for name, part in self.parts.items()}
-        return found
+            numbers["sources"] = {name: part._found() for name, part in self.parts.items()}
+        return numbers
 
 
 @contextmanager
@@ -131,14 +131,14 @@ def _estimates(measured: Measurement | None) -> dict[str, Estimate]:
 
 
 def _described(measured: Measurement, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
-    metrics = {name: asdict(found) for name, found in estimates.items()}
+    metrics = {name: asdict(value) for name, value in estimates.items()}
     return {"model": measured.origin, "metrics": metrics, "notes": measured.notes}
 
 
 def _rows(estimates: Mapping[str, Estimate]) -> list[list[str]]:
     return [
-        [name, number_text(found.value), _between(found, number_text), f"{found.n:,}"]
-        for name, found in estimates.items()
+        [name, number_text(value.value), _between(value, number_text), f"{value.n:,}"]
+        for name, value in estimates.items()
     ]
 
 
@@ -170,8 +170,8 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}" if abs(value) < 1000 else f"{value:+,.1f}"
 
 
-def _between(found: Estimate, words: Any) -> str:
-    return "one row" if found.low is None or found.high is None else f"{words(found.low)} to {words(found.high)}"
+def _between(value: Estimate, words: Any) -> str:
+    return "one row" if value.low is None or value.high is None else f"{words(value.low)} to {words(value.high)}"
 
 
 def _write_samples(file: Path, measured: Measurement) -> None:

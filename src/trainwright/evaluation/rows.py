@@ -157,7 +157,7 @@ def _interval(metric: Any, columns: list[Column], resamples: int) -> tuple[float
     require("scipy", "a confidence interval")
     from scipy.stats import bootstrap
 
-    found = bootstrap(
+    result = bootstrap(
         tuple(array for column in columns for array in (column.values, column.weights)),
         metric,
         paired=True,
@@ -168,7 +168,7 @@ def _interval(metric: Any, columns: list[Column], resamples: int) -> tuple[float
         batch=max(1, _NUMBERS_AT_ONCE // (count * len(columns) * 2)),
         rng=np.random.default_rng(_COLUMNS_SEED),
     )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 _BATCH = 256  # rows rendered and tokenized at a time
@@ -352,7 +352,7 @@ def encode(
     *,
     max_length: int | None,
     long_documents: str,
-    asked: Sequence[int],
+    questions: Sequence[int],
     key: str,
 ) -> EncodedRows:
     """Tokenize the rows.
@@ -375,20 +375,20 @@ def encode(
             splits = splits_long(long_documents, "text" if is_text else "messages")
             ends = windows_of(len(ids), max_length) if splits else [(0, max_length)]
             split, cut = split + splits, cut + (not splits)
-        kept = [(begin, end) for begin, end in ends if any(flags[begin + 1 : end])]
-        if not kept:
+        trained = [(begin, end) for begin, end in ends if any(flags[begin + 1 : end])]
+        if not trained:
             raise RequestError(
                 f"{key}: {rows.place(place)}: its {len(ids):,} tokens have no answer within the first {ends[0][1]:,}; "
                 "raise --max-length up to the model's limit, or remove the row"
             )
         begin = max(1, last_run(flags)[0])
-        last_turn.append(sum(flags[begin : kept[-1][1]]))
-        windows.append(len(kept))
-        pairs += [(ids[begin:end], flags[begin:end]) for begin, end in kept]
+        last_turn.append(sum(flags[begin : trained[-1][1]]))
+        windows.append(len(trained))
+        pairs += [(ids[begin:end], flags[begin:end]) for begin, end in trained]
         if not is_text and rows.answer(place).get("tool_calls"):
             called[place] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
     dataset = TokenDataset.from_examples(pairs, fingerprint(pairs))
-    prompts = RowPrompts() if encoder is None else _prompts(rows, encoder, asked, called, key)
+    prompts = RowPrompts() if encoder is None else _prompts(rows, encoder, questions, called, key)
     notes = [*rows.notes, *([] if encoder is None else encoder.notes), *remarks.lines()]
     return EncodedRows(dataset, windows, last_turn, prompts, cut, split, notes)
 
@@ -427,14 +427,14 @@ def _encoded(
 
 
 def _prompts(
-    rows: EvaluationRows, encoder: ChatEncoder, asked: Sequence[int], called: Mapping[int, str], key: str
+    rows: EvaluationRows, encoder: ChatEncoder, questions: Sequence[int], called: Mapping[int, str], key: str
 ) -> RowPrompts:
-    """Return the questions of the rows ``asked``; ``called`` has the references of answers that call tools."""
-    references = [called.get(place, str(rows.answer(place)["content"])).strip() for place in asked]
+    """Return the questions of the rows ``questions``; ``called`` has the references of answers that call tools."""
+    references = [called.get(place, str(rows.answer(place)["content"])).strip() for place in questions]
     try:
-        return RowPrompts(list(asked), encoder.prompts([rows.question(place) for place in asked]), references)
+        return RowPrompts(list(questions), encoder.prompts([rows.question(place) for place in questions]), references)
     except TurnsError as error:
-        raise RequestError(f"{key}: {rows.place(asked[error.index])}: {error}") from None
+        raise RequestError(f"{key}: {rows.place(questions[error.index])}: {error}") from None
 
 
 def last_run(flags: Sequence[bool] | np.ndarray) -> tuple[int, int]:

@@ -51,8 +51,8 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         RequestError: a model, the rows or a setting is invalid; rows are named by file and line.
         MachineError: a model does not fit this machine.
     """
-    found = find_model(request.model, request.adapter, request.checkpoint)
-    sides = {_MODEL: found}
+    model = find_model(request.model, request.adapter, request.checkpoint)
+    sides = {_MODEL: model}
     if request.against is not None:
         sides[_AGAINST] = find_model(request.against)
     for side, each in sides.items():
@@ -61,8 +61,8 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         each.save(work / side / "found.json")
     if not request.on_rows:
         return
-    rows, key = _rows(request, found)
-    longest, long_documents = _lengths(request, found)
+    rows, key = _rows(request, model)
+    longest, long_documents = _lengths(request, model)
     judged = judges(request.metrics, request.answer_pattern, request.json_schema)
     if judged and not rows.conversations:
         if request.explicit or request.answer_pattern is not None or request.json_schema is not None:
@@ -77,7 +77,7 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
             load_tokenizer(each.section),
             max_length=own,
             long_documents=long_documents,
-            asked=places,
+            questions=places,
             key=key,
         )
         _check_prompt_lengths(encoded, rows, max_positions(each.section), key)
@@ -111,8 +111,8 @@ def report_of(request: EvaluationRequest, work: Path) -> Report:
     for side in (_MODEL, _AGAINST):
         if (file := work / side / "harness.json").is_file():
             suffix = f" ({side})" if request.against is not None else ""
-            found = json.loads(file.read_text(encoding="utf-8"))
-            harness |= {f"{task}{suffix}": metrics for task, metrics in found.items()}
+            tasks = json.loads(file.read_text(encoding="utf-8"))
+            harness |= {f"{task}{suffix}": metrics for task, metrics in tasks.items()}
     if not request.on_rows:
         del settings["metrics"]
         return Report(settings, harness=harness)
@@ -138,7 +138,7 @@ def _compared(measured: Measurement, against: Measurement | None) -> Report:
 def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, world: World, stage: Stage) -> None:
     about = json.loads((work / "about.json").read_text(encoding="utf-8"))
     rows, origins = EncodedRows.open(work / side), Origins(**about["origins"])
-    found = FoundModel.open(work / side / "found.json")
+    model = FoundModel.open(work / side / "found.json")
     measured = measure(
         loaded,
         rows,
@@ -147,10 +147,10 @@ def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, 
         judges(about["names"], request.answer_pattern, request.json_schema),
         Sampling(max_new_tokens=request.max_new_tokens),
         world,
-        origin=found.origin,
+        origin=model.origin,
         batch=request.batch_size,
-        scored=stage(f"scoring with {found.origin}", len(rows.dataset)),
-        answered=stage(f"answers of {found.origin}", about["answered"]),
+        scored=stage(f"scoring with {model.origin}", len(rows.dataset)),
+        answered=stage(f"answers of {model.origin}", about["answered"]),
     )
     if measured is not None:
         replace(measured, notes=[*rows.notes, *_notes(measured, rows, request)]).save(work / side / "measured.json")
@@ -169,14 +169,14 @@ def _notes(measured: Measurement, rows: EncodedRows, request: EvaluationRequest)
 
 def _harness(request: EvaluationRequest, side: Path, loaded: Loaded, world: World, stage: Stage) -> None:
 
-    found = run_tasks(
+    results = run_tasks(
         loaded, request.tasks, request.task_directory, QUICK_ROWS if request.quick else request.limit, world, stage
     )
     if world.is_main:
-        (side / "harness.json").write_text(json.dumps(found, default=str), encoding="utf-8")
+        (side / "harness.json").write_text(json.dumps(results, default=str), encoding="utf-8")
 
 
-def _rows(request: EvaluationRequest, found: FoundModel) -> tuple[EvaluationRows, str]:
+def _rows(request: EvaluationRequest, model: FoundModel) -> tuple[EvaluationRows, str]:
     """Return the rows, and their name in messages."""
     if request.data is not None:
         source = SourceSection.model_validate(
@@ -184,39 +184,39 @@ def _rows(request: EvaluationRequest, found: FoundModel) -> tuple[EvaluationRows
         )
         rows = read(source, key="--data")
     else:
-        rows = _rows_of_run(found)
+        rows = _rows_of_run(model)
         rows = rows.chosen(range(min(len(rows), request.limit or len(rows))))
     if request.quick:
         rows = rows.chosen(drawn(len(rows), QUICK_ROWS))
     return rows, "--data" if request.data is not None else _RUNS_OWN
 
 
-def _lengths(request: EvaluationRequest, found: FoundModel) -> tuple[int | None, str]:
+def _lengths(request: EvaluationRequest, model: FoundModel) -> tuple[int | None, str]:
     """Return the maximum row length, if limited, and how longer rows are handled, like ``data.long_documents``."""
-    own = found.recipe.data if request.data is None and found.recipe is not None else None
+    own = model.recipe.data if request.data is None and model.recipe is not None else None
     longest = request.max_length if own is None or request.max_length is not None else own.max_length
     return longest, "auto" if own is None else own.long_documents
 
 
-def _rows_of_run(found: FoundModel) -> EvaluationRows:
+def _rows_of_run(model: FoundModel) -> EvaluationRows:
     """Return the validation rows of the run."""
-    recipe = found.recipe
+    recipe = model.recipe
     if recipe is None:
-        raise RequestError(f"--data: {found.origin} is not a run with validation rows; pass the rows")
+        raise RequestError(f"--data: {model.origin} is not a run with validation rows; pass the rows")
     data = recipe.data
     if recipe.spec.no_validation_rows is not None:
-        raise RequestError(f"--data: {found.origin} is of {recipe.spec.no_validation_rows}")
+        raise RequestError(f"--data: {model.origin} is of {recipe.spec.no_validation_rows}")
     if not data.validation:
-        raise RequestError(f"--data: {found.origin} is of a run without validation rows; pass the rows")
-    prepared = prepare_data(data, load_tokenizer(found.section), seed=recipe.train.seed, cache=cache_root())
-    held = prepared.held_out()
+        raise RequestError(f"--data: {model.origin} is of a run without validation rows; pass the rows")
+    prepared = prepare_data(data, load_tokenizer(model.section), seed=recipe.train.seed, cache=cache_root())
+    validation_rows = prepared.held_out()
     own = data.validation_source
     sources = [("data.validation", own)] if own is not None else list(zip(data.source_keys, data.sources, strict=True))
     return joined(
         [
-            read(source, key=key, only=held[held[:, 0] == part, 1].tolist())
+            read(source, key=key, only=validation_rows[validation_rows[:, 0] == part, 1].tolist())
             for part, (key, source) in enumerate(sources)
-            if part in held[:, 0]
+            if part in validation_rows[:, 0]
         ]
     )
 
@@ -327,8 +327,8 @@ class _Shared:
         stop = stop_of(lm.model, tokenizer, chat=False).with_texts(until)
         done = self._stage("answers", len(prompts))
         with lm.for_generation() as model:
-            found = answer_all(model, tokenizer, prompts, Sampling(**sampling), stop, self._world, done=done)
-        return [answer.text for answer in found]
+            answers = answer_all(model, tokenizer, prompts, Sampling(**sampling), stop, self._world, done=done)
+        return [answer.text for answer in answers]
 
 
 def _language_model(shared: _Shared) -> Any:
@@ -371,8 +371,8 @@ def _language_model(shared: _Shared) -> Any:
                 ]
                 for request in requests
             ]
-            found = iter(shared.likelihoods([window for each in windows for window in each]))
-            return [sum(next(found)[0] for _ in each) for each in windows]
+            likelihoods = iter(shared.likelihoods([window for each in windows for window in each]))
+            return [sum(next(likelihoods)[0] for _ in each) for each in windows]
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             texts: dict[int, str] = {}
@@ -388,8 +388,8 @@ def _language_model(shared: _Shared) -> Any:
                         f"--lm-eval: answers of {sampling.max_new_tokens} tokens are longer than the model"
                     )
                 prompts = [self.tok_encode(requests[index].args[0])[-prompt_limit:] for index in indices]
-                found = shared.answers(prompts, asdict(sampling), list(settings["until"]))
-                texts.update(zip(indices, found, strict=True))
+                answers = shared.answers(prompts, asdict(sampling), list(settings["until"]))
+                texts.update(zip(indices, answers, strict=True))
             return [texts[index] for index in range(len(requests))]
 
     return LanguageModel()
@@ -419,10 +419,10 @@ def _results(model: Any, tasks: Sequence[str], directory: str | None, limit: int
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise RequestError(f"--lm-eval: lm-evaluation-harness has no task {task}{hint}")
     try:
-        found = simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False)
+        evaluated = simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False)
     except TrainwrightError:
         raise
     except (OSError, ConnectionError, ValueError) as error:  # of the datasets library and of the Hub's client
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RequestError(f"--lm-eval {','.join(tasks)}: the tasks' data cannot be loaded: {reason}") from error
-    return {task: dict(metrics) for task, metrics in found["results"].items()}
+    return {task: dict(metrics) for task, metrics in evaluated["results"].items()}

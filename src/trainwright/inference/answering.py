@@ -136,7 +136,7 @@ def over_ranks(
         MachineError: on every rank, if memory runs out with a single example.
         StopRequested: on every rank, when any of them was asked to stop.
     """
-    found: dict[int, T] = {}
+    by_index: dict[int, T] = {}
     shortage: str | None = None
     largest = max(map(len, batches), default=0)
     shares = _dealt(costs, 1) if together else _dealt(costs, world.size)
@@ -147,7 +147,7 @@ def over_ranks(
             part = waiting.pop(0)
             results = attempt(lambda part=part: work(part))  # type: ignore[misc]
             if not isinstance(results, MemoryShortage):
-                found.update(zip(part, results, strict=True))
+                by_index.update(zip(part, results, strict=True))
                 done(len(part))
                 heartbeat.progress()
             elif len(part) > 1:
@@ -156,7 +156,7 @@ def over_ranks(
             else:
                 shortage = f"rank {world.rank}: {results.detail}"
         world.check_stop()
-    everyone = world.gather((shortage, found), *([] if result is None else [result]))
+    everyone = world.gather((shortage, by_index), *([] if result is None else [result]))
     if failed := [why for why, _ in everyone if why is not None]:
         raise MachineError(
             f"memory ran out with a single example ({failed[0]}); use fewer processes on this machine, shorter "

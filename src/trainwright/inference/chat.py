@@ -41,9 +41,9 @@ class TextStream:
         """Write the text of one more token."""
         self._tokens.append(token)
         text = self._text()
-        held = max((_overlap(text, stop) for stop in self._stop.texts), default=0)
+        overlap = max((_overlap(text, stop) for stop in self._stop.texts), default=0)
         # A byte of an incomplete character is decoded as U+FFFD.
-        self._show(text[: len(text) - held].rstrip("\ufffd"))
+        self._show(text[: len(text) - overlap].rstrip("\ufffd"))
 
     def close(self) -> None:
         """Write what was held back."""
@@ -108,14 +108,14 @@ class ChatSession:
         number, self._said = self._said, self._said + 1
         try:
             with self._loaded.lm.for_generation() as model:
-                found = answer_batch(
+                answers = answer_batch(
                     model, tokenizer, [prompt], self._sampling, self._stop, examples=[number], on_token=heard
                 )
         except KeyboardInterrupt:
             text = self._stop.before(str(tokenizer.decode(tokens, skip_special_tokens=True)))
             raise KeyboardInterrupt(text) from None
         stream.close()
-        return found[0]
+        return answers[0]
 
 
 def chat(session: ChatSession, lines: Iterator[str], write: Callable[[str], None]) -> None:

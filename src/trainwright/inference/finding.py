@@ -74,18 +74,18 @@ def find_model(
     path = user_path(model)
     if (path / _MANIFEST).is_file() and (path / _RECIPE).is_file():
         _refuse_choice(checkpoint, f"{path} is a checkpoint")
-        found = _checkpoint(_opened(path))
+        located = _checkpoint(_opened(path))
     elif (path / _RECIPE).is_file():
-        found = _of_run(path, checkpoint)
+        located = _of_run(path, checkpoint)
     else:
         _refuse_choice(checkpoint, f"{model} is not a run")
-        found = _of_adapter(path) if (path / _ADAPTER).is_file() else FoundModel(model, _section_of(model))
-    if of_texts and found.recipe is not None and not found.recipe.has_texts:
+        located = _of_adapter(path) if (path / _ADAPTER).is_file() else FoundModel(model, _section_of(model))
+    if of_texts and located.recipe is not None and not located.recipe.has_texts:
         raise RequestError(
-            f"{model}: is of a run of {found.recipe.task}, which acts in an environment and reads no texts; "
+            f"{model}: is of a run of {located.recipe.task}, which acts in an environment and reads no texts; "
             f"see how it acts with: trainwright eval {quoted(model)}"
         )
-    return found if adapter is None else _with_adapter(found, adapter)
+    return located if adapter is None else _with_adapter(located, adapter)
 
 
 def _section_of(model: str) -> ModelSection:
@@ -102,30 +102,30 @@ def _refuse_choice(checkpoint: str | None, why: str) -> None:
         raise RequestError(f"--checkpoint {checkpoint}: {why}; --checkpoint is for run directories")
 
 
-def _of_run(run: Path, wanted: str | None) -> FoundModel:
+def _of_run(run: Path, checkpoint: str | None) -> FoundModel:
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
     steps = checkpoints.steps()
     has_final = (run / _FINAL).is_dir()
-    if wanted == "final" or (wanted is None and has_final):
+    if checkpoint == "final" or (checkpoint is None and has_final):
         if not has_final:
             raise RequestError(f"--checkpoint final: {run} is not finished; {_held(steps)}")
         return _final(run)
-    if wanted is not None and wanted.isdigit():
-        if int(wanted) not in steps:
-            raise RequestError(f"--checkpoint {wanted}: {run} has no such step; {_held(steps)}")
-        return _checkpoint(_opened(checkpoints.path(int(wanted))))
-    if wanted not in (None, "best", "newest"):
-        raise RequestError(f"--checkpoint {wanted}: choose from final, best, newest or a step; {_held(steps)}")
+    if checkpoint is not None and checkpoint.isdigit():
+        if int(checkpoint) not in steps:
+            raise RequestError(f"--checkpoint {checkpoint}: {run} has no such step; {_held(steps)}")
+        return _checkpoint(_opened(checkpoints.path(int(checkpoint))))
+    if checkpoint not in (None, "best", "newest"):
+        raise RequestError(f"--checkpoint {checkpoint}: choose from final, best, newest or a step; {_held(steps)}")
     newest, refused = checkpoints.latest()
     if newest is None:
         raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{_reasons(refused)}")
     progress = newest.state.get("progress")
     best = progress.get("best_step") if isinstance(progress, dict) else None
-    if wanted == "best" and best is None:
+    if checkpoint == "best" and best is None:
         raise RequestError(f"--checkpoint best: {run} has no validation results; {_held(steps)}")
-    if wanted != "newest" and best in steps:
+    if checkpoint != "newest" and best in steps:
         return _checkpoint(_opened(checkpoints.path(best)))
-    if wanted == "best":
+    if checkpoint == "best":
         raise RequestError(f"--checkpoint best: that of step {best} was not kept; {_held(steps)}")
     return _checkpoint(newest.path)
 
@@ -191,15 +191,15 @@ def _json(file: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _with_adapter(found: FoundModel, adapter: str) -> FoundModel:
+def _with_adapter(base: FoundModel, adapter: str) -> FoundModel:
     directory = user_path(adapter)
     if not (directory / _ADAPTER).is_file() and (directory / _FINAL / _ADAPTER).is_file():
         directory = directory / _FINAL
     if not (directory / _ADAPTER).is_file():
         raise RequestError(f"--adapter: {directory} has no {_ADAPTER}; pass the directory of an adapter")
-    if found.checkpoint is not None or found.section.adapter.type != "none":
-        raise RequestError(f"--adapter: {found.origin} already has an adapter; pass its base model")
-    return replace(found, origin=f"{found.origin} with {directory}", section=_adapted(found.section, directory))
+    if base.checkpoint is not None or base.section.adapter.type != "none":
+        raise RequestError(f"--adapter: {base.origin} already has an adapter; pass its base model")
+    return replace(base, origin=f"{base.origin} with {directory}", section=_adapted(base.section, directory))
 
 
 def _adapted(section: ModelSection, directory: Path) -> ModelSection:

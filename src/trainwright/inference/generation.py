@@ -76,12 +76,12 @@ def new_token_limit(model: PreTrainedModel, prompt: Sequence[int], sampling: Sam
             "embeddings; use the tokenizer of the model"
         )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    left = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - len(prompt))
-    if left < 1:
+    limit = sampling.max_new_tokens if positions is None else min(sampling.max_new_tokens, positions - len(prompt))
+    if limit < 1:
         raise RequestError(
             f"the prompt has {len(prompt):,} tokens, but the model has {positions:,} positions; shorten it"
         )
-    return left
+    return limit
 
 
 class _Row:
@@ -138,10 +138,15 @@ def _write(
                     on_token(row.number, token)
         going = [i for i, row in enumerate(rows) if row.add(chosen[i], tokenizer, stop)]
         if going and len(going) < len(rows):
-            kept = torch.tensor(going, device=tokens.device)
+            unfinished = torch.tensor(going, device=tokens.device)
             if cache is not None:
-                cache.reorder_cache(kept)
-            inputs, tokens, mask, positions = inputs[kept], tokens[kept], mask[kept], positions[kept]
+                cache.reorder_cache(unfinished)
+            inputs, tokens, mask, positions = (
+                inputs[unfinished],
+                tokens[unfinished],
+                mask[unfinished],
+                positions[unfinished],
+            )
         rows = [rows[i] for i in going]
         inputs = tokens[:, None] if cache is not None else torch.cat([inputs, tokens[:, None]], dim=1)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
@@ -211,8 +216,8 @@ class Sampler:
             ordered, tokens = ordered[:, : self._sampling.top_k], tokens[:, : self._sampling.top_k]
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
-        kept = probabilities.masked_fill(before >= self._sampling.top_p, 0.0)
-        return tokens.gather(1, _drawn(kept, draws)[:, None])[:, 0]
+        nucleus = probabilities.masked_fill(before >= self._sampling.top_p, 0.0)
+        return tokens.gather(1, _drawn(nucleus, draws)[:, None])[:, 0]
 
 
 def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -60,19 +60,19 @@ def read_questions(source: str, key: str) -> Questions:
     """
     path = user_path(source)
     lines = path.suffix.lower() == ".txt" and path.is_file()
-    found = Questions([], [], [], [])
+    questions = Questions([], [], [], [])
     for place, row in _prompts(path) if lines else iterate_source(source, key=key):
         given = {name: value for name, value in row.items() if value is not None}
         try:
-            found.asked.append(_question(given))
+            questions.asked.append(_question(given))
         except RequestError as error:
             raise RequestError(f"{key}: {place}: {error}") from None
-        found.rows.append(given)
-        found.places.append(place)
-    found.notes.extend([] if lines else source_notes(source, key))
-    if not found.rows:
+        questions.rows.append(given)
+        questions.places.append(place)
+    questions.notes.extend([] if lines else source_notes(source, key))
+    if not questions.rows:
         raise RequestError(f"{key}: {source} has no {('prompts, one per line' if lines else 'rows')}")
-    return found
+    return questions
 
 
 def _prompts(path: Path) -> Iterator[tuple[str, Row]]:
@@ -128,15 +128,15 @@ class PromptEncoder:
 
 def _question(row: Row) -> Question:
     layout = _layout(row)
-    asked, answered = _FIELDS[layout]
-    field, answer = layout.column(asked), None if answered is None else layout.column(answered)
+    question_field, answer_field = _FIELDS[layout]
+    field, answer = layout.column(question_field), None if answer_field is None else layout.column(answer_field)
     turns = isinstance(row[field], list)
-    whole: dict[str, Any] = dict(row)
+    complete: dict[str, Any] = dict(row)
     if answer is not None:
-        whole[answer] = [_ANSWER] if turns else _ANSWER["content"]
+        complete[answer] = [_ANSWER] if turns else _ANSWER["content"]
     elif turns and not _is_answered(row[field]):
-        whole[field] = [*row[field], _ANSWER]
-    example = to_example(whole, layout)
+        complete[field] = [*row[field], _ANSWER]
+    example = to_example(complete, layout)
     return example if isinstance(example, str) else example[: last_answer(example)]
 
 

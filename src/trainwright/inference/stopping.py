@@ -30,8 +30,8 @@ class Stop:
 
     def before(self, text: str) -> str:
         """Return the part of ``text`` before the first stop text."""
-        found = [place for stop in self.texts if (place := text.find(stop)) >= 0]
-        return text[: min(found)] if found else text
+        positions = [place for stop in self.texts if (place := text.find(stop)) >= 0]
+        return text[: min(positions)] if positions else text
 
     def ended(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
         """Return whether the last token of ``ids`` has completed a stop text."""

@@ -179,8 +179,8 @@ def _slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[t
     """Return the value of the objective and its derivative with respect to every loss [N]."""
     losses = losses.detach().requires_grad_()
     value = objective(losses, batch)
-    (found,) = torch.autograd.grad(value, losses)
-    return value.detach(), found
+    (slopes,) = torch.autograd.grad(value, losses)
+    return value.detach(), slopes
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

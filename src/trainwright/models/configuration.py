@@ -102,14 +102,14 @@ def set_dropout(config: PretrainedConfig, probability: float) -> None:
     Raises:
         RequestError: the architecture has no dropout; the message names it.
     """
-    found = False
+    has_dropout = False
     for part in _parts(config):
         before = dict(_dropout_values(part))
         for name in before:
             setattr(part, name, float(probability))
         setattr(part, SOURCE_DROPOUT, before)
-        found |= bool(before)
-    if not found and probability > 0:
+        has_dropout |= bool(before)
+    if not has_dropout and probability > 0:
         raise RequestError(f"model.dropout: {config.model_type} has no dropout; remove model.dropout")
 
 

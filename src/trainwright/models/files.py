@@ -51,13 +51,13 @@ def has_experts(model: nn.Module) -> bool:
     return any(name.endswith("experts") for name, _ in model.named_modules())
 
 
-def logit_difference(found: torch.Tensor, expected: torch.Tensor, *, mixture: bool) -> float:
+def logit_difference(logits: torch.Tensor, expected: torch.Tensor, *, mixture: bool) -> float:
     """Return the largest difference of logits [B, L, V], relative to the largest logit.
 
     In a ``mixture`` of experts, rounding sends some tokens to other experts, and their logits differ by any amount. So
     it is that of the median position.
     """
-    positions = (found.float() - expected.float()).abs().amax(-1).flatten()
+    positions = (logits.float() - expected.float()).abs().amax(-1).flatten()
     difference = positions.median() if mixture else positions.max()
     return float(difference / expected.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny))
 
@@ -145,15 +145,15 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
     """
     from safetensors import SafetensorError, safe_open
 
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
         raise DamagedFile("it is not a regular file")
     try:
         with safe_open(file, framework="numpy") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         if _INCOMPLETE in str(error):
-            raise DamagedFile(f"it is truncated, or longer than its header says ({found.st_size:,} bytes)") from error
+            raise DamagedFile(f"it is truncated, or longer than its header says ({status.st_size:,} bytes)") from error
         raise DamagedFile(str(error)) from error
 
 

@@ -78,8 +78,8 @@ class _Lookup(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         tokens, of_rows = tokens.reshape(-1), of_rows.reshape(-1, of_rows.shape[-1])
         if ctx.padding is not None:  # padding has no gradient, as in nn.Embedding
-            kept = tokens != ctx.padding
-            tokens, of_rows = tokens[kept], of_rows[kept]
+            trained = tokens != ctx.padding
+            tokens, of_rows = tokens[trained], of_rows[trained]
         return of_weight.index_add_(0, tokens, of_rows), None, None
 
 
@@ -141,12 +141,12 @@ def token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _loss_and_correct(
-    logits: torch.Tensor, wanted: torch.Tensor, softcap: float | None, logit_scale: float
+    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, logit_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and correctness of some rows of logits. Their fp32 copy is freed before that of the next rows."""
     work = _finished_in_place(logits, softcap, logit_scale)
-    chosen = work.gather(1, wanted[:, None])[:, 0]
-    correct = work.argmax(1) == wanted
+    chosen = work.gather(1, targets[:, None])[:, 0]
+    correct = work.argmax(1) == targets
     return _to_probabilities(work)[:, 0] - chosen, correct
 
 
@@ -157,7 +157,7 @@ def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tens
     Mean and deviation are over the vocabulary, weighted by the model's probabilities (arXiv 2404.02936, equation 2).
     """
     hidden, weight, bias, softcap, logit_scale = head
-    found = [hidden.new_zeros(0, dtype=torch.float32)]
+    blocks = [hidden.new_zeros(0, dtype=torch.float32)]
     for part in chunks(len(targets), hidden, weight):
         chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
         for rows in row_blocks(chunk):
@@ -165,9 +165,9 @@ def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tens
             chances = logs.exp()
             mean = (chances * logs).sum(1)
             variance = (chances * (logs - mean[:, None]).square()).sum(1)
-            wanted = logs.gather(1, targets[part][rows][:, None])[:, 0]
-            found.append((wanted - mean) / variance.clamp_min(_LEAST_VARIANCE).sqrt())
-    return torch.cat(found)
+            chosen = logs.gather(1, targets[part][rows][:, None])[:, 0]
+            blocks.append((chosen - mean) / variance.clamp_min(_LEAST_VARIANCE).sqrt())
+    return torch.cat(blocks)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -276,10 +276,10 @@ def _loss_to_gradient(
     columns = targets[:, None]
     work = _finished_in_place(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
-    wanted = work.gather(1, columns)[:, 0]
+    chosen = work.gather(1, columns)[:, 0]
     # In place from here: probabilities, then the gradient.
     scale = _to_probabilities(work)
-    losses = scale[:, 0] - wanted
+    losses = scale[:, 0] - chosen
     if z_loss:
         losses += z_loss * scale[:, 0].square()
         work *= 1 + 2 * z_loss * scale
@@ -369,10 +369,10 @@ def linear_logit_loss(
     Returns:
         Scalar, [N], [N] in nats; only the sum is differentiable, with respect to the hidden states and the head.
     """
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _LinearLogitLoss.apply(
+    losses: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _LinearLogitLoss.apply(
         head.hidden, head.weight, head.bias, targets, loss, head, teacher
     )
-    return found
+    return losses
 
 
 class _LinearLogitLoss(torch.autograd.Function):

@@ -99,23 +99,23 @@ def _with_adapter(
     source = resolve(section).directory
     model: Any
     if dtype is None and source is not None:
-        config, kept = load_config(section, tokenizer), {"use_safetensors": True, "local_files_only": True}
+        config, options = load_config(section, tokenizer), {"use_safetensors": True, "local_files_only": True}
         with no_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype="auto", **kept)
+            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype="auto", **options)
         untie(model)
         finish_loading(model, section, config)
     else:
         model = load_model(section, dtype, seed, tokenizer)
     attach_adapter(model, section, seed)
-    whole: PreTrainedModel = model.eval()
-    return whole
+    merged: PreTrainedModel = model.eval()
+    return merged
 
 
 def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the merged model's tensors by their plain names; append to ``changes`` whether each adapted one differs."""
     merged = {f"{name}{_KEPT}.weight": layer for name, layer in lora_layers(model)}
-    wanted = model.state_dict(keep_vars=True)
-    for name, tensor in wanted.items():
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         plain = name.replace(_KEPT, "").replace(_REPLACED, "")
         if ".lora_" in name or _ORIGINAL in name:
             continue
@@ -124,7 +124,7 @@ def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) ->
             tensor = _merged_weight(merged[name]).to(dtype)
             changes.append(not torch.equal(tensor, before.to(dtype)))
         elif _REPLACED in name:
-            original = wanted[name.replace(_REPLACED, _ORIGINAL)]
+            original = state[name.replace(_REPLACED, _ORIGINAL)]
             changes.append(not torch.equal(tensor.to(dtype), original.to(dtype)))
         yield plain, tensor.detach()
 
@@ -186,12 +186,12 @@ def _verify(
     del apart
     with no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=compute, local_files_only=True).eval()
-    found = _logits(model, ids)
-    _check_same("written", logit_difference(found, rounded, mixture=has_experts(model)), compute)
+    logits = _logits(model, ids)
+    _check_same("written", logit_difference(logits, rounded, mixture=has_experts(model)), compute)
     start = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False)
     written = model.generate(**start, max_new_tokens=_NEW_TOKENS, do_sample=False)
     sample = str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
-    return logit_difference(found, expected, mixture=has_experts(model)), sample
+    return logit_difference(logits, expected, mixture=has_experts(model)), sample
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -60,14 +60,14 @@ class OwnModel(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: OwnConfig) -> None:
         super().__init__(config)
-        made = class_of(config.implementation)(**{**config.arguments, "vocab_size": config.vocab_size})
-        if not any(isinstance(part, nn.ModuleList) and len(part) for part in made.modules()):
+        module = class_of(config.implementation)(**{**config.arguments, "vocab_size": config.vocab_size})
+        if not any(isinstance(part, nn.ModuleList) and len(part) for part in module.modules()):
             raise RequestError(
                 f"model.implementation: {config.implementation} has no nn.ModuleList with its blocks, which are "
                 "recomputed, compiled and sharded one by one; put them into one"
             )
-        self.module: nn.Module = made
-        self._takes = inspect.signature(made.forward).parameters.keys()
+        self.module: nn.Module = module
+        self._takes = inspect.signature(module.forward).parameters.keys()
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, name)
@@ -158,10 +158,10 @@ def class_of(implementation: str | None) -> Any:
             "module:Class or file.py:Class"
         )
     described = f"model.implementation {implementation}"
-    found = load_named(implementation, described)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    loaded = load_named(implementation, described)
+    if not (isinstance(loaded, type) and issubclass(loaded, nn.Module)):
         raise RequestError(f"{described}: is not a class of torch modules (nn.Module)")
-    return found
+    return loaded
 
 
 def keep_source(config: OwnConfig, directory: Path) -> None:

@@ -136,8 +136,8 @@ class Int8Linear(QuantizedLinear):
         return torch.cat([bits for bits, _, _ in parts])
 
     def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        whole = bits.view(torch.int8).view(self.out_features, self.in_features)
-        return whole.to(dtype).mul_(self.scales[:, None])
+        integers = bits.view(torch.int8).view(self.out_features, self.in_features)
+        return integers.to(dtype).mul_(self.scales[:, None])
 
 
 class _Product(torch.autograd.Function):
@@ -184,8 +184,8 @@ def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.M
     head = model.get_output_embeddings()
     for above, parent in model.named_modules():
         for name, layer in parent.named_children():
-            kept = layer is head or ends_with(f"{above}.{name}", keep, inside=True)
-            if isinstance(layer, nn.Linear | Conv1D) and not kept:
+            excluded = layer is head or ends_with(f"{above}.{name}", keep, inside=True)
+            if isinstance(layer, nn.Linear | Conv1D) and not excluded:
                 yield parent, name, layer
 
 

@@ -115,12 +115,12 @@ def _keep_plain_products() -> Any:
     return create_selective_checkpoint_contexts(functools.partial(_policy, _PLAIN))
 
 
-def _policy(kept: set[str], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(saved: set[str], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     if not isinstance(operation, torch._ops.OpOverload):
-        keep = operation.name() in kept
+        keep = operation.name() in saved
     else:
         schema = operation._schema  # operations that write into their arguments must run again
-        keep = schema.name in kept and not schema.is_mutable and not _drops(operation, args, kwargs)
+        keep = schema.name in saved and not schema.is_mutable and not _drops(operation, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -178,13 +178,13 @@ class _Run:
         # The weak reference keeps another tensor's memory from having the same identity.
         memory = StorageWeakRef(tensor.untyped_storage()), tensor._version
         key = *memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        if (known := self._activations.get(key)) is not None and (found := known()) is not None:
-            return found
+        if (known := self._activations.get(key)) is not None and (activation := known()) is not None:
+            return activation
         if not self._activations:
             self._before, _Run._latest = _Run._latest, weakref.ref(self)
-        made = _OnHost(tensor, self)
-        self._activations[key] = weakref.ref(made)
-        return made
+        copy = _OnHost(tensor, self)
+        self._activations[key] = weakref.ref(copy)
+        return copy
 
     def go_back(self) -> None:
         """Begin the backward pass: copy back what it needs, and then what the next backward pass needs."""

@@ -87,9 +87,9 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
         return ModelSource(None, dict(fresh), f"fresh {kind}, initialized from the seed")
     if model.name is None:
         raise RequestError("model: neither name nor config is set; set model.name or model.config")
-    found = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
-    check_directory(found.directory, "model.name", weights=weights)
-    return ModelSource(found.directory, None, found.origin, found.gguf, found.package)
+    located = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
+    check_directory(located.directory, "model.name", weights=weights)
+    return ModelSource(located.directory, None, located.origin, located.gguf, located.package)
 
 
 def locate(

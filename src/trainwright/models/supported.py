@@ -105,8 +105,8 @@ def check_trainable(config: Mapping[str, Any], where: str, known: Container[str]
 def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
     """Describe the kind of model in ``config``, or return None if it is a decoder-only language model."""
     kind = config.get("model_type")
-    if isinstance(made := config.get("_class_name"), str) or "_diffusers_version" in config:
-        return f"a diffusion model ({made or 'diffusers'})"
+    if isinstance(class_name := config.get("_class_name"), str) or "_diffusers_version" in config:
+        return f"a diffusion model ({class_name or 'diffusers'})"
     if kind is None or kind in (GPT, OWN):
         return None  # a missing model_type is reported when the rest is read
     if not isinstance(kind, str):

@@ -160,8 +160,8 @@ def trained_tokenizer(name: str, key: str = "model.tokenizer") -> PreTrainedToke
     def find() -> PreTrainedTokenizerFast | None:
         if not (directory / "tokenizer.json").exists():
             return None
-        found: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        return found
+        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        return tokenizer
 
     with cache_in_words(directory):
         tokenizer = made_once(directory, find, lambda path: make_tokenizer([(source, key)], size).save_pretrained(path))
@@ -214,10 +214,10 @@ def _characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    found: set[str] = set()
+    characters: set[str] = set()
     for text in texts:
-        found.update(text)
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(sorted(found))}, merges=[]))
+        characters.update(text)
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(sorted(characters))}, merges=[]))
     backend.decoder = decoders.Fuse()
     # This setting makes unknown characters an error; otherwise they would be dropped.
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, characters=True)

@@ -47,12 +47,12 @@ def cut_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 def varied_layers(config: PretrainedConfig) -> int:
     """Return how many of the first layers include every kind of layer: at least two and at most eight."""
-    text, whole = config.get_text_config().to_dict(), layer_count(config)
-    kinds = list(zip(*(value for key, value in text.items() if _of_layers(key, value, whole)), strict=True))
+    text, layers = config.get_text_config().to_dict(), layer_count(config)
+    kinds = list(zip(*(value for key, value in text.items() if _of_layers(key, value, layers)), strict=True))
     varied = max((index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index]), default=1)
     # For patterns with a different layer every n-th time, or with different first layers.
     numbers = [value for key, value in text.items() if key.endswith(_NUMBERS) and isinstance(value, int)]
-    return min(max(2, varied, *(number + 1 for number in numbers)), MOST_LAYERS, whole)
+    return min(max(2, varied, *(number + 1 for number in numbers)), MOST_LAYERS, layers)
 
 
 def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection:
@@ -85,7 +85,7 @@ def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection
 def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
     """Set the number of layers in a configuration's fields, and shorten lists with one item per layer."""
     text = config.get_text_config()
-    whole = layer_count(config)
+    full_count = layer_count(config)
     if text is not config:  # in a model of several parts, the language model's fields are in a sub-configuration
         part = next(name for name in config.sub_configs if getattr(config, name, None) is text)
         fields = fields.setdefault(part, {})
@@ -93,7 +93,7 @@ def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
     fields.pop(_LAYERS, None)
     fields[own] = layers
     for key, value in fields.items():
-        if _of_layers(key, value, whole):
+        if _of_layers(key, value, full_count):
             fields[key] = value[:layers]
 
 

@@ -187,8 +187,8 @@ class GivenWeights:
             return
         model = self._load()
         self._tensors = dict(_stored(model))
-        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
-        assert found == self._expected, "the weights make the model of their configuration"
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
+        assert shapes == self._expected, "the weights make the model of their configuration"
         for parameter in model.parameters():  # the model may live on until garbage collection
             parameter.data = parameter.data.new_empty(0)
 
@@ -226,9 +226,9 @@ def _sent(
     """Yield the elements of rank 0's tensor in bounded parts, each with the index of its first element, on every
     rank.
     """
-    total, most = torch.Size(shape).numel(), _SENT_BYTES // dtype.itemsize
-    for first in range(0, total, most):
-        size = min(most, total - first)
+    total, max_elements = torch.Size(shape).numel(), _SENT_BYTES // dtype.itemsize
+    for first in range(0, total, max_elements):
+        size = min(max_elements, total - first)
         part = torch.empty(size, dtype=dtype, device=world.device)
         if flat is not None:
             part.copy_(flat[first : first + size])
@@ -251,8 +251,8 @@ def _tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Return the file and shape of every tensor in a model directory."""
     from safetensors import safe_open
 
-    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    tensors_by_name: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in weight_files(directory):
         with safe_open(file, framework="pt") as tensors:
-            found |= {name: (file, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()}  # noqa: SIM118
-    return found
+            tensors_by_name |= {name: (file, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()}  # noqa: SIM118
+    return tensors_by_name

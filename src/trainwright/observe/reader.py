@@ -74,7 +74,7 @@ def read_recipe(run: Path) -> dict[str, Any]:
             content = file.read(_RECIPE_BYTES + 1)
         if len(content) > _RECIPE_BYTES:
             raise RequestError(f"{name}: is larger than {_RECIPE_BYTES // 1024} KiB, too large for a recipe")
-        return parse_mapping(content.decode(), name, most=_RECIPE_VALUES, has_aliases=False).values
+        return parse_mapping(content.decode(), name, max_values=_RECIPE_VALUES, has_aliases=False).values
     except OSError as error:
         raise RequestError(f"{name}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -11,8 +11,8 @@ from trainwright.parallel.world import World
 _USABLE = 0.8
 
 
-def memory_shortage(world: World, wanted: int, available: int | None) -> str | None:
-    """Return why ranks cannot allocate ``wanted`` bytes more each, the same on all; None if they can.
+def memory_shortage(world: World, required: int, available: int | None) -> str | None:
+    """Return why ranks cannot allocate ``required`` bytes more each, the same on all; None if they can.
 
     Every rank must call this.
 
@@ -23,26 +23,26 @@ def memory_shortage(world: World, wanted: int, available: int | None) -> str | N
         each for (each,) in world.gather_floats([_USABLE * free_bytes(world) if available is None else available])
     ]
     least = min(available_by_rank)
-    if wanted <= least:
+    if required <= least:
         return None
     rank = available_by_rank.index(least)
-    return f"the full weights need {_size(wanted)}, but rank {rank} has only {_size(least)} available"
+    return f"the full weights need {_size(required)}, but rank {rank} has only {_size(least)} available"
 
 
 def free_bytes(world: World) -> int:
     """Return the free bytes on this rank's device, or its share of a host's memory."""
     if world.device.type == "cuda":
-        kept = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
-        return int(torch.cuda.mem_get_info(world.device)[0]) + kept
+        unused = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
+        return int(torch.cuda.mem_get_info(world.device)[0]) + unused
     return _share_of_host(world)
 
 
-def fits_host(world: World, wanted: int) -> bool:
-    """Return whether each rank can allocate its ``wanted`` bytes in its host's memory, the same on all.
+def fits_host(world: World, required: int) -> bool:
+    """Return whether each rank can allocate its ``required`` bytes in its host's memory, the same on all.
 
     Every rank must call this.
     """
-    return all(short <= 0 for (short,) in world.gather_floats([wanted - _USABLE * _share_of_host(world)]))
+    return all(short <= 0 for (short,) in world.gather_floats([required - _USABLE * _share_of_host(world)]))
 
 
 def _share_of_host(world: World) -> int:

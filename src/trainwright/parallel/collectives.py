@@ -100,14 +100,14 @@ def _line() -> str:
     while frame.f_back is not None and _is_skipped(frame.f_code.co_filename):
         frame = frame.f_back
     key = frame.f_code.co_filename, frame.f_lineno
-    found = _lines.get(key)
-    if found is None:
-        found = _lines[key] = f"{key[0]}:{key[1]}"
-    return found
+    line = _lines.get(key)
+    if line is None:
+        line = _lines[key] = f"{key[0]}:{key[1]}"
+    return line
 
 
 def _is_skipped(file: str) -> bool:
-    found = _skipped.get(file)
-    if found is None:
-        found = _skipped[file] = file.startswith((_TORCH, _OURS))
-    return found
+    skipped = _skipped.get(file)
+    if skipped is None:
+        skipped = _skipped[file] = file.startswith((_TORCH, _OURS))
+    return skipped

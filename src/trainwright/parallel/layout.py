@@ -44,8 +44,8 @@ class ModelLayout:
         precision = self.forward_dtype
         if self.master_dtype != precision:
             precision += f" (masters {self.master_dtype})"
-        whole, part = (" x ".join(map(str, shape)) for shape in (self.shape, self.local_shape))
-        shown = whole if part == whole else f"{part} of {whole}"
+        full, part = (" x ".join(map(str, shape)) for shape in (self.shape, self.local_shape))
+        shown = full if part == full else f"{part} of {full}"
         return (
             f"{self.parameter} {self.placement} ({shown}), {precision}; of {self.elements:,} elements this rank holds "
             f"{_share(self.held, self.elements)} and updates {_share(self.updated, self.elements)}"
@@ -129,8 +129,8 @@ def copies_held(layouts: Sequence[ModelLayout], counts: Iterable[int], planned: 
     return planned if near else round(copies, 3)
 
 
-def _share(part: int, whole: int) -> str:
-    return "all" if part == whole else f"{part / max(1, whole):.1%}"
+def _share(part: int, total: int) -> str:
+    return "all" if part == total else f"{part / max(1, total):.1%}"
 
 
 def find_units(module: nn.Module, blocks: Sequence[nn.Module], wrap: Sequence[str] | str) -> list[nn.Module]:
@@ -200,5 +200,5 @@ class Shard:
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the buffers that a checkpoint holds, by name."""
-    kept = set(module.state_dict(keep_vars=True))
-    return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
+    persistent = set(module.state_dict(keep_vars=True))
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)

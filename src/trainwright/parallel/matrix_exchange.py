@@ -108,8 +108,8 @@ class MatrixExchange:
         pieces = received.split(list(chain(*sizes)))
         for index, parameter in enumerate(mine):
             parts = pieces[index :: len(mine)]  # one of each rank
-            whole = update(torch.cat(parts).view(self._shape(parameter))).reshape(-1)
-            for part, result in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            full = update(torch.cat(parts).view(self._shape(parameter))).reshape(-1)
+            for part, result in zip(parts, full.split([len(part) for part in parts]), strict=True):
                 part.copy_(result)
         back = received.new_empty(sum(given))
         dist.all_to_all_single(back, received, given, taken, group=group)

@@ -29,7 +29,7 @@ def assign(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[Round, ...]
     """
     if ranks == 1:
         return tuple(((index,),) for index in range(len(shapes)))
-    most = max((rows * columns for rows, columns in shapes), default=0)
+    largest = max((rows * columns for rows, columns in shapes), default=0)
     rounds: list[list[list[int]]] = []
     last, filled = [-1] * ranks, [0] * ranks  # of each rank: its last round, and the elements it has there
     loads = [(0, rank) for rank in range(ranks)]
@@ -37,7 +37,7 @@ def assign(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[Round, ...]
         work, rank = loads[0]
         heapq.heapreplace(loads, (work + operations(*shapes[index]), rank))
         elements = shapes[index][0] * shapes[index][1]
-        if last[rank] < 0 or filled[rank] + elements > most:
+        if last[rank] < 0 or filled[rank] + elements > largest:
             last[rank], filled[rank] = last[rank] + 1, 0
         if last[rank] == len(rounds):
             rounds.append([[] for _ in range(ranks)])

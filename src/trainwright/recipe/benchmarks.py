@@ -127,13 +127,13 @@ class _Place:
 
     def need(self, config: str, split: str = "") -> str:
         """Return the source of a set like ``find``; raise RequestError if it does not exist."""
-        found = self.find(config, split)
-        if found is None:
+        source = self.find(config, split)
+        if source is None:
             name = f"{config}/{split}" if split else config
             raise RequestError(
                 f"{self._key}: {self._directory} has no file {name} with one of the suffixes {', '.join(_SUFFIXES)}"
             )
-        return found
+        return source
 
     @property
     def idk(self) -> str | None:
@@ -202,14 +202,14 @@ def _wmdp(name: str, part: str, place: str, key: str) -> Benchmark:
 
 def _files(name: str, places: str, key: str) -> Benchmark:
     known = ("forget", "retain", "holdout")
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for part in places.split(","):
         each, equals, source = part.partition("=")
         if each not in known or not equals or not source:
             raise RequestError(
                 f"{key}: {part!r} in {name!r} is invalid; use {', '.join(f'{known_}=FILE' for known_ in known)}"
             )
-        found[each] = source
-    if "forget" not in found:
+        sources[each] = source
+    if "forget" not in sources:
         raise RequestError(f"{key}: {name!r} names no rows to forget; add forget=FILE")
-    return Benchmark(name, found, {each: EvaluationSet(source, "auto") for each, source in found.items()})
+    return Benchmark(name, sources, {each: EvaluationSet(source, "auto") for each, source in sources.items()})

@@ -179,9 +179,9 @@ def _rows(recipe: Recipe) -> Iterator[Contradiction]:
         formats |= {f"{key}.format": one.format for key, one in zip(data.source_keys, data.sources, strict=True)}
     for key, layout in formats.items():
         if layout != "auto" and (layout in _PREFERENCES) != compared:
-            wanted = " or ".join(_PREFERENCES) if compared else "a layout of single examples"
+            layouts = " or ".join(_PREFERENCES) if compared else "a layout of single examples"
             yield Contradiction(
-                (key, "task"), f"task {recipe.task} does not train on {layout} rows; set it to {wanted}"
+                (key, "task"), f"task {recipe.task} does not train on {layout} rows; set it to {layouts}"
             )
 
 

@@ -15,6 +15,6 @@ class Contradiction(NamedTuple):
 class Contradictions(ValueError):
     """All contradictions of a recipe; raised inside pydantic's validation, which wraps it."""
 
-    def __init__(self, found: list[Contradiction]) -> None:
-        super().__init__("; ".join(f"{item.keys[0]}: {item.message}" for item in found))
-        self.found = found
+    def __init__(self, items: list[Contradiction]) -> None:
+        super().__init__("; ".join(f"{item.keys[0]}: {item.message}" for item in items))
+        self.items = items

@@ -19,21 +19,21 @@ _LARGEST_YAML, _LARGEST_JSON = 2**20, 16 * 2**20
 _SPECIAL = ((stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"))
 
 
-def read_text(path: Path, most: int = _LARGEST_YAML) -> str:
-    """Return a settings file as text. Raises RequestError if it is unreadable, not text or larger than ``most``
+def read_text(path: Path, max_bytes: int = _LARGEST_YAML) -> str:
+    """Return a settings file as text. Raises RequestError if it is unreadable, not text or larger than ``max_bytes``
     bytes.
     """
     try:
         if (what := special(path)) is not None:
             raise RequestError(f"{path}: is {what}, not a file")
         with path.open("rb") as file:  # it may be an endless pipe
-            data = file.read(most + 1)
+            data = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise RequestError(missing_file(path)) from None
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > most:
-        raise RequestError(f"{path}: is larger than {most / 2**20:.0f} MiB, too large for a settings file")
+    if len(data) > max_bytes:
+        raise RequestError(f"{path}: is larger than {max_bytes / 2**20:.0f} MiB, too large for a settings file")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -92,10 +92,10 @@ def parse_json(text: str, source: str, pairs: Callable[[list[tuple[str, Any]]], 
     return value
 
 
-def is_deeper(value: Any, most: int) -> bool:
-    """Return whether dicts and lists are nested more than ``most`` deep in a value."""
+def is_deeper(value: Any, max_depth: int) -> bool:
+    """Return whether dicts and lists are nested more than ``max_depth`` deep in a value."""
     level = [value]
-    for _ in range(most):
+    for _ in range(max_depth):
         level = [item for one in level for item in _items(one)]
         if not level:
             return False

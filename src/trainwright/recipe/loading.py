@@ -124,8 +124,10 @@ def _behind_invalid_keys(error: ValidationError, tree: Tree, file: Origin) -> li
         Recipe.model_validate(tree.values)
     except ValidationError as hidden:
         doubtful = tuple(invalid.values())
-        found = [item for item in contradictions_in(hidden) if not any(key.startswith(doubtful) for key in item.keys)]
-        return explain_contradictions(found, tree, file) if invalid else []
+        hidden_contradictions = [
+            item for item in contradictions_in(hidden) if not any(key.startswith(doubtful) for key in item.keys)
+        ]
+        return explain_contradictions(hidden_contradictions, tree, file) if invalid else []
     return []
 
 
@@ -193,9 +195,9 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
         else:
             _merge(merged, _read_file(target, chain, read))
     # A section whose keys are all commented out removes nothing from the included one.
-    whole = {**merged.values, **own.values}
+    merged_values = {**merged.values, **own.values}
     empty = [key for key, value in own.values.items() if value is None and isinstance(merged.values.get(key), dict)]
-    for key in [key for key in empty if not _is_of_another_task(key, whole)]:
+    for key in [key for key in empty if not _is_of_another_task(key, merged_values)]:
         del own.values[key], own.origins[(key,)]
     _merge(merged, own)
     return merged

@@ -21,11 +21,13 @@ def processes(recipe: Recipe) -> Iterator[Contradiction]:
     count = parallel.processes
     if spec is None or count == "auto":
         return
-    most = spec.most_processes
+    max_processes = spec.most_processes
     if count < spec.least_processes:
         requirement = f"{parallel.strategy} needs at least {spec.least_processes} processes"
-    elif most is not None and count > most:
-        requirement = f"{parallel.strategy} runs {'one process' if most == 1 else f'at most {most} processes'}"
+    elif max_processes is not None and count > max_processes:
+        requirement = (
+            f"{parallel.strategy} runs {'one process' if max_processes == 1 else f'at most {max_processes} processes'}"
+        )
     else:
         return
     yield Contradiction(

@@ -72,17 +72,17 @@ def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     return problems + explain_contradictions(contradictions_in(error), tree, file)
 
 
-def explain_contradictions(found: list[Contradiction], tree: Tree, file: Origin) -> list[Problem]:
+def explain_contradictions(contradictions: list[Contradiction], tree: Tree, file: Origin) -> list[Problem]:
     """Return the contradictions as problems: those that one value written elsewhere causes are one problem, under that
     value and with what removes them all.
     """
-    causes = [_written_elsewhere(item, tree) for item in found]
+    causes = [_written_elsewhere(item, tree) for item in contradictions]
     [(cause, count)] = Counter(key for keys in causes for key in keys).most_common(1) or [("", 0)]
     if count < 2:
-        return [_located(item, tree, file) for item in found]
-    own = [item for item, keys in zip(found, causes, strict=True) if cause in keys]
-    others = [item for item in found if item not in own]
-    return [_of_one_cause(cause, own, found, tree, file), *explain_contradictions(others, tree, file)]
+        return [_located(item, tree, file) for item in contradictions]
+    own = [item for item, keys in zip(contradictions, causes, strict=True) if cause in keys]
+    others = [item for item in contradictions if item not in own]
+    return [_of_one_cause(cause, own, contradictions, tree, file), *explain_contradictions(others, tree, file)]
 
 
 def _written_elsewhere(contradiction: Contradiction, tree: Tree) -> list[str]:
@@ -93,25 +93,25 @@ def _written_elsewhere(contradiction: Contradiction, tree: Tree) -> list[str]:
 
 
 def _of_one_cause(
-    cause: str, own: list[Contradiction], found: list[Contradiction], tree: Tree, file: Origin
+    cause: str, own: list[Contradiction], contradictions: list[Contradiction], tree: Tree, file: Origin
 ) -> Problem:
     path = tuple(cause.split("."))
     origin, fix = tree.origins[path], ""
     lines = [str(_located(item, tree, file, origin)) for item in own]
-    if defaults := _defaults_without(own, found, tree):
+    if defaults := _defaults_without(own, contradictions, tree):
         lines = [line.partition("; ")[0] for line in lines]
         fix = f", or add {' '.join(quoted(f'{key}={value}') for key, value in defaults.items())}"
     head = f"{cause}: {_shown(_value_at(path, tree))} does not go with {len(own)} values written elsewhere; change it"
     return Problem(origin, "\n  ".join([head + fix, *lines]))
 
 
-def _defaults_without(own: list[Contradiction], found: list[Contradiction], tree: Tree) -> dict[str, str]:
+def _defaults_without(own: list[Contradiction], contradictions: list[Contradiction], tree: Tree) -> dict[str, str]:
     """Return the keys whose defaults leave the recipe with none of its ``own`` contradictions of all that were
-    ``found``, and with no others, and these defaults as overrides have them; empty if they do not.
+    ``contradictions``, and with no others, and these defaults as overrides have them; empty if they do not.
     """
-    model, values, defaults, left = _model(tree), deepcopy(tree.values), dict[str, str](), own
-    while left:
-        for item in left:
+    model, values, defaults, remaining = _model(tree), deepcopy(tree.values), dict[str, str](), own
+    while remaining:
+        for item in remaining:
             *above, last = item.keys[0].split(".")
             section, inside = _section_at(tuple(above), model), values
             field = section.model_fields.get(last) if section is not None else None
@@ -123,9 +123,9 @@ def _defaults_without(own: list[Contradiction], found: list[Contradiction], tree
             defaults[item.keys[0]] = default if isinstance(default, str) else json.dumps(default, default=str)
         try:
             model.model_validate(values)
-            left = []
+            remaining = []
         except ValidationError as error:
-            left = [item for item in contradictions_in(error) if item in own or item not in found]
+            remaining = [item for item in contradictions_in(error) if item in own or item not in contradictions]
     return defaults
 
 
@@ -148,27 +148,27 @@ def placeholders(tree: Tree, file: Origin) -> Iterator[Problem]:
 def contradictions_in(error: ValidationError) -> list[Contradiction]:
     """Return the contradictions of checks.contradictions, extracted from pydantic's error."""
     causes = (item.get("ctx", {}).get("error") for item in error.errors(include_url=False))
-    return [item for cause in causes if isinstance(cause, Contradictions) for item in cause.found]
+    return [item for cause in causes if isinstance(cause, Contradictions) for item in cause.items]
 
 
 def invalid_keys(error: ValidationError, tree: Tree) -> dict[KeyPath, str]:
     """Return the paths of all keys that are not in the schema, and of all whose values are not allowed, with the prefix
     of the keys of which nothing is known therefore: a mistyped key leaves one of its section missing.
     """
-    model, found = _model(tree), dict[KeyPath, str]()
+    model, by_path = _model(tree), dict[KeyPath, str]()
     for item in error.errors(include_url=False):
         path = field_path(item["loc"], model)
         if item["type"] == "extra_forbidden":
-            found[path] = f"{path[0]}."
+            by_path[path] = f"{path[0]}."
         elif path[1:] and item["type"] != "missing":
-            found.setdefault(path[:2], dotted(path[:2]))
-    return found
+            by_path.setdefault(path[:2], dotted(path[:2]))
+    return by_path
 
 
-def field_path(loc: tuple[int | str, ...], whole: type[BaseModel]) -> KeyPath:
+def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
     """Return the recipe path of a pydantic error, without the union members that pydantic adds."""
     path: KeyPath = ()
-    model: type[BaseModel] | None = whole
+    model: type[BaseModel] | None = root
     items: type[BaseModel] | None = None  # of the list at `path`, if it is one
     for part in loc:
         if items is not None and not isinstance(part, int):
@@ -398,7 +398,7 @@ def _listed(kind: Any) -> type[BaseModel] | None:
     inside = get_args(kind)
     if get_origin(kind) is list:
         return inside[0] if isinstance(inside[0], type) and issubclass(inside[0], BaseModel) else None
-    return next((found for part in inside if (found := _listed(part)) is not None), None)
+    return next((model for part in inside if (model := _listed(part)) is not None), None)
 
 
 def _description(path: KeyPath, model: type[BaseModel]) -> str:

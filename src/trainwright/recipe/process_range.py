@@ -23,13 +23,13 @@ def with_processes(recipe: R, processes: int | ProcessRange) -> R:
 
 def contradictions_in_range(recipe: Recipe) -> list[Contradiction]:
     """Return all contradictions between the keys of ``recipe``, which is valid if it is with any of its numbers."""
-    found, asked = contradictions(recipe), recipe.parallel.num_processes
-    if not isinstance(asked, ProcessRange):
-        return found
-    if any(_KEY in item.keys for item in found):  # of the largest number
-        fewer = range(asked.max - 1, asked.min - 1, -1)
-        found = [] if any(not contradictions(with_processes(recipe, number)) for number in fewer) else found
+    conflicts, processes = contradictions(recipe), recipe.parallel.num_processes
+    if not isinstance(processes, ProcessRange):
+        return conflicts
+    if any(_KEY in item.keys for item in conflicts):  # of the largest number
+        fewer = range(processes.max - 1, processes.min - 1, -1)
+        conflicts = [] if any(not contradictions(with_processes(recipe, number)) for number in fewer) else conflicts
     if recipe.train.replan == "auto":
         why = f"auto chooses the number of processes, which {_KEY} leaves to the devices; set it to offer"
-        found.append(Contradiction(("train.replan", _KEY), why))
-    return found
+        conflicts.append(Contradiction(("train.replan", _KEY), why))
+    return conflicts

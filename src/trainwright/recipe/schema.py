@@ -251,8 +251,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Recipe:
-        if found := contradictions_in_range(self):
-            raise Contradictions(found)
+        if contradictions := contradictions_in_range(self):
+            raise Contradictions(contradictions)
         return self
 
 

@@ -19,9 +19,9 @@ from trainwright.recipe.files import DEEPEST
 
 KeyPath = tuple[str | int, ...]
 
-_MOST_VALUES = 50_000  # which take seconds to read
+_MAX_VALUES = 50_000  # which take seconds to read
 # Values that aliases may add to the written ones. An alias repeats its content, so nested aliases multiply.
-_MOST_REPEATED = 10_000
+_MAX_REPEATED = 10_000
 
 
 class Origin(NamedTuple):
@@ -61,17 +61,17 @@ class Tree:
         return "recipe" if self.file is None else str(self.file)
 
 
-def parse_mapping(text: str, source: str, *, most: int = _MOST_VALUES, has_aliases: bool = True) -> Tree:
+def parse_mapping(text: str, source: str, *, max_values: int = _MAX_VALUES, has_aliases: bool = True) -> Tree:
     """Read the single YAML mapping in ``text``; ``source`` names it in messages.
 
     Args:
-        most: keys and values.
+        max_values: keys and values.
         has_aliases: whether values may be repeated by aliases.
 
     Raises RequestError, with the line, if the text is empty, not YAML or not a mapping. Duplicate keys are added to
     ``problems``, and the later one is used.
     """
-    loader, node = _compose(text, source, first_line=True, most=most)
+    loader, node = _compose(text, source, first_line=True, max_values=max_values)
     if node is None or node.tag == "tag:yaml.org,2002:null":
         raise RequestError(f"{source}: is empty; a recipe has at least task, model and data")
     if not isinstance(node, yaml.MappingNode):
@@ -79,7 +79,7 @@ def parse_mapping(text: str, source: str, *, most: int = _MOST_VALUES, has_alias
         raise RequestError(f"{source}:{line}: a recipe is a mapping, 'key: value' on each line")
     tree = Tree()
     builder = _Builder(loader, source, tree, has_lines=True)
-    builder.most_repeated = _MOST_REPEATED if has_aliases else 0
+    builder.max_repeated = _MAX_REPEATED if has_aliases else 0
     tree.values = builder.build(node, ())
     return tree
 
@@ -107,10 +107,12 @@ def to_yaml(values: object) -> str:
     )
 
 
-def _compose(text: str, source: str, first_line: bool, most: int = _MOST_VALUES) -> tuple[_Loader, yaml.Node | None]:
+def _compose(
+    text: str, source: str, first_line: bool, max_values: int = _MAX_VALUES
+) -> tuple[_Loader, yaml.Node | None]:
     try:
         loader = _Loader(text)
-        loader.most = most
+        loader.max_values = max_values
         return loader, loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -202,7 +204,7 @@ class _Builder:
         self.loader, self.source, self.tree, self.has_lines = loader, source, tree, has_lines
         self.open: set[int] = set()
         self.seen: set[int] = set()
-        self.repeated, self.most_repeated = 0, _MOST_REPEATED
+        self.repeated, self.max_repeated = 0, _MAX_REPEATED
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS[type(node)]:
@@ -224,9 +226,9 @@ class _Builder:
             self.seen.add(id(node))
             return
         self.repeated += 1
-        if self.repeated > self.most_repeated:
+        if self.repeated > self.max_repeated:
             raise RequestError(
-                f"{self._origin(node)}: YAML aliases repeat more than {self.most_repeated:,} values; write them out or "
+                f"{self._origin(node)}: YAML aliases repeat more than {self.max_repeated:,} values; write them out or "
                 "remove them"
             )
 
@@ -278,15 +280,15 @@ def dotted(path: KeyPath) -> str:
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
     depth = values = 0
-    most = _MOST_VALUES
+    max_values = _MAX_VALUES
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose a node with limits on size and depth; the base class has none but Python's own stack."""
         self.depth += 1
         self.values += 1
         problem = f"nested more than {DEEPEST} deep" if self.depth > DEEPEST else None
-        if self.values > self.most:
-            problem = f"more than {self.most:,} keys and values"
+        if self.values > self.max_values:
+            problem = f"more than {self.max_values:,} keys and values"
         if problem is not None:
             raise yaml.composer.ComposerError(problem=problem, problem_mark=self.peek_event().start_mark)
         node = super().compose_node(parent, index)

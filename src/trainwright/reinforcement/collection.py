@@ -117,11 +117,11 @@ def _is_there(collection: Collection) -> bool:
     if not collection.path.exists():
         return False
     environment = collection.make_environment()
-    with Histories(collection.path, environment) as found:
+    with Histories(collection.path, environment) as histories:
         same = (
-            found.environment == {"name": collection.environment, "options": environment.options}
-            and found.source == collection.source
-            and found.goals == sorted(collection.goals)
+            histories.environment == {"name": collection.environment, "options": environment.options}
+            and histories.source == collection.source
+            and histories.goals == sorted(collection.goals)
         )
     if not same:
         raise RequestError(
@@ -235,16 +235,16 @@ def _work(
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Start processes that ignore ctrl-C, and delay SIGTERM, which would end a starting process with a traceback."""
-    asked: list[int] = []
+    received: list[int] = []
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the processes
-    terminate = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    terminate = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, terminate)
-    if asked:
-        signal.raise_signal(asked[0])
+    if received:
+        signal.raise_signal(received[0])
 
 
 _shared: Any = None
@@ -295,10 +295,10 @@ def learning_curves(histories: Histories) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # means over nothing, which are NaN as intended
             curves.append(np.nanmean(returns_of_episodes(history.dones, history.rewards), axis=0))
-    found = np.full((len(curves), max(len(curve) for curve in curves)), np.nan, np.float32)
-    for row, curve in zip(found, curves, strict=True):
+    returns = np.full((len(curves), max(len(curve) for curve in curves)), np.nan, np.float32)
+    for row, curve in zip(returns, curves, strict=True):
         row[: len(curve)] = curve
-    return found
+    return returns
 
 
 def draw_curves(histories: Histories, file: Path) -> None:

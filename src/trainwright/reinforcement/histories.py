@@ -107,11 +107,11 @@ class Histories:
         goal = self.goals[index]
         group = self._file[str(goal)]
         try:
-            found = _typed(group[name][time, streams] for name in ARRAYS)
+            history = _typed(group[name][time, streams] for name in ARRAYS)
         except OSError as error:
             raise RequestError(f"{self.path}: goal {goal} cannot be read, the file is damaged: {error}") from error
-        self._check_values(goal, found)
-        return found
+        self._check_values(goal, history)
+        return history
 
     def read(
         self, goals: Sequence[int] | None = None, time: slice = slice(None), streams: slice = slice(None)
@@ -119,8 +119,8 @@ class Histories:
         """Return several goals at once (indices into ``goals``; default all): every array with a first dimension of
         goals.
         """
-        found = [self.goal(index, time, streams) for index in (range(len(self)) if goals is None else goals)]
-        return History(*(np.stack(parts) for parts in zip(*found, strict=True)))
+        histories = [self.goal(index, time, streams) for index in (range(len(self)) if goals is None else goals)]
+        return History(*(np.stack(parts) for parts in zip(*histories, strict=True)))
 
     def indices_of(self, tasks: Any) -> list[int]:
         """Return the indices of ``tasks`` ``[n, p]`` (a tensor or an array), for ``goal`` and ``read``.
@@ -170,14 +170,14 @@ class Histories:
             )
         if not says:
             return tasks[self.goals]
-        found = [np.asarray(self._file[str(goal)].attrs.get("task", ())) for goal in self.goals]
-        for goal, task in zip(self.goals, found, strict=True):
+        tasks_of_goals = [np.asarray(self._file[str(goal)].attrs.get("task", ())) for goal in self.goals]
+        for goal, task in zip(self.goals, tasks_of_goals, strict=True):
             if task.shape != tasks.shape[1:]:
                 raise RequestError(
                     f"{self.path}: goal {goal} has no attribute task with the {tasks.shape[1]} numbers of a task of "
                     f"{environment.name}"
                 )
-        return np.stack(found)
+        return np.stack(tasks_of_goals)
 
     def _check_values(self, goal: int, history: History) -> None:
         environment = self._environment
@@ -231,12 +231,12 @@ def returns_of_episodes(dones: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     NaN where a stream has fewer episodes than another.
     """
     episodes = int(dones.sum(axis=0).max(initial=0))
-    found = np.full((dones.shape[1], episodes), np.nan, np.float32)
+    returns = np.full((dones.shape[1], episodes), np.nan, np.float32)
     for stream in range(dones.shape[1]):
         ends = np.flatnonzero(dones[:, stream]) + 1
         sums = np.concatenate([[0.0], rewards[:, stream].cumsum(dtype=np.float64)])[[0, *ends]]
-        found[stream, : len(ends)] = np.diff(sums)
-    return found
+        returns[stream, : len(ends)] = np.diff(sums)
+    return returns
 
 
 def narrow(counts: Sequence[int]) -> type[np.integer]:
@@ -273,19 +273,19 @@ def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) ->
     if written is None:
         return unsaid
     try:
-        found = json.loads(written)
+        described = json.loads(written)
     except (TypeError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not unsaid.keys() <= found.keys():
+        described = None
+    if not isinstance(described, dict) or not unsaid.keys() <= described.keys():
         keys = f" with {' and '.join(unsaid)}" if unsaid else ""
         raise RequestError(f"{path}: the attribute {attribute} is not a JSON object{keys}; remove it, or collect again")
-    return found
+    return described
 
 
 def _below(values: np.ndarray, counts: Sequence[int]) -> bool:
     """Return whether all values are whole numbers from 0 to below their count."""
-    whole = values.dtype.kind in "biu" or bool((values == np.floor(values)).all())
-    return whole and bool((values >= 0).all() and (values < np.array(counts)).all())
+    integral = values.dtype.kind in "biu" or bool((values == np.floor(values)).all())
+    return integral and bool((values >= 0).all() and (values < np.array(counts)).all())
 
 
 def _typed(arrays: Any) -> History:

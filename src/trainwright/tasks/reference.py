@@ -112,14 +112,16 @@ class ReferenceTask(LanguageModelTask):
             notify(f"the reference's log-probabilities of {plural(len(sequences), 'answer')} are in {file}")
             return Reference(known)
         notify(f"computing the reference's log-probabilities of {plural(len(examples), 'example')}")
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with without():
-            found = _compute(passes, stream, lambda micro: self._batch(dataset, micro, world.device), examples)
-        if not np.isfinite(found[sequences]).all():
+            log_probabilities = _compute(
+                passes, stream, lambda micro: self._batch(dataset, micro, world.device), examples
+            )
+        if not np.isfinite(log_probabilities[sequences]).all():
             raise TrainingError("the model's probability of some data is NaN before training")
-        kept = _save(file, found, world)
-        notify(f"the reference took {time.monotonic() - begun:.1f} s{f' and is kept in {file}' if kept else ''}")
-        return Reference(found)
+        saved = _save(file, log_probabilities, world)
+        notify(f"the reference took {time.monotonic() - started_at:.1f} s{f' and is kept in {file}' if saved else ''}")
+        return Reference(log_probabilities)
 
 
 def _fingerprint(weights: Iterable[tuple[str, torch.Tensor]], leave_out: Collection[str], world: World) -> str:
@@ -128,8 +130,8 @@ def _fingerprint(weights: Iterable[tuple[str, torch.Tensor]], leave_out: Collect
     for name, tensor in weights:
         if world.is_main and name not in leave_out:
             digest.update(f"{name} {_sums(tensor)}".encode())
-    found: str = world.broadcast(digest.hexdigest()[:32])
-    return found
+    fingerprint: str = world.broadcast(digest.hexdigest()[:32])
+    return fingerprint
 
 
 def _sums(tensor: torch.Tensor) -> list[int]:

@@ -33,9 +33,9 @@ def task_module(recipe: Recipe) -> TaskModule:
     """
     described = f"{recipe.spec.module}, the code of task {recipe.task},"
     try:
-        found = import_module(recipe.spec.module)
+        module = import_module(recipe.spec.module)
     except ImportError as error:
         raise RequestError(f"{described} cannot be imported: {error}") from error
-    if missing := [name for name in ("build", "prepare_once") if not hasattr(found, name)]:
+    if missing := [name for name in ("build", "prepare_once") if not hasattr(module, name)]:
         raise RequestError(f"{described} lacks {' and '.join(missing)}")
-    return cast(TaskModule, found)
+    return cast(TaskModule, module)

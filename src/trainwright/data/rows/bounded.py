@@ -67,14 +67,14 @@ def bounded(name: str, characters: int, call: Callable[[], T], why: str = _PATTE
     """
     thread = _idle_thread()
     limit = SECONDS + characters / _CHARACTERS_A_SECOND
-    begun = time.process_time()
+    started_at = time.process_time()
     thread.calls.put(call)
     while True:
         try:
             value, error = thread.outcomes.get(timeout=_LOOK)
             break
         except queue.Empty:
-            if time.process_time() - begun > limit:
+            if time.process_time() - started_at > limit:
                 thread.calls.put(None)  # ends if the call ever does
                 raise TokenizerError(
                     f"{name} takes more than {limit:.0f} s of CPU time for {characters:,} characters; {why}"

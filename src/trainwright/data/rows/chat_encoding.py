@@ -62,6 +62,22 @@ class ChatEncoder:
         self._ways: dict[str, None] = {}  # settings with which the template writes what it leaves out
         if not self._finder([]).stop:
             self.notes.append(f"the chat template of {self.name} writes no stop token after an assistant turn")
+        if self._prompt_splits_token():
+            self.notes.append(
+                f"the chat template of {self.name} ends a prompt within a token of the answer, which is generated from "
+                "other tokens than it is trained on; have the prompt end without a space"
+            )
+
+    def _prompt_splits_token(self) -> bool:
+        """Return whether the tokens of a prompt are not those with which the whole conversation begins."""
+        turns: list[Message] = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "the"}]
+        template = self._finder([]).template
+        try:
+            (prompt,), (whole,) = template.render([turns[:1]], generation_prompt=True), template.render([turns])
+        except TurnsError:
+            return False
+        of_prompt, of_whole = tokenized(self._tokenizer, [prompt, whole], add_special_tokens=False)["input_ids"]
+        return whole.startswith(prompt) and list(of_whole[: len(of_prompt)]) != list(of_prompt)
 
     @property
     def stop(self) -> str:
@@ -166,14 +182,14 @@ class ChatEncoder:
                 )
 
     def _remarks(self, finder: TurnFinder, row: list[Message], located: Located, *, folded: bool) -> set[str]:
-        found = set()
+        remarks = set()
         if folded:
-            found.add(
+            remarks.add(
                 f"have a system turn, which the chat template of {self.name} does not support: its text is prepended "
                 "to the first user turn"
             )
         if located.prompt_only:
-            found.add(
+            remarks.add(
                 f"have answers that do not follow {located.prompt_only!r}, with which the generation prompt of "
                 f"{self.name} ends: the model generates after text that it is not trained on"
             )
@@ -184,8 +200,8 @@ class ChatEncoder:
             if what not in self._tried:
                 self._tried.add(what)
                 self._try_ways(finder, row, omission)
-            found.add(what)
-        return found
+            remarks.add(what)
+        return remarks
 
     def _omissions(self, finder: TurnFinder, row: list[Message], text: str) -> list[Omission]:
         return omissions(row, text, lambda turn: finder.writes_name(row, turn))
@@ -281,16 +297,16 @@ def omissions(conversation: Sequence[Message], text: str, writes_name: Callable[
     Args:
         writes_name: whether the template writes the name of a turn.
     """
-    left = _squeezed(text)
+    remaining = _squeezed(text)
     missing: list[Omission] = []
     for piece in sorted(_pieces(conversation), key=lambda piece: -len(piece.text)):
         parts = [piece]
-        if _END in piece.text and _without(left, piece.text) is None:  # the template may split it
+        if _END in piece.text and _without(remaining, piece.text) is None:  # the template may split it
             thought, _, answer = piece.text.rpartition(_END)
             parts = [piece._replace(what="reasoning", text=thought.replace(_BEGIN, "")), piece._replace(text=answer)]
         for part in parts:
-            rest = _without(left, part.text)
-            left = left if rest is None else rest
+            rest = _without(remaining, part.text)
+            remaining = remaining if rest is None else rest
             missing += [Omission(part.what, part.turn)] if rest is None else []
     for index, turn in enumerate(conversation):
         missing += [Omission("a name", index)] if "name" in turn and not writes_name(index) else []

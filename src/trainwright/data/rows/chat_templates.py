@@ -135,9 +135,9 @@ def arguments_in(template: str) -> list[str]:
     parsed = _syntax().parse(template)
     # A variable that a branch sets counts as undeclared; it is one of the template's own if nothing tests for it.
     tested = (each.node for each in (*parsed.find_all(nodes.Test), *parsed.find_all(nodes.Filter)))
-    asked = {node.name for node in tested if isinstance(node, nodes.Name)}
+    tested_names = {node.name for node in tested if isinstance(node, nodes.Name)}
     assigned = {each.target.name for each in parsed.find_all(nodes.Assign) if isinstance(each.target, nodes.Name)}
-    names = meta.find_undeclared_variables(parsed) - _STANDARD - (assigned - asked)
+    names = meta.find_undeclared_variables(parsed) - _STANDARD - (assigned - tested_names)
     return sorted(name for name in names if not name.endswith("_token"))
 
 

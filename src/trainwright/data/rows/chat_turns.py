@@ -88,7 +88,7 @@ class TurnFinder:
         return self._marked(rows) if self.template.marked else self._located(rows)
 
     def _marked(self, rows: list[list[Message]]) -> list[Located]:
-        found = []
+        located = []
         for index, row in enumerate(rows):
             text, ranges = self.template.render_marked(row, index)
             turns = [turn for turn, message in enumerate(row) if message["role"] == "assistant"]
@@ -96,14 +96,14 @@ class TurnFinder:
                 raise self._not_located(index, f"{len(turns)} turns, {len(ranges)} marked as generated")
             trained = [(turn, span) for turn, span in zip(turns, ranges, strict=True) if row[turn].get("target", True)]
             prompts = self._prompts_of([row[:turn] for turn, _ in trained])
-            found.append(
+            located.append(
                 Located(
                     text,
                     [self._closed(text, span) for _, span in trained],
                     next(filter(None, (self._prompt_only(text, prompt) for prompt in prompts)), ""),
                 )
             )
-        return found
+        return located
 
     def _prompts_of(self, befores: list[list[Message]]) -> list[str]:
         """Return the generation prompts after conversations, or nothing if the template rejects one without answer."""

@@ -78,9 +78,9 @@ class RowReader:
     extra: str | None = None
     split: Callable[[list[tuple[int, Example]]], list[list[tuple[int, Example]]]] = lambda sequences: [sequences]
 
-    def layout(self, columns: Sequence[str], first_rows: Sequence[Row], wanted: str) -> RowLayout:
+    def layout(self, columns: Sequence[str], first_rows: Sequence[Row], layout_name: str) -> RowLayout:
         """Return the layout of a source's rows; raise RequestError if they fit none."""
-        layout = layout_of(columns, first_rows, wanted, self.layouts)
+        layout = layout_of(columns, first_rows, layout_name, self.layouts)
         if self.extra is None:
             return layout
         if self.extra not in columns:
@@ -90,12 +90,12 @@ class RowReader:
             )
         return RowLayout(layout, layout.columns, (self.extra,))
 
-    def narrowing(self, wanted: str, columns: Sequence[str], first_rows: Sequence[Row]) -> Callable[[Row], Row]:
+    def narrowing(self, layout_name: str, columns: Sequence[str], first_rows: Sequence[Row]) -> Callable[[Row], Row]:
         """Return a function that reduces rows to the columns and the keys of turns that are used.
 
         The values of other keys of turns become text, so that they do not differ in type.
         """
-        layout = self.layout(columns, first_rows, wanted)
+        layout = self.layout(columns, first_rows, layout_name)
         return functools.partial(_only_used, layout.used)
 
     def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
@@ -104,11 +104,11 @@ class RowReader:
         Raises:
             NoTarget, RequestError: as in ``to_example``.
         """
-        found = self.convert(row, layout, remarks)
+        converted = self.convert(row, layout, remarks)
         columns = [column for column in layout.used if column != layout.column("tools")]
         if remarks is not None and (more := unread_fields(row, columns)):
             remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
-        return found
+        return converted
 
 
 def _only_used(columns: Sequence[str], row: Row) -> Row:
@@ -163,10 +163,10 @@ def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Ex
     layout = layout if isinstance(layout, RowLayout) else RowLayout(layout)
     if layout == "text":
         return answer_field(row, layout.column("text"))
-    found: set[str] = set()
-    messages = conversation(_BUILDERS[layout](row, layout), row, found, layout)
+    changes: set[str] = set()
+    messages = conversation(_BUILDERS[layout](row, layout), row, changes, layout)
     if remarks is not None:
-        remarks.update(found)
+        remarks.update(changes)
     return messages
 
 
@@ -241,14 +241,14 @@ def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
 
 
 def _prompt_completion(row: Row, layout: RowLayout) -> list[Message]:
-    asked, answered = layout.column("prompt"), layout.column("completion")
-    if isinstance(row.get(asked), list) and not isinstance(row.get(answered), str):
-        prompt, completion = turns_field(row, asked), turns_field(row, answered)
-    elif isinstance(row.get(asked), list):
-        prompt = turns_field(row, asked)
-        completion = [{"role": "assistant", "content": answer_field(row, answered)}]
+    prompt_column, completion_column = layout.column("prompt"), layout.column("completion")
+    if isinstance(row.get(prompt_column), list) and not isinstance(row.get(completion_column), str):
+        prompt, completion = turns_field(row, prompt_column), turns_field(row, completion_column)
+    elif isinstance(row.get(prompt_column), list):
+        prompt = turns_field(row, prompt_column)
+        completion = [{"role": "assistant", "content": answer_field(row, completion_column)}]
     else:
-        return _pair(text_field(row, asked), answer_field(row, answered))
+        return _pair(text_field(row, prompt_column), answer_field(row, completion_column))
     for message in prompt:
         if message["role"] == "assistant":
             message["target"] = False
@@ -257,8 +257,8 @@ def _prompt_completion(row: Row, layout: RowLayout) -> list[Message]:
 
 def _question_answer(row: Row, layout: RowLayout) -> list[Message]:
     fields = ("instruction", "output") if layout == "instruction" else ("question", "answer")
-    asked, answered = (layout.column(field) for field in fields)
-    return _pair(with_input(row, layout, text_field(row, asked)), answer_field(row, answered))
+    question_column, answer_column = (layout.column(field) for field in fields)
+    return _pair(with_input(row, layout, text_field(row, question_column)), answer_field(row, answer_column))
 
 
 _BUILDERS = {

@@ -110,8 +110,8 @@ def read_refusals(file: str) -> tuple[str, ...]:
         lines = read_text(path).splitlines()
     except RequestError as error:
         raise RequestError(f"data.idk: {error}") from None
-    found = [_refusal(line.strip(), f"data.idk: {path}:{number}") for number, line in enumerate(lines, 1)]
-    refusals = tuple(text for text in found if text)
+    texts = [_refusal(line.strip(), f"data.idk: {path}:{number}") for number, line in enumerate(lines, 1)]
+    refusals = tuple(text for text in texts if text)
     if not refusals:
         raise RequestError(f"data.idk: {path} has no refusals; write one per line, such as I do not know that.")
     return refusals
@@ -168,7 +168,7 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
         raise RequestError(f"{source}: {error}") from None
     if layout == "text":
         raise RequestError(f"{source}: the rows are plain text without turns, so they cannot have a system prompt")
-    found = Styled()
+    styled = Styled()
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -177,21 +177,21 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
                 try:
                     [(_, messages)] = EXAMPLES.sequences(row, layout)
                 except NoTarget as reason:
-                    found.left_out[str(reason)] += 1
+                    styled.left_out[str(reason)] += 1
                     continue
                 except RequestError as error:
                     raise RequestError(f"{place}: {error}") from None
                 assert not isinstance(messages, str)
                 if messages[0]["role"] != "system":
-                    messages, found.added = [{"role": "system", "content": system}, *messages], found.added + 1
+                    messages, styled.added = [{"role": "system", "content": system}, *messages], styled.added + 1
                 elif replace:
-                    messages, found.replaced = [{**messages[0], "content": system}, *messages[1:]], found.replaced + 1
+                    messages, styled.replaced = [{**messages[0], "content": system}, *messages[1:]], styled.replaced + 1
                 else:
-                    found.kept += 1
+                    styled.kept += 1
                 more = {name: row[name] for name in layout.unused(list(row)) if name not in ("messages", "tools")}
                 file.write(as_json({**as_row(messages), **more}) + "\n")
         scratch.rename(out)
-        found.notes += source_notes(source, "data style")
+        styled.notes += source_notes(source, "data style")
     finally:
         scratch.unlink(missing_ok=True)
-    return found
+    return styled

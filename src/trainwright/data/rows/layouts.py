@@ -115,16 +115,16 @@ def columns_not_used(columns: Sequence[str]) -> str:
 
 
 def layout_of(
-    columns: Sequence[str], first_rows: Sequence[Row], wanted: str, layouts: Sequence[str] = SINGLE
+    columns: Sequence[str], first_rows: Sequence[Row], name: str, layouts: Sequence[str] = SINGLE
 ) -> RowLayout:
-    """Return the layout of a source's rows: ``wanted``, or the detected one of ``layouts`` if it is ``auto``.
+    """Return the layout of a source's rows: ``name``, or the detected one of ``layouts`` if it is ``auto``.
 
     Raises:
         RequestError: the columns do not fit the layout, or no layout is recognized.
     """
-    if wanted == "auto":
+    if name == "auto":
         return detect_format(columns, first_rows, layouts)
-    return check_format(columns, "text" if wanted == "documents" else wanted)
+    return check_format(columns, "text" if name == "documents" else name)
 
 
 def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> RowLayout:
@@ -140,8 +140,8 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
         if name in fitting:
             return _with_optional(name, {field: field for field in REQUIRED[name]}, columns)
     elsewhere = next((f"{name} rows, for {_TRAINED_BY[name]}" for name in fitting if name in _TRAINED_BY), None)
-    if elsewhere is None and (found := _by_other_names(columns, first_rows, layouts)):
-        return found
+    if elsewhere is None and (layout := _by_other_names(columns, first_rows, layouts)):
+        return layout
     known = "; ".join(f"{name}: {' and '.join(REQUIRED[name])}" for name in layouts)
     reason = f"the rows have the fields {', '.join(columns)}, which match no known layout ({known})"
     if elsewhere is not None:
@@ -153,45 +153,47 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
 
 def check_format(columns: Sequence[str], name: str) -> RowLayout:
     """Return the layout ``name`` for ``columns``; raise RequestError if a required column is missing."""
-    found = _matched(name, columns)
-    if missing := [field for field in REQUIRED[name] if field not in found]:
+    matches = _matched(name, columns)
+    if missing := [field for field in REQUIRED[name] if field not in matches]:
         raise RequestError(
             f"data.format {name} needs the field {' and '.join(missing)}; the rows have {', '.join(columns)}"
         )
-    return _with_optional(name, found, columns)
+    return _with_optional(name, matches, columns)
 
 
 def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: Sequence[str]) -> RowLayout | None:
     for name in ("preference", "messages", "question_answer", "text"):
         if name not in layouts:
             continue
-        found = _matched(name, columns)
-        if not {*REQUIRED[name]} <= {*found} or not _are_filled(first_rows, [found[field] for field in REQUIRED[name]]):
+        matches = _matched(name, columns)
+        if not {*REQUIRED[name]} <= {*matches} or not _are_filled(
+            first_rows, [matches[field] for field in REQUIRED[name]]
+        ):
             continue
-        if name == "messages" and not any(_is_turns(row.get(found["messages"])) for row in first_rows):
+        if name == "messages" and not any(_is_turns(row.get(matches["messages"])) for row in first_rows):
             continue
         if name == "text" and any(_named(names, columns) for names in (_ASKED[:-2], (*_ANSWERED, *_SUMMARIES))):
             return None  # one half of a question and answer
-        if name == "question_answer" and found["question"].lower() == "instruction" and "instruction" in layouts:
-            found = {"instruction": found["question"], "output": found["answer"]}
+        if name == "question_answer" and matches["question"].lower() == "instruction" and "instruction" in layouts:
+            matches = {"instruction": matches["question"], "output": matches["answer"]}
             name = "instruction"
-        return _with_optional(name, found, columns)
+        return _with_optional(name, matches, columns)
     return None
 
 
 def _matched(name: str, columns: Sequence[str]) -> dict[str, str]:
     """Return the columns found for the required fields of a layout, each column for one field."""
-    found: dict[str, str] = {}
+    matches: dict[str, str] = {}
     for field in REQUIRED[name]:
-        left = [column for column in columns if column not in found.values()]
-        if column := _named((field, *_OTHER_NAMES.get(field, ())), left):
-            found[field] = column
-    return found
+        unmatched = [column for column in columns if column not in matches.values()]
+        if column := _named((field, *_OTHER_NAMES.get(field, ())), unmatched):
+            matches[field] = column
+    return matches
 
 
-def _with_optional(name: str, found: Mapping[str, str], columns: Sequence[str]) -> RowLayout:
-    fields = dict(found)
-    taken = set(found.values())
+def _with_optional(name: str, matches: Mapping[str, str], columns: Sequence[str]) -> RowLayout:
+    fields = dict(matches)
+    taken = set(matches.values())
     for field in (*_OPTIONAL.get(name, ()), *(() if name == "text" else _OF_CONVERSATIONS)):
         column = _named((field, *_OTHER_NAMES.get(field, ())), [column for column in columns if column not in taken])
         if column or field in taken:

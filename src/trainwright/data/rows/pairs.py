@@ -69,10 +69,10 @@ def to_pair(
     prompt, answers = _prompt_and_answers(row, layout)
     if answers[0] == answers[1]:
         raise NoTarget(_SAME)
-    found: set[str] = set()
-    pair = [conversation([*map(dict, prompt), *answer], row, found, layout) for answer in answers]
+    changes: set[str] = set()
+    pair = [conversation([*map(dict, prompt), *answer], row, changes, layout) for answer in answers]
     if remarks is not None:
-        remarks.update(found)
+        remarks.update(changes)
     return list(zip((CHOSEN, REJECTED), pair, strict=True))
 
 

@@ -94,11 +94,11 @@ class RowIndex:
     def borders(self, *counts: int) -> tuple[bytes, bytes]:
         """Return, for each of two counts, the rank below which that many rows are; fewer if equal ranks cross it."""
         self._database.execute("CREATE INDEX by_rank ON ranks (rank)")
-        found = []
+        ranks = []
         for count in counts:
             query = self._database.execute("SELECT rank FROM ranks ORDER BY rank LIMIT 1 OFFSET ?", (count,))
-            found.append(query.fetchone()[0])
-        return found[0], found[1]
+            ranks.append(query.fetchone()[0])
+        return ranks[0], ranks[1]
 
     def _seen(self, text: str, rest: str) -> Seen:
         digest, others = (hashlib.blake2b(part.encode(), digest_size=16).digest() for part in (text, rest))
@@ -228,13 +228,15 @@ def prepare_raw(
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        found = Statistics([], {}, seed, deduplicate)
+        statistics = Statistics([], {}, seed, deduplicate)
         with RowIndex(scratch / "index", deduplicate) as index:
-            kept = _normalize_all(sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, found, seed)
-            borders = index.borders(round(test * kept), round((test + validation) * kept))
-        _divide(scratch / "rows", scratch, borders, found, seed)
+            count = _normalize_all(
+                sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, statistics, seed
+            )
+            borders = index.borders(round(test * count), round((test + validation) * count))
+        _divide(scratch / "rows", scratch, borders, statistics, seed)
         (scratch / "rows").unlink()
-        text = json.dumps(found, default=vars, indent=2, ensure_ascii=False)
+        text = json.dumps(statistics, default=vars, indent=2, ensure_ascii=False)
         # A file name may not be valid UTF-8; its surrogate escapes are written as JSON escapes.
         (scratch / "statistics.json").write_bytes(f"{text}\n".encode(errors="backslashreplace"))
         scratch.chmod(0o755)
@@ -243,18 +245,18 @@ def prepare_raw(
         scratch.rename(out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return found
+    return statistics
 
 
 def _normalize_all(
-    sources: Sequence[str], reader: _Reader, file: Path, index: RowIndex, found: Statistics, seed: int
+    sources: Sequence[str], reader: _Reader, file: Path, index: RowIndex, statistics: Statistics, seed: int
 ) -> int:
     """Write the rows to keep of all sources into one file; return their number."""
-    kept, kinds = 0, dict[str, str]()
+    written, kinds = 0, dict[str, str]()
     with file.open("w", encoding="utf-8") as rows:
         for source in sources:
             counts = SourceCounts(source)
-            found.sources.append(counts)
+            statistics.sources.append(counts)
             for row, rest in reader.rows(source, counts):
                 kinds.setdefault(next(iter(row)), source)
                 text = as_json(row)
@@ -263,12 +265,12 @@ def _normalize_all(
                     counts.duplicates += 1
                     counts.differing += seen is Seen.DIFFERENT
                     continue
-                kept += 1
+                written += 1
                 rows.write(text + "\n")
     reader.check_names()
-    if not kept:
-        reasons = sum((source.left_out for source in found.sources), Counter[str]())
-        reasons["wrong"] += sum(source.wrong for source in found.sources)
+    if not written:
+        reasons = sum((source.left_out for source in statistics.sources), Counter[str]())
+        reasons["wrong"] += sum(source.wrong for source in statistics.sources)
         listed = "; ".join(f"{count:,}: {why}" for why, count in reasons.items() if count)
         raise RequestError(f"{_KEY}: no row has a token to train on ({listed})")
     if len(kinds) > 1:
@@ -276,7 +278,7 @@ def _normalize_all(
         raise RequestError(
             f"{_KEY}: the sources have rows of {listed}, which cannot be in one file; prepare them separately"
         )
-    return kept
+    return written
 
 
 @dataclass
@@ -329,7 +331,7 @@ class _Reader:
             )
             raise RequestError(f"--keep: no row has a column {unknown[0]} in addition to its layout; {others}")
 
-    def _written(self, own: Row, made: Row, layout: RowLayout, counts: SourceCounts) -> tuple[Row, str]:
+    def _written(self, own: Row, converted: Row, layout: RowLayout, counts: SourceCounts) -> tuple[Row, str]:
         more, rest = {}, {}
         for column in layout.unused(list(own)):
             self.columns.add(column)
@@ -341,7 +343,7 @@ class _Reader:
             more[name] = own[column]
             if name not in counts.kept:
                 counts.kept.append(name)
-        return {**made, **more}, json.dumps(rest, sort_keys=True, default=str) if rest else ""
+        return {**converted, **more}, json.dumps(rest, sort_keys=True, default=str) if rest else ""
 
 
 def _rename(row: Row, names: Mapping[str, str], used: set[str]) -> Row:
@@ -379,21 +381,21 @@ def _rank(text: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}/{text}".encode()).digest()[:16]
 
 
-def _divide(rows: Path, directory: Path, borders: tuple[bytes, bytes], found: Statistics, seed: int) -> None:
-    test, held = borders
+def _divide(rows: Path, directory: Path, borders: tuple[bytes, bytes], statistics: Statistics, seed: int) -> None:
+    test, validation = borders
     files = {name: (directory / f"{name}.jsonl").open("w", encoding="utf-8") for name in SPLITS}
     try:
-        found.sides = {name: SplitCounts() for name in SPLITS}
+        statistics.sides = {name: SplitCounts() for name in SPLITS}
         with rows.open(encoding="utf-8") as lines:
             for line in lines:
                 rank = _rank(line.rstrip("\n"), seed)
-                name = "test" if rank < test else "validation" if rank < held else "train"
+                name = "test" if rank < test else "validation" if rank < validation else "train"
                 files[name].write(line)
-                found.sides[name].add(json.loads(line))
+                statistics.sides[name].add(json.loads(line))
     finally:
         for file in files.values():
             file.close()
     for name in SPLITS[1:]:
-        if not found.sides[name].rows:
+        if not statistics.sides[name].rows:
             (directory / f"{name}.jsonl").unlink()
-            del found.sides[name]
+            del statistics.sides[name]

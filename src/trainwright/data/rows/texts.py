@@ -79,9 +79,9 @@ def pieces(source: SourceSection, key: str, notes: list[str] | None = None) -> I
 
 
 def _all_pieces(source: SourceSection, key: str, notes: list[str]) -> Iterator[TextPiece]:
-    found = files_of(source.source, key, source.format == "documents")
-    if found is not None and all(suffix_of(file) in _TEXT_FILES for file in found.files):
-        for file in found.usable():
+    files = files_of(source.source, key, source.format == "documents")
+    if files is not None and all(suffix_of(file) in _TEXT_FILES for file in files.files):
+        for file in files.usable():
             yield from _file_pieces(file)
         notes += source_notes(source.source, key, source.format == "documents")
         return
@@ -95,9 +95,9 @@ def _rows(source: SourceSection, key: str, notes: list[str]) -> Iterator[tuple[s
     rows = join_documents(name, iterate_source(name, None, key, documents))
     first = list(islice(rows, 8))
     columns = list(dict.fromkeys(field for _, row in first for field in row))
-    wanted = "auto" if source.format == "documents" else source.format
+    layout_name = "auto" if source.format == "documents" else source.format
     try:
-        layout = ANY.layout(columns, [row for _, row in first], wanted)
+        layout = ANY.layout(columns, [row for _, row in first], layout_name)
     except RequestError as error:
         raise RequestError(f"{key}: {name}: {error}") from None
     if layout.read_as:
@@ -122,15 +122,15 @@ def join_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tup
     if without_alias(source).partition(":")[0] != _A_LINE_A_ROW:
         yield from rows
         return
-    begun, lines = "", list[str]()
+    first_place, lines = "", list[str]()
     for place, row in rows:
         if not lines or (_TITLE.fullmatch(row["text"]) and not lines[-1].strip()):
             if lines:
-                yield begun, {"text": "".join(lines)}
-            begun, lines = place, []
+                yield first_place, {"text": "".join(lines)}
+            first_place, lines = place, []
         lines.append(row["text"] or "\n")
     if lines:
-        yield begun, {"text": "".join(lines)}
+        yield first_place, {"text": "".join(lines)}
 
 
 def _file_pieces(file: Path) -> Iterator[TextPiece]:
@@ -154,16 +154,16 @@ def _file_pieces(file: Path) -> Iterator[TextPiece]:
 
 def _parts(file: Path) -> Iterator[str]:
     """Yield the text of a file in parts; each separator is a separate part."""
-    kept = ""
+    pending = ""
     for text in _decoded(file):
-        found = (kept + text).split(SEPARATOR)
-        for done in found[:-1]:
+        parts = (pending + text).split(SEPARATOR)
+        for done in parts[:-1]:
             yield done
             yield SEPARATOR
         # The end may be the start of a separator, so it is kept for the next part.
-        kept = found[-1][-len(SEPARATOR) :]
-        yield found[-1][: len(found[-1]) - len(kept)]
-    yield kept
+        pending = parts[-1][-len(SEPARATOR) :]
+        yield parts[-1][: len(parts[-1]) - len(pending)]
+    yield pending
 
 
 def _decoded(file: Path) -> Iterator[str]:
@@ -191,16 +191,16 @@ def _decoded(file: Path) -> Iterator[str]:
 
 def _cut(place: str, parts: Iterator[str]) -> Iterator[TextPiece]:
     """Yield a document in pieces of about ``_PIECE`` characters, cut between tokens."""
-    kept, first = "", True
+    pending, first = "", True
     for part in parts:
-        kept += part
-        while len(kept) >= 2 * _PIECE:
-            found = (cut.search(kept, _PIECE) for cut in _CUTS)
-            at = next((place.start() for place in found if place), _PIECE)
-            yield TextPiece(place, kept[:at], first, False)
-            kept, first = kept[at:], False
-    if not first or kept.strip():
-        yield TextPiece(place, kept, first, True)
+        pending += part
+        while len(pending) >= 2 * _PIECE:
+            matches = (cut.search(pending, _PIECE) for cut in _CUTS)
+            at = next((place.start() for place in matches if place), _PIECE)
+            yield TextPiece(place, pending[:at], first, False)
+            pending, first = pending[at:], False
+    if not first or pending.strip():
+        yield TextPiece(place, pending, first, True)
 
 
 class TextEncoder:
@@ -221,16 +221,16 @@ class TextEncoder:
         stripped = [text.rstrip() for text in texts]
         ended = [text.endswith(self._ends) for text in stripped]
         # As in a conversation, white space after the end is not trained on.
-        wanted = [short if ends else text for text, short, ends in zip(texts, stripped, ended, strict=True)]
+        inputs = [short if ends else text for text, short, ends in zip(texts, stripped, ended, strict=True)]
         encoded = []
-        for index, ids in enumerate(_ids(self._tokenizer, wanted)):
+        for index, ids in enumerate(_ids(self._tokenizer, inputs)):
             single = _without_second(ids, self._tokenizer.bos_token_id)
             if remarks is not None and len(single) < len(ids):
                 remarks[index].add("begin with the beginning-of-text token, which is not added again")
             if remarks is not None and ended[index]:
                 remarks[index].add("end with the end of a text or of a turn, after which no other is added")
-            whole = single if eos is None or ended[index] or single[-1:] == [eos] else [*single, eos]
-            encoded.append((whole, [True] * len(whole)))
+            complete = single if eos is None or ended[index] or single[-1:] == [eos] else [*single, eos]
+            encoded.append((complete, [True] * len(complete)))
         return encoded
 
     def ways(self) -> list[str]:

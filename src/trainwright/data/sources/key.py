@@ -51,10 +51,10 @@ def file_states(source: SourceSection, key: str) -> Any:
     if is_shards(source.source):
         files: Sequence[Path] = sorted(user_path(source.source).iterdir())
     else:
-        found = files_of(source.source, key, source.format == "documents")
-        if found is None:
+        source_files = files_of(source.source, key, source.format == "documents")
+        if source_files is None:
             return ["hub", source.source]
-        files = found.files
+        files = source_files.files
     stats = [(file.resolve(), file.stat()) for file in files]
     return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
@@ -63,11 +63,11 @@ def content_of(source: SourceSection, key: str) -> Any:
     """Return the digests of a source's content, independent of its paths."""
     if registered_source(source.source, key) is not None:
         return file_states(source, key)
-    found = files_of(source.source, key, source.format == "documents")
-    if found is None:
+    source_files = files_of(source.source, key, source.format == "documents")
+    if source_files is None:
         return ["hub", source.source]
     digests = []
-    for file in found.usable():
+    for file in source_files.usable():
         with file.open("rb") as opened:
             digests.append([suffix_of(file), hashlib.file_digest(opened, "sha256").hexdigest()])
-    return [*digests, *found.left_out()]  # the summary names them
+    return [*digests, *source_files.left_out()]  # the summary names them

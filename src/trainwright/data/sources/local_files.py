@@ -86,20 +86,20 @@ def find(source: str, key: str, documents: bool = False) -> FoundFiles | None:
     Raises:
         RequestError: the files hold neither rows nor documents, or the split does not exist.
     """
-    path, wanted = _place(source)
+    path, selectors = _place(source)
     if path.is_dir():
-        found = (
+        source_files = (
             FoundFiles(_documents(path, key, "document"), True)
-            if documents and not wanted
-            else _of_directory(path, wanted, key)
+            if documents and not selectors
+            else _of_directory(path, selectors, key)
         )
     elif path.exists():
-        found = FoundFiles([path], documents or suffix_of(path) in document_files.ALONE)
+        source_files = FoundFiles([path], documents or suffix_of(path) in document_files.ALONE)
     else:
         return None
-    for file in found.files:
-        _check(file, key, documents, alone=len(found.files) == 1 or found.complete)
-    return found
+    for file in source_files.files:
+        _check(file, key, documents, alone=len(source_files.files) == 1 or source_files.complete)
+    return source_files
 
 
 def missing(source: str) -> str:
@@ -143,24 +143,24 @@ def _check(file: Path, key: str, documents: bool, alone: bool) -> None:
         raise RequestError(f"{key}: {file} cannot be read: permission denied")
 
 
-def _of_directory(path: Path, wanted: list[str], key: str) -> FoundFiles:
+def _of_directory(path: Path, selectors: list[str], key: str) -> FoundFiles:
     if (path / "dataset_dict.json").is_file():
-        return _saved_dict(path, wanted, key)
+        return _saved_dict(path, selectors, key)
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return FoundFiles(_saved(path, wanted, key), complete=True)
+        return FoundFiles(_saved(path, selectors, key), complete=True)
     if configs := _configs(path):
-        return _of_configs(path, configs, wanted, key)
+        return _of_configs(path, configs, selectors, key)
     _refuse_model(path, key)
     files = row_files(path) or [file for inside in _inside(path) for file in row_files(inside)]
     if all(suffix_of(file) == ".txt" and not _split_of(path, file) for file in files):  # texts without splits of rows
-        if wanted:
-            raise RequestError(f"{key}: {path} has no data files, so it has no split {wanted[-1]}")
+        if selectors:
+            raise RequestError(f"{key}: {path} has no data files, so it has no split {selectors[-1]}")
         return FoundFiles(_documents(path, key), True)
     kinds = sorted({suffix_of(file) for file in files})
     if len(kinds) > 1:
         raise RequestError(f"{key}: {path} has files of several types ({', '.join(kinds)}); choose one file")
-    found = _of_splits(path, files, wanted, key)
-    return replace(found, notes=[*found.notes, *_unread_documents(path, files)])
+    split_files = _of_splits(path, files, selectors, key)
+    return replace(split_files, notes=[*split_files.notes, *_unread_documents(path, files)])
 
 
 def _unread_documents(path: Path, rows: list[Path]) -> list[str]:
@@ -195,12 +195,12 @@ def _inside(path: Path) -> list[Path]:
     names = {"data", *_SPLITS}
     if any(file.suffix.lower() in document_files.SUFFIXES and not _is_about(file) for file in path.iterdir()):
         return []  # documents, with more of them in subdirectories
-    found = sorted(each for each in path.iterdir() if each.is_dir() and each.name.lower() in names)
-    rows = [each for each in found if any(suffix_of(file) not in (".txt", ".md") for file in row_files(each))]
-    return rows if len(rows) == len(found) else []
+    directories = sorted(each for each in path.iterdir() if each.is_dir() and each.name.lower() in names)
+    rows = [each for each in directories if any(suffix_of(file) not in (".txt", ".md") for file in row_files(each))]
+    return rows if len(rows) == len(directories) else []
 
 
-def _of_splits(path: Path, files: list[Path], wanted: list[str], key: str) -> FoundFiles:
+def _of_splits(path: Path, files: list[Path], selectors: list[str], key: str) -> FoundFiles:
     """Group files by the split in their names and choose one; files without split names are one dataset."""
     splits: dict[str, list[Path]] = {}
     for file in files:
@@ -211,13 +211,13 @@ def _of_splits(path: Path, files: list[Path], wanted: list[str], key: str) -> Fo
         raise RequestError(
             f"{key}: {path} has splits and other files ({names}); give the path of the file to use, such as {files[-1]}"
         )
-    if unnamed and not wanted:
+    if unnamed and not selectors:
         return FoundFiles(files)
-    if wanted[:-1]:
+    if selectors[:-1]:
         raise RequestError(
             f"{key}: {path} has no configurations; give only a split, such as {path}:{next(iter(splits))}"
         )
-    chosen = _chosen(path, splits, wanted, key)
+    chosen = _chosen(path, splits, selectors, key)
     _check_shards(splits[chosen], key)
     return FoundFiles(splits[chosen], notes=_split_notes(path, chosen, list(splits)))
 
@@ -228,14 +228,14 @@ def _split_of(path: Path, file: Path) -> str:
     return _SPLITS.get(file.parent.name.lower(), "") if file.parent != path else ""
 
 
-def _chosen(path: Path, splits: dict[str, Any], wanted: list[str], key: str) -> str:
+def _chosen(path: Path, splits: dict[str, Any], selectors: list[str], key: str) -> str:
     """Return the requested split, or the default split for the recipe key."""
     names = f"{', '.join(splits)}; choose one, such as {path}:{next(reversed(splits))}"
-    if wanted:
-        asked = wanted[-1] if wanted[-1] in splits else _SPLITS.get(wanted[-1].lower(), wanted[-1])
-        if asked not in splits:
-            raise RequestError(f"{key}: {path} has no split {wanted[-1]}; it has {names}")
-        return asked
+    if selectors:
+        split = selectors[-1] if selectors[-1] in splits else _SPLITS.get(selectors[-1].lower(), selectors[-1])
+        if split not in splits:
+            raise RequestError(f"{key}: {path} has no split {selectors[-1]}; it has {names}")
+        return split
     usual = _VALIDATION if key == "data.validation" else _TRAIN
     if len(splits) == 1:
         return next(iter(splits))
@@ -255,29 +255,29 @@ def _check_shards(files: list[Path], key: str) -> None:
     for file in files:
         if match := _SHARD.fullmatch(file.name):
             shards.setdefault((f"{file.parent}/{match[1]}", int(match[3])), set()).add(int(match[2]))
-    for (name, total), found in shards.items():
-        if gone := [number for number in range(min(total, 10**5)) if number not in found]:
+    for (name, total), numbers in shards.items():
+        if gone := [number for number in range(min(total, 10**5)) if number not in numbers]:
             raise RequestError(
                 f"{key}: {len(gone)} of {total} files {name}-…-of-{total:05d} are missing, the first of them number "
                 f"{gone[0]:05d}; download them, or give the paths of the files to use"
             )
 
 
-def _saved_dict(path: Path, wanted: list[str], key: str) -> FoundFiles:
+def _saved_dict(path: Path, selectors: list[str], key: str) -> FoundFiles:
     file = path / "dataset_dict.json"
     splits = [name for name in _json(file, key).get("splits", ()) if _is_name(name) and (path / name).is_dir()]
     if not splits:
         raise RequestError(f"{key}: {file} lists no split that exists")
-    if wanted[:-1]:
+    if selectors[:-1]:
         raise RequestError(f"{key}: {path} has no configurations; give only a split, such as {path}:{splits[0]}")
-    chosen = _chosen(path, dict.fromkeys(splits), wanted, key)
+    chosen = _chosen(path, dict.fromkeys(splits), selectors, key)
     return FoundFiles(_saved(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits))
 
 
-def _saved(path: Path, wanted: list[str], key: str) -> list[Path]:
+def _saved(path: Path, selectors: list[str], key: str) -> list[Path]:
     """Return the Arrow files that Dataset.save_to_disk wrote; no code is run and nothing is unpickled."""
-    if wanted:
-        raise RequestError(f"{key}: {path} is a dataset without splits; remove :{':'.join(wanted)}")
+    if selectors:
+        raise RequestError(f"{key}: {path} is a dataset without splits; remove :{':'.join(selectors)}")
     file = path / "state.json"
     listed = _json(file, key).get("_data_files")
     names = [each.get("filename") if isinstance(each, dict) else None for each in listed or ()]
@@ -299,12 +299,12 @@ def _is_name(name: Any) -> bool:
 
 def _json(file: Path, key: str) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{key}: {file} cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RequestError(f"{key}: {file} should contain a JSON object")
-    return found
+    return content
 
 
 def _configs(path: Path) -> list[dict[str, Any]]:
@@ -329,11 +329,11 @@ def _configs(path: Path) -> list[dict[str, Any]]:
     )
 
 
-def _of_configs(path: Path, configs: list[dict[str, Any]], wanted: list[str], key: str) -> FoundFiles:
+def _of_configs(path: Path, configs: list[dict[str, Any]], selectors: list[str], key: str) -> FoundFiles:
     named = {str(one.get("config_name", "default")): one for one in configs}
     usual = [name for name, one in named.items() if one.get("default") is True or name == "default"]
-    config = wanted[0] if len(wanted) == 2 else next(iter(usual), next(iter(named)))
-    if config not in named or (len(wanted) < 2 and len(named) > 1 and not usual):
+    config = selectors[0] if len(selectors) == 2 else next(iter(usual), next(iter(named)))
+    if config not in named or (len(selectors) < 2 and len(named) > 1 and not usual):
         names = ", ".join(named)
         raise RequestError(
             f"{key}: {path} has the configurations {names}; choose one with a split, such as {path}:{config}:train"
@@ -343,7 +343,7 @@ def _of_configs(path: Path, configs: list[dict[str, Any]], wanted: list[str], ke
     for one in data_files if isinstance(data_files, list) else [data_files]:
         split, pattern = (one.get("split", _TRAIN), one.get("path")) if isinstance(one, dict) else (_TRAIN, one)
         splits.setdefault(str(split), []).extend(pattern if isinstance(pattern, list) else [pattern])
-    chosen = _chosen(path, splits, wanted[-1:], key)
+    chosen = _chosen(path, splits, selectors[-1:], key)
     files = [file for pattern in splits[chosen] for file in _matching(path, pattern, key)]
     if not files:
         raise RequestError(f"{key}: {path} has no file {', '.join(map(str, splits[chosen]))}, of the split {chosen}")

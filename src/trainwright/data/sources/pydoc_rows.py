@@ -131,14 +131,14 @@ def _clean(text: str) -> str:
     """Dedent a docstring, strip trailing spaces, and keep whole paragraphs up to ``LONGEST_ANSWER`` characters."""
     text = "\n".join(line.rstrip() for line in inspect.cleandoc(text).splitlines())
     paragraphs = [part for part in re.split(r"\n{2,}", text) if part.strip()]
-    kept: list[str] = []
+    chosen: list[str] = []
     length = 0
     for paragraph in paragraphs:
         length += len(paragraph) + 2
-        if kept and length > LONGEST_ANSWER:
+        if chosen and length > LONGEST_ANSWER:
             break
-        kept.append(paragraph)
-    answer = "\n\n".join(kept)
+        chosen.append(paragraph)
+    answer = "\n\n".join(chosen)
     if len(answer) > LONGEST_ANSWER:  # one long paragraph: keep whole lines of it
         answer = answer[: answer.rfind("\n", 0, LONGEST_ANSWER)] if "\n" in answer[:LONGEST_ANSWER] else ""
     return answer.strip()

@@ -94,16 +94,16 @@ def read_rows(
         from datasets import Dataset
 
         return Dataset.from_list(registered_rows(source)[:limit])
-    found = files_of(source, key, documents)
-    if found is None:
+    source_files = files_of(source, key, documents)
+    if source_files is None:
         return hub_rows(source, limit, key)
-    files = list(found.usable())
+    files = list(source_files.usable())
     if not files:
-        raise _nothing_usable(found, key)
+        raise _nothing_usable(source_files, key)
     if _are_tables(files) and not any(map(_has_json, files)):
         table = _table(files, limit, narrowing)
     else:
-        table = _row_table(files, limit, found.documents, narrowing)
+        table = _row_table(files, limit, source_files.documents, narrowing)
     if not table.num_rows or not table.num_columns:
         raise RequestError(f"{key}: {source} has no rows")
     return _dataset(table)
@@ -120,14 +120,14 @@ def iterate_source(
     Raises:
         RequestError: the source is missing, empty or not parseable.
     """
-    found = files_of(source, key, documents)
+    source_files = files_of(source, key, documents)
     placed: Iterator[tuple[str, Row]]
-    if found is None:
+    if source_files is None:
         placed = ((f"{source}: row {number}", dict(row)) for number, row in enumerate(read_rows(source, limit, key), 1))
-    elif _are_tables(found.files):
-        placed = chain.from_iterable(map(_table_rows, found.usable()))
+    elif _are_tables(source_files.files):
+        placed = chain.from_iterable(map(_table_rows, source_files.usable()))
     else:
-        placed = _placed_rows(found.usable(), found.documents)
+        placed = _placed_rows(source_files.usable(), source_files.documents)
     return islice(placed, limit)
 
 
@@ -139,47 +139,47 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
     Raises:
         RequestError: as in ``read_rows``.
     """
-    found = files_of(source, key, documents)
-    if found is None:
+    source_files = files_of(source, key, documents)
+    if source_files is None:
         return []
     first: list[Row] = []
     read = False
-    for file in islice(found.usable(), 8) if found.documents else found.files:
+    for file in islice(source_files.usable(), 8) if source_files.documents else source_files.files:
         try:
-            rows = _first_rows(file, found.documents)
+            rows = _first_rows(file, source_files.documents)
         except RequestError:
-            if len(found.files) == 1 or found.complete or why_unreadable(file) is None:
+            if len(source_files.files) == 1 or source_files.complete or why_unreadable(file) is None:
                 raise
             continue
-        if not rows and len(found.files) == 1:
+        if not rows and len(source_files.files) == 1:
             raise RequestError(f"{key}: {file} has no rows")
         read = read or bool(rows)
-        first = (first + rows)[:8] if found.documents else first or rows[:8]
+        first = (first + rows)[:8] if source_files.documents else first or rows[:8]
     if not read:
-        raise _nothing_usable(found, key)
+        raise _nothing_usable(source_files, key)
     return first
 
 
 def place_of(source: str, index: int, documents: bool = False, key: str = "data") -> str:
     """Return the place of row ``index`` of ``read_rows(source)``: its file and line, or the row number from 1."""
-    found = files_of(source, key, documents)
-    if found is None:
+    source_files = files_of(source, key, documents)
+    if source_files is None:
         return f"{source}: row {index + 1}"
-    if _are_tables(found.files):
-        for file in found.usable():
+    if _are_tables(source_files.files):
+        for file in source_files.usable():
             count = sum(table.num_rows for table in _batches(file))
             if index < count:
                 return f"{file}: row {index + 1}"
             index -= count
-    for place, _ in islice(_placed_rows(found.usable(), found.documents), index, None):
+    for place, _ in islice(_placed_rows(source_files.usable(), source_files.documents), index, None):
         return place
     return source  # the file has become shorter since
 
 
 def source_notes(source: str, key: str = "data.train", documents: bool = False) -> list[str]:
     """Return messages about how a source was read: the chosen split and the files left out."""
-    found = files_of(source, key, documents)
-    return [] if found is None else [*found.notes, *found.left_out()]
+    source_files = files_of(source, key, documents)
+    return [] if source_files is None else [*source_files.notes, *source_files.left_out()]
 
 
 def files_of(source: str, key: str = "data.train", documents: bool = False) -> FoundFiles | None:
@@ -191,10 +191,10 @@ def files_of(source: str, key: str = "data.train", documents: bool = False) -> F
     if registered_source(source, key) is not None:
         return None
     _refuse_shards(source, key)
-    found = find(source, key, documents)
-    if found is None and not is_hub_id(source):
+    source_files = find(source, key, documents)
+    if source_files is None and not is_hub_id(source):
         raise RequestError(f"{key}: {missing(source)}")
-    return found
+    return source_files
 
 
 def _refuse_shards(source: str, key: str) -> None:
@@ -205,8 +205,8 @@ def _refuse_shards(source: str, key: str) -> None:
             raise RequestError(f"{key}: {source} has token shards, which only task pretrain reads; use rows or text")
 
 
-def _nothing_usable(found: FoundFiles, key: str) -> RequestError:
-    why = found.left_out() or [f"{file} has no rows" for file in found.files]
+def _nothing_usable(source_files: FoundFiles, key: str) -> RequestError:
+    why = source_files.left_out() or [f"{file} has no rows" for file in source_files.files]
     return RequestError(f"{key}: no readable files: {'; '.join(why[:8])}")
 
 
@@ -320,10 +320,10 @@ def _table(files: Sequence[Path], limit: int | None, narrowing: Narrowing | None
     import pyarrow as pa
 
     def tables() -> Iterator[pa.Table]:
-        left = limit
+        remaining = limit
         for table in chain.from_iterable(map(_batches, files)):
-            yield table if left is None else table.slice(0, left)
-            if left is not None and (left := left - table.num_rows) <= 0:
+            yield table if remaining is None else table.slice(0, remaining)
+            if remaining is not None and (remaining := remaining - table.num_rows) <= 0:
                 return
 
     if next(tables(), None) is None:
@@ -414,13 +414,13 @@ def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
     import pyarrow as pa
 
     joined: list[pa.Table] = []
-    held: list[pa.Table] = []
+    in_memory: list[pa.Table] = []
     for table in tables:
-        held.append(table)
-        if sum(part.nbytes for part in held) > _SPILL_BYTES:
-            joined.append(_spill(pa.concat_tables(held, promote_options="permissive")))
-            held = []
-    return pa.concat_tables(joined + held, promote_options="permissive")
+        in_memory.append(table)
+        if sum(part.nbytes for part in in_memory) > _SPILL_BYTES:
+            joined.append(_spill(pa.concat_tables(in_memory, promote_options="permissive")))
+            in_memory = []
+    return pa.concat_tables(joined + in_memory, promote_options="permissive")
 
 
 def _spill(table: pa.Table) -> pa.Table:

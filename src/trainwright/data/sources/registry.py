@@ -79,10 +79,10 @@ def registered_source(name: str, key: str = "data.train") -> Source | None:
         if path.exists() or (head.is_dir() and not (head / "__init__.py").is_file()):
             return None
     try:
-        found: Source | None = SOURCES.find(name)
+        registered: Source | None = SOURCES.find(name)
     except RequestError as error:
         raise RequestError(f"{key}: {error}") from error
-    return found
+    return registered
 
 
 def registered_rows(name: str) -> list[Row]:
@@ -97,8 +97,8 @@ def registered_rows(name: str) -> list[Row]:
     file = cache_root() / "datasets" / "built-in" / f"{digest}.json"
     if source.keep:
         try:
-            kept: list[Row] = json.loads(file.read_text(encoding="utf-8"))
-            return kept
+            cached: list[Row] = json.loads(file.read_text(encoding="utf-8"))
+            return cached
         except (OSError, ValueError):
             pass
     try:

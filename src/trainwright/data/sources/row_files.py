@@ -145,9 +145,9 @@ def _only_list(path: Path, text: str, start: int) -> int:
         raise _wrong(path, text, rest, "extra data after the JSON value; write one row per line (.jsonl)")
     lists = [key for key, item in value.items() if isinstance(item, list)]
     if len(lists) != 1:
-        held = f"{len(lists)} lists ({', '.join(lists[:8])})" if lists else "none"
+        summary = f"{len(lists)} lists ({', '.join(lists[:8])})" if lists else "none"
         raise RequestError(
-            f"{path}: expected one list of rows in the object, found {held}; write one row per line (.jsonl), and "
+            f"{path}: expected one list of rows in the object, found {summary}; write one row per line (.jsonl), and "
             "each list of rows in its own file"
         )
     position = start + 1
@@ -270,12 +270,12 @@ def _constant(name: str) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):  # json would keep the last value only
+    fields = dict(pairs)
+    if len(fields) < len(pairs):  # json would keep the last value only
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice!r} occurs twice in an object; keep one of them")
-    return found
+    return fields
 
 
 _DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_object)
@@ -414,11 +414,11 @@ SUFFIXES = frozenset((*ALONE, ".txt", ".md"))
 
 def document_files(directory: Path) -> list[Path]:
     """Return the documents in ``directory`` and its subdirectories, sorted by path, without hidden ones."""
-    found = []
+    files = []
     for place, inside, names in os.walk(directory):
         inside[:] = [name for name in inside if not name.startswith(".") and name != "__pycache__"]
-        found += [Path(place, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in found if file.suffix.lower() in SUFFIXES)
+        files += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(file for file in files if file.suffix.lower() in SUFFIXES)
 
 
 def read_document(path: Path) -> Iterator[LocatedRow]:

@@ -114,14 +114,14 @@ class Shards:
             _check_size(tokens, shard["tokens"] * kind.itemsize, key)
             _check_size(index, shard["documents"] * INDEX.itemsize, key)
             files.append(np.memmap(tokens, dtype=kind, mode="r"))
-            found = np.fromfile(index, dtype=INDEX)
-            if found["end"][0] < 0 or (np.diff(found["end"]) < 0).any() or found["end"][-1] != shard["tokens"]:
+            entries = np.fromfile(index, dtype=INDEX)
+            if entries["end"][0] < 0 or (np.diff(entries["end"]) < 0).any() or entries["end"][-1] != shard["tokens"]:
                 raise RequestError(
                     f"{key}: {index}: the ends of its documents do not rise to the {shard['tokens']:,} tokens of the "
                     "shard; tokenize the text again"
                 )
-            found["end"] += begins[-1]
-            indices.append(found)
+            entries["end"] += begins[-1]
+            indices.append(entries)
             begins.append(begins[-1] + shard["tokens"])
         joined = np.concatenate(indices)
         ends, digests = joined["end"].astype(np.int64), joined["digest"].astype(np.uint64)
@@ -129,12 +129,12 @@ class Shards:
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, key: str = "data.train") -> None:
         """Raise RequestError unless the shards were made with this tokenizer."""
-        made = self.about["tokenizer"]
-        if made["fingerprint"] != tokenizer_fingerprint(tokenizer):
+        stored = self.about["tokenizer"]
+        if stored["fingerprint"] != tokenizer_fingerprint(tokenizer):
             raise RequestError(
-                f"{key}: {self.directory} was made with another tokenizer ({made['name']}, {made['vocabulary']:,} "
+                f"{key}: {self.directory} was made with another tokenizer ({stored['name']}, {stored['vocabulary']:,} "
                 f"tokens) than the model's ({tokenizer_name(tokenizer)}, {len(tokenizer):,} tokens); tokenize the "
-                f"text again, or set model.tokenizer to {made['name']}"
+                f"text again, or set model.tokenizer to {stored['name']}"
             )
 
 
@@ -183,10 +183,10 @@ def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.name_or_path).rstrip("/") or "built in"
 
 
-def _check_size(file: Path, wanted: int, key: str) -> None:
+def _check_size(file: Path, expected: int, key: str) -> None:
     size = file.stat().st_size if file.is_file() else None
-    if size != wanted:
-        found = "is missing" if size is None else f"is cut short: {size:,} bytes of {wanted:,}"
-        if size is not None and size > wanted:
-            found = f"is longer than it was: {size:,} bytes, not {wanted:,}"
-        raise RequestError(f"{key}: {file} {found}; tokenize the text again")
+    if size != expected:
+        problem = "is missing" if size is None else f"is cut short: {size:,} bytes of {expected:,}"
+        if size is not None and size > expected:
+            problem = f"is longer than it was: {size:,} bytes, not {expected:,}"
+        raise RequestError(f"{key}: {file} {problem}; tokenize the text again")

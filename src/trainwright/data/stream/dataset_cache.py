@@ -59,8 +59,8 @@ class PreparedData:
 
     def held_out(self) -> Indices:
         """Return the source and the row number in it, both from 0, of every validation row [rows, 2]."""
-        found: Indices = np.load(self.directory / HELD_OUT)
-        return found
+        indices: Indices = np.load(self.directory / HELD_OUT)
+        return indices
 
 
 def prepare(
@@ -91,16 +91,16 @@ def prepare(
     identity = _tokenizer_identity(tokenizer)
     key = root / "keys" / f"{_digest([kind.name, source_key(data, seed, identity)])}.json"
     with cache_in_words(root, CANNOT_STORE):
-        found = retried(lambda: _find(root, key))
-        if found is None:
+        cached = retried(lambda: _find(root, key))
+        if cached is None:
             key.parent.mkdir(parents=True, exist_ok=True)
             waiting = "waiting for another process that prepares the same data"
             with lock_file(key.with_suffix(".lock"), waiting) as alone:
                 if alone:
                     remove_left_files(key)
                 os.listdir(key.parent)  # asks the server of a shared file system again
-                found = retried(lambda: _find(root, key)) or _build(root, key, data, tokenizer, kind, seed, identity)
-    prepared, format_ = found
+                cached = retried(lambda: _find(root, key)) or _build(root, key, data, tokenizer, kind, seed, identity)
+    prepared, format_ = cached
     if format_ != "text":
         install_template(tokenizer)
     return prepared
@@ -197,46 +197,52 @@ def tokenize_and_split(
             return rows
 
         keys = data.source_keys
-        found = [tokenized(source, key) for source, key in zip(data.sources, keys, strict=True)]
-        _check_alike(found, keys)
+        sources = [tokenized(source, key) for source, key in zip(data.sources, keys, strict=True)]
+        _check_alike(sources, keys)
         names = [key.removeprefix("data.") for key in keys]
-        lines = [line for rows, name in zip(found, names, strict=True) for line in rows.summary(name)]
+        lines = [line for rows, name in zip(sources, names, strict=True) for line in rows.summary(name)]
         train: Chosen
         if data.validation_source is not None:
             separate = tokenized(data.validation_source, "data.validation")
-            _check_alike([found[0], separate], (keys[0], "data.validation"))
+            _check_alike([sources[0], separate], (keys[0], "data.validation"))
             lines += separate.summary("validation")
-            train = [(rows, _everything(rows)) for rows in found]
-            held: Chosen = [(separate, _everything(separate))]
+            train = [(rows, _everything(rows)) for rows in sources]
+            validation_rows: Chosen = [(separate, _everything(separate))]
             how = f"of {separate.source}"
         else:
-            sides = [split(rows.hashes, wanted, seed) for rows, wanted in zip(found, _wanted(data, found), strict=True)]
-            train = [(rows, kept) for rows, (kept, _) in zip(found, sides, strict=True)]
-            held = [(rows, aside) for rows, (_, aside) in zip(found, sides, strict=True)]
-            held = held if any(len(aside) for _, aside in held) else []
+            sides = [
+                split(rows.hashes, share, seed) for rows, share in zip(sources, _wanted(data, sources), strict=True)
+            ]
+            train = [(rows, chosen_rows) for rows, (chosen_rows, _) in zip(sources, sides, strict=True)]
+            validation_rows = [(rows, aside) for rows, (_, aside) in zip(sources, sides, strict=True)]
+            validation_rows = validation_rows if any(len(aside) for _, aside in validation_rows) else []
             how = f"held out with seed {seed}, duplicates in the same part"
         mixture = None
-        if len(found) > 1:
+        if len(sources) > 1:
             mixture = _mixture(data, train)
             lines += _mixture_lines(data, mixture)
-        if held and (len(found) > 1 or data.validation_source is not None) and (both := _in_both(train, held)):
+        if (
+            validation_rows
+            and (len(sources) > 1 or data.validation_source is not None)
+            and (both := _in_both(train, validation_rows))
+        ):
             lines.append(f"validation: {both:,} of its examples are also trained on")
-        report = found[0].report() if len(found) == 1 else _joined(found)
+        report = sources[0].report() if len(sources) == 1 else _joined(sources)
         counts = [_write(directory / "train", train, report, mixture)]
-        if held:
+        if validation_rows:
             report = separate.report() if data.validation_source is not None else report
-            counts.append(_write(directory / "validation", held, report, None))
-            np.save(directory / HELD_OUT, _numbered(held))
+            counts.append(_write(directory / "validation", validation_rows, report, None))
+            np.save(directory / HELD_OUT, _numbered(validation_rows))
     lines.append(_split_line(counts, how))
     # The layout determines whether a template is needed: for a mixture, a conversation layout if there is one.
-    layout = next((rows.format for rows in found if rows.format != "text"), "text")
-    return {"summary": lines, "format": layout, "validation": bool(held)}
+    layout = next((rows.format for rows in sources if rows.format != "text"), "text")
+    return {"summary": lines, "format": layout, "validation": bool(validation_rows)}
 
 
-def _numbered(held: Chosen) -> Indices:
+def _numbered(chosen: Chosen) -> Indices:
     """Return the source and the row number in it, both from 0, of every row that is held out [rows, 2]."""
-    numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in held]
-    sources = np.repeat(np.arange(len(held)), [len(each) for each in numbers])
+    numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in chosen]
+    sources = np.repeat(np.arange(len(chosen)), [len(each) for each in numbers])
     return np.stack([sources, np.concatenate(numbers)], axis=1)
 
 
@@ -244,18 +250,18 @@ def _everything(rows: TokenRows) -> Indices:
     return np.arange(len(rows.hashes), dtype=np.int64)
 
 
-def _wanted(data: DataSection, found: Sequence[TokenRows]) -> list[float | int | None]:
+def _wanted(data: DataSection, sources: Sequence[TokenRows]) -> list[float | int | None]:
     """Return how much of each source is held out: the same fraction, or a number split by the weights."""
     validation = data.validation
     assert not isinstance(validation, str)
-    if len(found) > 1 and isinstance(validation, int):
+    if len(sources) > 1 and isinstance(validation, int):
         return list(shares(validation, [source.weight for source in data.sources]))
-    return [validation] * len(found)
+    return [validation] * len(sources)
 
 
-def _check_alike(found: Sequence[TokenRows], keys: Sequence[str]) -> None:
-    first = found[0]
-    for rows, key in zip(found[1:], keys[1:], strict=True):
+def _check_alike(sources: Sequence[TokenRows], keys: Sequence[str]) -> None:
+    first = sources[0]
+    for rows, key in zip(sources[1:], keys[1:], strict=True):
         if rows.sequences_per_example != first.sequences_per_example:
             raise RequestError(
                 f"{key}: {rows.source} has rows of {rows.format} and {keys[0]} has {first.format}: all examples of a "
@@ -264,7 +270,7 @@ def _check_alike(found: Sequence[TokenRows], keys: Sequence[str]) -> None:
 
 
 def _mixture(data: DataSection, train: Chosen) -> tuple[MixturePart, ...]:
-    sizes = [len(rows.sequences_of(kept)) // rows.sequences_per_example for rows, kept in train]
+    sizes = [len(rows.sequences_of(chosen_rows)) // rows.sequences_per_example for rows, chosen_rows in train]
     parts = parts_of(sizes, [source.weight for source in data.sources])
     for part, key in zip(parts, data.source_keys, strict=True):
         if not part.drawn:
@@ -284,16 +290,16 @@ def _mixture_lines(data: DataSection, mixture: Sequence[MixturePart]) -> list[st
     ]
 
 
-def _in_both(train: Chosen, held: Chosen) -> int:
+def _in_both(train: Chosen, validation_rows: Chosen) -> int:
     """Return the number of held-out rows that are also in the training data."""
-    trained = np.concatenate([rows.hashes.chosen(kept) for rows, kept in train])
-    aside = np.concatenate([rows.hashes.chosen(kept) for rows, kept in held])
+    trained = np.concatenate([rows.hashes.chosen(chosen_rows) for rows, chosen_rows in train])
+    aside = np.concatenate([rows.hashes.chosen(chosen_rows) for rows, chosen_rows in validation_rows])
     return len(np.intersect1d(trained, aside))
 
 
-def _joined(found: Sequence[TokenRows]) -> dict[str, Any]:
+def _joined(sources: Sequence[TokenRows]) -> dict[str, Any]:
     """Combine the reports of several sources; ``parts`` holds the individual ones."""
-    each = [rows.report() for rows in found]
+    each = [rows.report() for rows in sources]
     counts: dict[str, Any] = {
         key: sum(report[key] for report in each) for key, value in each[0].items() if isinstance(value, int)
     }
@@ -312,7 +318,7 @@ def _write(
     directory: Path, chosen: Chosen, report: dict[str, Any], mixture: tuple[MixturePart, ...] | None
 ) -> tuple[int, int]:
     """Write a dataset; return its numbers of examples and tokens."""
-    parts = [(rows.spool, rows.sequences_of(kept)) for rows, kept in chosen]
+    parts = [(rows.spool, rows.sequences_of(chosen_rows)) for rows, chosen_rows in chosen]
     each = chosen[0][0].sequences_per_example
     tokens = write_dataset(directory, parts, each, report, mixture)
     return sum(len(sequences) for _, sequences in parts) // each, tokens
@@ -343,8 +349,8 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
     everything = np.arange(total, dtype=np.int64)
     if not validation:
         return everything, everything[:0]
-    wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
-    if wanted >= total:
+    size = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
+    if size >= total:
         raise RequestError(
             f"data.validation: {validation} of {total:,} examples leaves none for training; lower it, or set it to null"
         )
@@ -352,20 +358,20 @@ def split(hashes: Sequence[bytes], validation: float | int | None, seed: int) ->
     ranks = np.fromiter((_rank(prefix + content) for content in hashes), np.uint64, total)
     order = np.argsort(ranks, kind="stable")
     borders = [0, *(np.flatnonzero(np.diff(ranks[order])) + 1).tolist(), total]  # edges of equal groups
-    held = np.zeros(total, dtype=np.bool_)
+    in_validation = np.zeros(total, dtype=np.bool_)
     count = 0
     for begin, end in pairwise(borders):
-        if count + end - begin <= wanted:
-            held[order[begin:end]] = True
+        if count + end - begin <= size:
+            in_validation[order[begin:end]] = True
             count += end - begin
-        if count == wanted:
+        if count == size:
             break
     if not count:
         raise RequestError(
-            f"data.validation: too many duplicates to hold out {wanted:,} examples; remove the duplicates, or set it "
+            f"data.validation: too many duplicates to hold out {size:,} examples; remove the duplicates, or set it "
             "to null"
         )
-    return everything[~held], everything[held]
+    return everything[~in_validation], everything[in_validation]
 
 
 def _rank(content: bytes) -> int:

@@ -51,26 +51,29 @@ def prepare_windows(
     data = recipe.data
     named = zip(data.sources, data.source_keys, strict=True)
     corpora = [_shards(source, key, tokenizer, cache) for source, key in named]
-    held: list[Spans] = []
+    validation_spans: list[Spans] = []
     separate = None
     if data.validation_source is not None:
         separate = _shards(data.validation_source, "data.validation", tokenizer, cache)
-        held = [everything(separate, data.max_length, contiguous=contiguous)]
+        validation_spans = [everything(separate, data.max_length, contiguous=contiguous)]
         train = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in corpora]
     elif data.validation is None:
         train = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in corpora]
     else:
         train = []
-        for corpus, wanted, key in zip(corpora, _wanted(data, len(corpora)), data.source_keys, strict=True):
-            kept, aside = divided(corpus, data.max_length, wanted, recipe.train.seed, contiguous=contiguous, key=key)
-            train.append(kept)
-            held.append(aside)
+        for corpus, share, key in zip(corpora, _wanted(data, len(corpora)), data.source_keys, strict=True):
+            training, aside = divided(corpus, data.max_length, share, recipe.train.seed, contiguous=contiguous, key=key)
+            train.append(training)
+            validation_spans.append(aside)
     for shards in (*corpora, *([separate] if separate is not None else [])):
         if wrong := unknown_in_shards(shards, tokenizer, embeddings):
             raise RequestError(wrong)
     mixture = _mixture(data, train)
     lines = [line for corpus in corpora for line in (_line(corpus), *corpus.about.get("notes", ()))]
-    datasets = WindowDataset.of(train, mixture), (WindowDataset.of(held, None) if held else None)
+    datasets = (
+        WindowDataset.of(train, mixture),
+        (WindowDataset.of(validation_spans, None) if validation_spans else None),
+    )
     for dataset, key in zip(datasets, ("data.train", "data.validation"), strict=True):
         if dataset is not None and not len(dataset):
             raise RequestError(f"{key}: no tokens to predict; it has no document of at least two tokens")
@@ -131,11 +134,11 @@ def _mixture(data: DataSection, train: Sequence[Spans]) -> tuple[MixturePart, ..
     sizes = [int(part.counts().sum()) for part in train]
     if not all(sizes):
         raise RequestError(f"{data.source_keys[sizes.index(0)]}: no tokens to predict")
-    found = parts_of(sizes, [source.weight for source in data.sources])
-    for part, key in zip(found, data.source_keys, strict=True):
+    parts = parts_of(sizes, [source.weight for source in data.sources])
+    for part, key in zip(parts, data.source_keys, strict=True):
         if not part.drawn:
             raise RequestError(f"{key}.weight: is too small: an epoch has none of the source; raise it or remove it")
-    return found
+    return parts
 
 
 def _line(corpus: Shards) -> str:

@@ -176,16 +176,16 @@ def divided(
     """
     if contiguous:
         total = shards.token_count
-        wanted = round(validation * total) if isinstance(validation, float) else validation * length
-        if not 2 <= wanted <= total - 2:
+        size = round(validation * total) if isinstance(validation, float) else validation * length
+        if not 2 <= size <= total - 2:
             raise RequestError(
                 f"data.validation: {validation} of the {total:,} tokens of {key} leaves too few tokens for training "
                 "or validation; change it, or set it to null"
             )
-        return _stream(shards, 0, total - wanted, length), _stream(shards, total - wanted, total, length)
-    held = _held_out(shards.digests, validation, seed, key)
-    whole = everything(shards, length, contiguous=False)
-    sides = [Spans(shards, whole.begins[side], whole.ends[side], length) for side in (~held, held)]
+        return _stream(shards, 0, total - size, length), _stream(shards, total - size, total, length)
+    in_validation = _held_out(shards.digests, validation, seed, key)
+    corpus = everything(shards, length, contiguous=False)
+    sides = [Spans(shards, corpus.begins[side], corpus.ends[side], length) for side in (~in_validation, in_validation)]
     return sides[0], sides[1]
 
 
@@ -205,8 +205,8 @@ def _stream(shards: Shards, begin: int, end: int, length: int) -> Spans:
 def _held_out(digests: npt.NDArray[np.uint64], validation: float | int, seed: int, key: str) -> npt.NDArray[np.bool_]:
     """Return which documents are held out: the first in an order determined by the seed and their tokens."""
     total = len(digests)
-    wanted = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
-    if wanted >= total:
+    count = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
+    if count >= total:
         raise RequestError(
             f"data.validation: {validation} of the {total:,} documents of {key} leaves none for training; lower it, "
             "set it to null, or set pretrain.windows to contiguous, which holds out the end of the text"
@@ -214,11 +214,11 @@ def _held_out(digests: npt.NDArray[np.uint64], validation: float | int, seed: in
     ranks = _mixed(digests, seed)
     order = np.argsort(ranks, kind="stable")
     # Equal documents stay together, on the training side.
-    border = ranks[order[wanted]]
-    held = ranks < border
-    if not held.any():
+    border = ranks[order[count]]
+    in_validation = ranks < border
+    if not in_validation.any():
         raise RequestError(f"data.validation: the documents of {key} are too similar to hold any out; set it to null")
-    return held
+    return in_validation
 
 
 def _mixed(digests: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:

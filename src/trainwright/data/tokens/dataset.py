@@ -319,11 +319,11 @@ def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[MixturePar
 def shares(total: int, weights: Sequence[float]) -> list[int]:
     """Divide ``total`` in proportion to ``weights`` by largest remainders; ties go to the earlier weight."""
     exact = [total * weight / sum(weights) for weight in weights]
-    whole = [int(share) for share in exact]
-    order = sorted(range(len(weights)), key=lambda i: (whole[i] - exact[i], i))
-    for i in order[: total - sum(whole)]:
-        whole[i] += 1
-    return whole
+    counts = [int(share) for share in exact]
+    order = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:
@@ -332,16 +332,16 @@ def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:
     Each source is sampled in rounds, each a permutation of its examples, and an epoch continues where the previous one
     stopped, so examples of a source are used almost equally often.
     """
-    found: list[Indices] = []
+    pieces: list[Indices] = []
     begin = 0
     for place, part in enumerate(parts):
         first, last = epoch * part.drawn, (epoch + 1) * part.drawn
         for turn in range(first // part.examples, -(-last // part.examples)):
             order = permuted(part.examples, f"{key}/{place}/{turn}")
             at = turn * part.examples
-            found.append(begin + order[max(0, first - at) : last - at])
+            pieces.append(begin + order[max(0, first - at) : last - at])
         begin += part.examples
-    return np.concatenate(found)
+    return np.concatenate(pieces)
 
 
 def permuted(size: int, key: str) -> Indices:

@@ -147,8 +147,8 @@ def remember(
 def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = "") -> Lengths | None:
     """Return the saved lengths of a source for this model, or None if it was not tokenized yet or has changed."""
     try:
-        kept = json.loads(_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
-        return Lengths(**{**kept, "quantiles": tuple(kept["quantiles"])})
+        cached = json.loads(_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
+        return Lengths(**{**cached, "quantiles": tuple(cached["quantiles"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -92,16 +92,16 @@ def tokenize(
     with lock_directory(
         out, f"--out: {out} is being written by another process; wait for it, or choose another directory"
     ):
-        if (found := _finished(out, task)) is not None:
-            return found
+        if (manifest := _finished(out, task)) is not None:
+            return manifest
         settings = settings_of(tokenizer)
         writer = _Writer(out, task, settings.dtype, shard_tokens)
         notes: list[str] = []
         text = (piece for source, key in sources for piece in pieces(source, key, notes))
-        left = islice(text, writer.position.pieces, None)
+        pending = islice(text, writer.position.pieces, None)
         try:
             with encoding(settings, processes) as encode:
-                for chunk, encoded in encode(_chunks(left)):
+                for chunk, encoded in encode(_chunks(pending)):
                     writer.add(chunk, encoded)
                     report(writer.position.characters, writer.tokens, writer.position.documents)
         except RequestError:
@@ -174,18 +174,18 @@ class _Writer:
         file = self._out / _PROGRESS
         if not file.is_file():
             return Position()
-        found = read_json(file)
-        if not isinstance(found, dict) or not found.keys() >= {"task", "pieces"}:
+        progress = read_json(file)
+        if not isinstance(progress, dict) or not progress.keys() >= {"task", "pieces"}:
             raise RequestError(f"--out: {file} does not say how far the text is tokenized; remove {self._out}")
-        task = found.pop("task")
-        if not found["pieces"]:
+        task = progress.pop("task")
+        if not progress["pieces"]:
             return Position()
         if task != self._task:
             raise RequestError(
                 f"--out: {self._out} has unfinished shards of another text, tokenizer or shard size; choose a new "
                 "directory, or remove it"
             )
-        return Position(**found)
+        return Position(**progress)
 
     def _open(self) -> None:
         """Open the files of the shard being written, truncated to the saved length."""
@@ -194,11 +194,11 @@ class _Writer:
         self._tokens = _opened(self._out / f"{name}.tokens", self.position.tokens * width)
         self._index = _opened(self._out / f"{name}.index", self.position.index * INDEX.itemsize)
         self._document = hashlib.blake2b(digest_size=8)
-        begun = 0  # start of the unfinished document
+        start = 0  # start of the unfinished document
         if self.position.index:
             self._index.seek(-INDEX.itemsize, os.SEEK_END)
-            begun = int(np.frombuffer(self._index.read(INDEX.itemsize), INDEX)["end"][0])
-        self._tokens.seek(begun * width)
+            start = int(np.frombuffer(self._index.read(INDEX.itemsize), INDEX)["end"][0])
+        self._tokens.seek(start * width)
         while part := self._tokens.read(_COPY):
             self._document.update(part)
 
@@ -334,30 +334,30 @@ def encoding(settings: Settings, processes: int) -> Iterator[Encode]:
 
 
 class _Workers:
-    def __init__(self, settings: Settings, most: int) -> None:
-        self._settings, self._most = settings, most
+    def __init__(self, settings: Settings, max_workers: int) -> None:
+        self._settings, self._max_workers = settings, max_workers
         self._processes: list[BaseProcess] = []
         self._idle: list[Connection] = []
         self._busy: dict[Connection, int] = {}  # with the index of its chunk
 
     def encode(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         """Yield chunks with their tokens, in order; at most twice as many chunks as processes are in flight."""
-        left, ended = iter(chunks), False
+        remaining, ended = iter(chunks), False
         waiting: deque[Chunk] = deque()
-        found: dict[int, Encoded] = {}
+        encoded: dict[int, Encoded] = {}
         first = 0  # index of the next chunk to yield
         while True:
-            while not ended and len(waiting) < 2 * self._most and self._free():
-                if (chunk := next(left, None)) is None:
+            while not ended and len(waiting) < 2 * self._max_workers and self._free():
+                if (chunk := next(remaining, None)) is None:
                     ended = True
                 else:
                     self._give(first + len(waiting), chunk)
                     waiting.append(chunk)
-            if first in found:
-                yield waiting.popleft(), found.pop(first)
+            if first in encoded:
+                yield waiting.popleft(), encoded.pop(first)
                 first += 1
             elif waiting:
-                found.update(self._finished())
+                encoded.update(self._finished())
             else:
                 return
 
@@ -369,7 +369,7 @@ class _Workers:
             connection.close()
 
     def _free(self) -> bool:
-        return bool(self._idle) or len(self._processes) < self._most
+        return bool(self._idle) or len(self._processes) < self._max_workers
 
     def _give(self, number: int, chunk: Chunk) -> None:
         if not self._idle:

@@ -128,17 +128,17 @@ class TokenRows:
                 tokens = [ids[: self.max_length] for ids in tokens]
                 targets = [flags[: self.max_length] for flags in targets]
             # Nothing precedes the first token to predict it from.
-            kept = [(begin, end) for begin, end in ends if all(flags[begin + 1 : end].any() for flags in targets)]
-            if len(tokens) > 1 and kept and all(np.array_equal(ids, tokens[0]) for ids in tokens):
-                kept, same = [], True
-            if kept:
+            trained = [(begin, end) for begin, end in ends if all(flags[begin + 1 : end].any() for flags in targets)]
+            if len(tokens) > 1 and trained and all(np.array_equal(ids, tokens[0]) for ids in tokens):
+                trained, same = [], True
+            if trained:
                 self.largest = max(self.largest, (max(int(ids.max()) for ids in tokens), -index))
-            for begin, end in kept:
+            for begin, end in trained:
                 for ids, flags, role in zip(tokens, targets, roles, strict=True):
                     self.spool.add(ids[begin:end], flags[begin:end], role)
-            parts |= 0 < len(kept) < len(ends)
-            split |= len(kept) > 1
-            count += len(kept)
+            parts |= 0 < len(trained) < len(ends)
+            split |= len(trained) > 1
+            count += len(trained)
             for ids, role in zip(tokens, roles, strict=True):
                 digest.update(header(len(ids), role) + ids.tobytes())
         self.truncated += bool(cut)
@@ -264,23 +264,23 @@ def tokenize_source(
     if data.example_per_turn and (kind.name != EXAMPLES.name or layout == "text"):
         raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
     splits = splits_long(data.long_documents, layout)
-    found = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
-    found.notes += source_notes(name, key, documents)
+    token_rows = TokenRows(name, layout, data.max_length, source.format == "auto", splits, TokenSpool(spool))
+    token_rows.notes += source_notes(name, key, documents)
     if unused := layout.unused(columns):
-        found.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
-    found.notes += media_notes(rows, unused)
+        token_rows.notes.append(f"{columns_not_used(unused)}; data prepare --map reads a column as a field")
+    token_rows.notes += media_notes(rows, unused)
     rows = rows.remove_columns(unused)
     encoder = TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer)
     place = functools.partial(place_of, name, documents=documents, key=key)
     start = 0
     for batch in _batches(rows):
-        _take_in(batch, start, kind, found, encoder, place, key, each_turn=data.example_per_turn)
+        _take_in(batch, start, kind, token_rows, encoder, place, key, each_turn=data.example_per_turn)
         start += len(batch)
         progress(start, len(rows))
-    if not len(found):
-        raise RequestError(f"{key}: {name}: {_nothing_left(found)}")
-    found.notes += [*encoder.notes, *to_keep(encoder.ways(), accepted=data.accept_omissions)]
-    return found
+    if not len(token_rows):
+        raise RequestError(f"{key}: {name}: {_nothing_left(token_rows)}")
+    token_rows.notes += [*encoder.notes, *to_keep(encoder.ways(), accepted=data.accept_omissions)]
+    return token_rows
 
 
 def _batches(rows: Dataset) -> Iterator[list[Row]]:
@@ -302,22 +302,22 @@ def _take_in(
     rows: list[Row],
     start: int,
     kind: RowReader,
-    found: TokenRows,
+    token_rows: TokenRows,
     encoder: ChatEncoder | TextEncoder,
     place: Callable[[int], str],
     key: str,
     *,
     each_turn: bool,
 ) -> None:
-    """Encode rows into ``found``; the first of them is row ``start`` of the source."""
+    """Encode rows into ``token_rows``; the first of them is row ``start`` of the source."""
     texts: list[Any] = []
     owners: list[int] = []  # for each text, the index of its row in the source
     roles: dict[int, list[int]] = {}
     for index, row in enumerate(rows, start):
         try:
-            sequences = kind.sequences(row, found.format, found.remarks)
+            sequences = kind.sequences(row, token_rows.format, token_rows.remarks)
         except NoTarget as reason:
-            found.leave_out(str(reason))
+            token_rows.leave_out(str(reason))
             continue
         except RequestError as error:
             raise RequestError(f"{key}: {place(index)}: {error}") from None
@@ -334,19 +334,19 @@ def _take_in(
     for index, several in groupby(pairs, lambda pair: pair[0]):
         of_row = list(several)
         each, answers = len(roles[index]), [one for _, one, _ in of_row]
-        found.add(index, [answers[at : at + each] for at in range(0, len(answers), each)], roles[index])
+        token_rows.add(index, [answers[at : at + each] for at in range(0, len(answers), each)], roles[index])
         changes: set[str] = set().union(*(changed for _, _, changed in of_row))
-        found.encoding.add(changes, functools.partial(place, index))
+        token_rows.encoding.add(changes, functools.partial(place, index))
 
 
-def _nothing_left(found: TokenRows) -> str:
-    reasons = [f"{count:,}: {why}" for why, count in found.left_out.items()]
-    if found.without_target:
-        cut = f"within data.max_length {plural(found.max_length, 'token')}; the longest has {found.longest:,}"
+def _nothing_left(token_rows: TokenRows) -> str:
+    reasons = [f"{count:,}: {why}" for why, count in token_rows.left_out.items()]
+    if token_rows.without_target:
+        cut = f"within data.max_length {plural(token_rows.max_length, 'token')}; the longest has {token_rows.longest:,}"
         if not reasons:
-            return f"none of {plural(found.rows, 'row')} has a target {cut}"
-        reasons.append(f"{found.without_target:,}: no target {cut}")
-    return f"none of {plural(found.rows, 'row')} has a token to train on ({'; '.join(reasons)})"
+            return f"none of {plural(token_rows.rows, 'row')} has a target {cut}"
+        reasons.append(f"{token_rows.without_target:,}: no target {cut}")
+    return f"none of {plural(token_rows.rows, 'row')} has a token to train on ({'; '.join(reasons)})"
 
 
 def _rows_of(columns: dict[str, list[Any]]) -> list[Row]:

@@ -46,8 +46,8 @@ class WordTokens:
         """Return the token ids of a text, without special tokens around it."""
         if self._pattern is not None and not self._checked:
             self._check(text[:_CHECKED])
-        found = None if self._pattern is None else self._by_words(text)
-        return self._plain(text) if found is None else found
+        tokens = None if self._pattern is None else self._by_words(text)
+        return self._plain(text) if tokens is None else tokens
 
     def _plain(self, text: str) -> npt.NDArray[np.int64]:
         # The fast method computes no offsets, which are not needed here.
@@ -55,10 +55,10 @@ class WordTokens:
         return np.asarray(encoding.ids, dtype=np.int64)
 
     def _check(self, text: str) -> None:
-        found = self._by_words(text)
-        if found is not None:
+        tokens = self._by_words(text)
+        if tokens is not None:
             self._checked = True
-            if not np.array_equal(found, self._plain(text)):
+            if not np.array_equal(tokens, self._plain(text)):
                 self._pattern = None
 
     def _by_words(self, text: str) -> npt.NDArray[np.int64] | None:
@@ -108,8 +108,8 @@ def _written(cuts: list[dict[str, Any]]) -> str | None:
         return None
     if cuts[0].get("behavior") != "Isolated":
         return None
-    found = cuts[0]["pattern"].get("Regex")
-    return found if isinstance(found, str) else None
+    pattern = cuts[0]["pattern"].get("Regex")
+    return pattern if isinstance(pattern, str) else None
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,16 @@ class Encoder:
                 if unknown := set(text) - self._known:
                     raise RequestError(f"{place}: the tokenizer has no token for {min(unknown)!r}")
         prefix, suffix = (np.asarray(ends, dtype=np.int64) for ends in (self._settings.prefix, self._settings.suffix))
-        found, lengths = [], []
+        sequences, lengths = [], []
         for _, text, first, last in pieces:
             ended = last and text.rstrip().endswith(self._settings.ends)
             text = text.rstrip() if ended else text
             own = bounded("the tokenizer", len(text), functools.partial(self._tokens, text))
             begins = first and not np.array_equal(own[: len(prefix)], prefix)
             parts = [*([prefix] if begins else []), own, *([suffix] if last and not ended else [])]
-            found += parts
+            sequences += parts
             lengths.append(sum(map(len, parts)))
-        tokens: npt.NDArray[Any] = np.concatenate(found).astype(self._settings.dtype)
+        tokens: npt.NDArray[Any] = np.concatenate(sequences).astype(self._settings.dtype)
         return tokens.tobytes(), lengths
 
 

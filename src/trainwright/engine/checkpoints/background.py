@@ -166,10 +166,10 @@ class Background:
 
     def _complete(self, flight: _InFlight) -> None:
         """Collect the entries of all ranks' files and have rank 0 complete the checkpoint."""
-        found = flight.part if isinstance(flight.part, str) else flight.part.wait()
-        if isinstance(found, dict):
-            found = entries(part_name(self._world.rank), found["size"], found["sha256"], flight.located)
-        parts = self._world.gather(found)
+        outcome = flight.part if isinstance(flight.part, str) else flight.part.wait()
+        if isinstance(outcome, dict):
+            outcome = entries(part_name(self._world.rank), outcome["size"], outcome["sha256"], flight.located)
+        parts = self._world.gather(outcome)
         failure = next((part for part in parts if isinstance(part, str)), None)
         if failure is not None:
             self._end(flight, failure)
@@ -231,5 +231,5 @@ class BackgroundChoice:
         """Return whether writing beside the training takes nothing from it: it runs on a GPU, leaves a core to each
         process that writes, or writing mostly waits for the disk.
         """
-        left = detect().cpu_cores - self._world.local_size * torch.get_num_threads()
-        return self._world.device.type != "cpu" or left >= self._world.local_size or self._waits_for_disk
+        free_cores = detect().cpu_cores - self._world.local_size * torch.get_num_threads()
+        return self._world.device.type != "cpu" or free_cores >= self._world.local_size or self._waits_for_disk

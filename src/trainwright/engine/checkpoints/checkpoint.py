@@ -88,7 +88,7 @@ class Checkpoints:
             CheckpointError: on every rank, if any rank could not write. The partial checkpoint is removed and earlier
                 checkpoints are untouched.
         """
-        begun = time.monotonic()
+        started_at = time.monotonic()
         final, scratch, outcome = self.path(step), self.scratch(step), self.prepare(world)
         if outcome is None:
             outcome = attempt(lambda: _write_part(scratch, world.rank, shards), scratch)
@@ -97,7 +97,7 @@ class Checkpoints:
             text = json.dumps(state, indent=1)
             outcomes = [attempt(lambda: finish(scratch, final, outcomes, text, recipe), scratch)]
         self.conclude(world, step, next((o for o in outcomes if isinstance(o, str)), None))
-        return SavedCheckpoint(final, time.monotonic() - begun)
+        return SavedCheckpoint(final, time.monotonic() - started_at)
 
     def prepare(self, world: World) -> str | None:
         """Remove what interrupted writes left, before any rank writes; return why it failed on this rank, if it did."""
@@ -136,11 +136,11 @@ class Checkpoints:
             if len(steps) <= self._keep_last - usable:
                 return  # all checkpoints are kept, usable or not
             usable += self._is_usable(steps.pop())
-        kept = {best} if self._keep_best else set()
+        retained = {best} if self._keep_best else set()
         if trusted_before is not None:
-            kept.add(max((step for step in self.steps() if step < trusted_before), default=None))
+            retained.add(max((step for step in self.steps() if step < trusted_before), default=None))
         for step in steps:
-            if step not in kept:
+            if step not in retained:
                 self._remove(step, remove)
 
     def remove_from(self, step: int) -> None:
@@ -173,13 +173,13 @@ class Checkpoints:
         try:
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 raise CheckpointError(f"{path} is not a directory")
-            found: Checkpoint | CheckpointError = Checkpoint.open(path)
+            opened: Checkpoint | CheckpointError = Checkpoint.open(path)
         except OSError as error:
-            found = cannot_be_read(path, error)
+            opened = cannot_be_read(path, error)
         except CheckpointError as error:
-            found = error
-        self._known[step] = (stamps, isinstance(found, Checkpoint))
-        return found
+            opened = error
+        self._known[step] = (stamps, isinstance(opened, Checkpoint))
+        return opened
 
     def _remove_leftovers(self) -> None:
         """Remove what an interrupted save or removal left behind."""
@@ -207,10 +207,10 @@ class Checkpoints:
         for step in reversed(steps):
             if before is not None and step >= before:
                 continue
-            found = self._open(step)
-            if isinstance(found, Checkpoint):
-                return found, refused
-            refused.append(found)
+            opened = self._open(step)
+            if isinstance(opened, Checkpoint):
+                return opened, refused
+            refused.append(opened)
         return None, refused
 
 
@@ -238,10 +238,10 @@ class Checkpoint:
         manifest = Manifest.read(path)
         for name, expected in manifest.files.items() if verify else ():
             try:
-                found = retried(partial(_checksum_if, path, name, expected[0]))
+                actual = retried(partial(_checksum_if, path, name, expected[0]))
             except OSError as error:
                 raise cannot_be_read(path / name, error) from error
-            if found != expected:
+            if actual != expected:
                 raise CheckpointError(f"{path / name} is damaged (size or checksum differs)")
             if name.endswith(".safetensors"):
                 check_tensors(path, name, manifest)
@@ -279,8 +279,8 @@ class Reader:
             return torch.empty_like(shard.local, device="cpu")
         if blocks is None:
             raise RequestError(f"{self._path} has no {name}: it was written by another model or optimizer")
-        if (whole := full_shape(blocks)) != shard.shape:
-            raise RequestError(f"{self._path}: {name} has shape {list(whole)}, but the model needs {list(shard.shape)}")
+        if (shape := full_shape(blocks)) != shard.shape:
+            raise RequestError(f"{self._path}: {name} has shape {list(shape)}, but the model needs {list(shard.shape)}")
         result = torch.empty_like(shard.local, device="cpu")
         for block in blocks:
             _copy_overlap(result, shard.offset, block, lambda b=block: self._open(b["file"]).get_slice(name))
@@ -305,10 +305,10 @@ def _stamps(path: Path) -> _Stamps:
     """Return the stamps of a checkpoint's files, which show without reading them whether they have changed."""
     try:
         with os.scandir(path) as files:
-            found = [(file.name, file.stat(follow_symlinks=False)) for file in files]
+            statuses = [(file.name, file.stat(follow_symlinks=False)) for file in files]
     except OSError:
         return ()
-    return tuple(sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in found))
+    return tuple(sorted((name, each.st_size, each.st_mtime_ns, each.st_ino) for name, each in statuses))
 
 
 def _looks_complete(path: Path, stamps: _Stamps) -> bool:

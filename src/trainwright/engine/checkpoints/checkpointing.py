@@ -118,7 +118,7 @@ class Checkpointing:
         self._flush()  # counted in the time of the checkpoint that it completes
         if self.step == step:
             return
-        begun = time.monotonic()
+        started_at = time.monotonic()
         self._begun_best = training.progress.best_loss, training.progress.best_step
         training.events.announce("writing a checkpoint", step)
         heartbeat.phase("checkpoint", step)
@@ -127,7 +127,7 @@ class Checkpointing:
             changing = {buffer.data_ptr() for buffer in training.strategy.module.buffers()}
             self._background.begin(step, shards, self._state(), training.recipe_text, changing)
             self._saving.begun()
-            self._blocked = time.monotonic() - begun
+            self._blocked = time.monotonic() - started_at
             return
         used = time.process_time()
         try:
@@ -136,20 +136,20 @@ class Checkpointing:
                 check_checkpoint(training.task, training.world, saved.path, shards)
         except CheckpointError as error:
             self._saving.begun()
-            self._failed(step, error, time.monotonic() - begun, required=required)
+            self._failed(step, error, time.monotonic() - started_at, required=required)
         else:
             self._saving.begun()
-            self._blocked = time.monotonic() - begun
+            self._blocked = time.monotonic() - started_at
             self._choice.written(_own_bytes(shards), (time.process_time() - used) / self._blocked)
             self._saved(step, saved)
 
     def before_update(self) -> None:
         """Wait until the checkpoint that is being written no longer needs the weights; call it before they change."""
         if not self._background.is_copied:
-            begun = time.monotonic()
+            started_at = time.monotonic()
             heartbeat.phase("checkpoint", self._background.step or -1)
             self._background.wait_copied()
-            self._blocked += time.monotonic() - begun
+            self._blocked += time.monotonic() - started_at
 
     def advance(self, reports: Sequence[float]) -> None:
         """Continue with the checkpoint that is being written as far as every rank's ``report`` allows; call it after
@@ -213,30 +213,30 @@ class Checkpointing:
             waits: whether ``work`` waits for the disk, which later checkpoints are not expected to do.
             may_stop: whether a failure may end the run.
         """
-        begun, step = time.monotonic(), self._background.step
+        started_at, step = time.monotonic(), self._background.step
         if step is None:
             return
         try:
             saved = work()
         except CheckpointError as error:
             later = "" if self._background.usable else "; training waits for checkpoints from now on"
-            seconds = 0.0 if waits else time.monotonic() - begun
+            seconds = 0.0 if waits else time.monotonic() - started_at
             self._failed(step, CheckpointError(f"{error}{later}"), self._blocked + seconds, may_stop=may_stop)
             return
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started_at
         self._blocked += seconds
         if saved is not None:
             self._saved(step, saved, waited=seconds if waits else 0.0)
 
     def _saved(self, step: int, saved: SavedCheckpoint, waited: float = 0.0) -> None:
-        self.step, self._best, begun, self._failures = step, self._begun_best, time.monotonic(), 0
+        self.step, self._best, started_at, self._failures = step, self._begun_best, time.monotonic(), 0
         heartbeat.phase("checkpoint", step)  # one from the background is complete while another phase goes on
         if self._training.world.is_main:
             self._prune()
             self._copies.add(saved.path)
             self._tell_of_copies()
         self._training.world.barrier()  # it may have removed for long
-        self._blocked += time.monotonic() - begun
+        self._blocked += time.monotonic() - started_at
         slowed = self._slowed.take()
         self._saving.took(self._blocked - waited + slowed)
         self._training.events.emit(
@@ -279,8 +279,8 @@ class Checkpointing:
     def _stops(self) -> bool:
         """Whether a run that cannot write checkpoints ends now; its last step is saved by the export in any case."""
         training = self._training
-        left = training.progress.step < len(training.task.stream)
-        return left and not self._is_ending and training.recipe.checkpoint.on_failure == "stop"
+        has_steps = training.progress.step < len(training.task.stream)
+        return has_steps and not self._is_ending and training.recipe.checkpoint.on_failure == "stop"
 
     def _uses_background(self, shards: Mapping[str, Shard]) -> bool:
         """Return whether to write in the background; the same on every rank."""
@@ -309,16 +309,16 @@ class Checkpointing:
         unusable: tuple[int, str] | None = None
         if world.is_main:
             events.announce("checking the newest checkpoint")
-            found, refused = self._checkpoints.latest(before)
-            copy = self._copies.newest(None if found is None else found.step, Checkpoint.open, before)
+            checkpoint, refused = self._checkpoints.latest(before)
+            copy = self._copies.newest(None if checkpoint is None else checkpoint.step, Checkpoint.open, before)
             for reason in refused:
                 action = "use the one before it" if copy is None else "use a copy"
                 events.emit(Fault(kind="checkpoint", rank=0, detail=str(reason), action=action))
             self._tell_of_copies()
             if copy is not None:
-                found = copy
+                checkpoint = copy
                 events.emit(Notice(message=f"{copy.path} is restored from a copy"))
-            chosen = None if found is None else found.step
+            chosen = None if checkpoint is None else checkpoint.step
             if chosen is None and refused:
                 unusable = _none_usable(refused)
             if before is not None and (chosen is not None or before == 1):
@@ -415,17 +415,17 @@ def _own_bytes(shards: Mapping[str, Shard]) -> int:
 
 def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
     """Return the policies by the names that checkpoints have their state under."""
-    found: dict[str, StepPolicy] = {}
+    by_name: dict[str, StepPolicy] = {}
     for policy in policies:
         name = type(policy).__name__
-        if name in found:
-            places = " and ".join(f"{type(one).__module__}:{name}" for one in (found[name], policy))
+        if name in by_name:
+            places = " and ".join(f"{type(one).__module__}:{name}" for one in (by_name[name], policy))
             raise RequestError(
                 f"train.step_policies: {places} have the same name, under which a checkpoint saves the state of one of "
                 "them; rename a class, or list it once"
             )
-        found[name] = policy
-    return found
+        by_name[name] = policy
+    return by_name
 
 
 def _replace(state: dict[str, float], values: Mapping[str, float]) -> None:

@@ -95,8 +95,8 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
     names = []
     with suppress(FileNotFoundError, NotADirectoryError):  # if it cannot be read, there may be checkpoints
         names = os.listdir(directory)
-    found = (re.fullmatch(r"step-([0-9]{8,})", name) for name in names)
-    steps = sorted(step for one in found if one and checkpoint_path(directory, step := int(one[1])).name == one[0])
+    matches = (re.fullmatch(r"step-([0-9]{8,})", name) for name in names)
+    steps = sorted(step for one in matches if one and checkpoint_path(directory, step := int(one[1])).name == one[0])
     return {step: checkpoint_path(directory, step) for step in steps}
 
 
@@ -153,10 +153,10 @@ def check_tensors(path: Path, file: str, manifest: Manifest) -> None:
     expected = manifest.shapes_in(file)
     try:
         open_inside(path, file).close()
-        found = read_header(path / file)
+        header = read_header(path / file)
     except (OSError, DamagedFile) as error:
         raise cannot_be_read(path / file, error) from error
-    if found != expected:
+    if header != expected:
         raise CheckpointError(f"{path / file} does not contain the tensors listed in the manifest")
 
 
@@ -165,25 +165,25 @@ def cannot_be_read(path: Path, error: Exception) -> CheckpointError:
     message = f"{path} cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
     if not isinstance(error, OSError) or error.errno in _DAMAGE:
         return CheckpointError(message)
-    found = UnreadableCheckpoint(message)
+    unreadable = UnreadableCheckpoint(message)
     if isinstance(error, PermissionError):
-        found.exit_code = EXIT_MACHINE
-    return found
+        unreadable.exit_code = EXIT_MACHINE
+    return unreadable
 
 
 def _files(files: dict[str, Any]) -> dict[str, tuple[int, str]]:
     """Return the size and SHA-256 of every file, by name."""
-    found = {}
+    by_name = {}
     for name, stated in files.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a checkpoint's file")
         size, digest = stated["size"], stated["sha256"]
         if not _is_count(size) or not _DIGEST.fullmatch(digest):
             raise ValueError(f"the size or checksum of {name} is missing")
-        found[name] = (size, digest)
-    if lost := {STATE, RECIPE} - found.keys():
+        by_name[name] = (size, digest)
+    if lost := {STATE, RECIPE} - by_name.keys():
         raise ValueError(f"{', '.join(sorted(lost))} is not in it")
-    return found
+    return by_name
 
 
 def _tensors(tensors: dict[str, list[Block]], files: dict[str, tuple[int, str]]) -> dict[str, list[Block]]:

@@ -50,7 +50,7 @@ def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, 
     except (OSError, CheckpointError, RequestError) as error:
         problem = str(error)
     outcomes = world.gather((problem, task.adds_nothing(adapter)))
-    problem = next((found for found, _ in outcomes if found is not None), None)
+    problem = next((reason for reason, _ in outcomes if reason is not None), None)
     if problem is None and all(nothing for _, nothing in outcomes):
         problem = "the adapter in it adds nothing to the model"
     if problem is not None:
@@ -83,7 +83,7 @@ def check_export(
             note = task.read_back(module, directory, all_parameters=in_step is None)
         except (TrainingError, OSError) as error:
             problem = problem or str(error)
-    problem = next((found for found in world.gather(problem) if found is not None), None)
+    problem = next((reason for reason in world.gather(problem) if reason is not None), None)
     if problem is not None:
         aside = final.with_name(f"{final.name}-failed-check")
         if world.is_main:

@@ -81,16 +81,16 @@ class Place:
             MachineError: it cannot be reached or written.
         """
         probe = f"{self.root}/.probe-{secrets.token_hex(4)}"
-        made = False
+        created = False
         with self.in_words():
             try:
-                made = not self._has_buckets and not self._is_there(self.root)
+                created = not self._has_buckets and not self._is_there(self.root)
                 self._make(self.root)
                 with self._files.open(probe, "wb") as file:
                     file.write(b"trainwright")
                 self._files.rm_file(probe)
             finally:
-                if made:
+                if created:
                     with suppress(Exception):
                         self._files.rmdir(self.root)
 
@@ -106,7 +106,7 @@ class Place:
 
     def steps(self) -> dict[int, str]:
         """Return the names of the checkpoints here by step, complete or not."""
-        return {int(found[1]): name for name in self._names("") if (found := _STEP.fullmatch(name))}
+        return {int(match[1]): name for name in self._names("") if (match := _STEP.fullmatch(name))}
 
     def write(
         self, name: str, files: Files, sums: Mapping[str, tuple[int, str]], run: Callable[[], str] | None = None
@@ -210,8 +210,8 @@ class Place:
     def _remove_directory(self, path: str) -> None:
         """Remove a directory by the names of its files: ``rm`` of fsspec takes ``?``, ``*`` and ``[`` as patterns."""
         self._files.invalidate_cache()
-        found = {path: {"type": "directory"}, **self._files.find(path, withdirs=True, detail=True)}
-        for each, info in sorted(found.items(), reverse=True):  # what is in a directory before it
+        entries = {path: {"type": "directory"}, **self._files.find(path, withdirs=True, detail=True)}
+        for each, info in sorted(entries.items(), reverse=True):  # what is in a directory before it
             if info.get("type") != "directory":
                 self._files.rm_file(each)
             elif not self._has_buckets:
@@ -221,10 +221,10 @@ class Place:
     def _names(self, below: str) -> list[str]:
         self._files.invalidate_cache()
         try:
-            found = self._files.ls(f"{self.root}{below}", detail=False)
+            paths = self._files.ls(f"{self.root}{below}", detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def _is_there(self, path: str) -> bool:
         self._files.invalidate_cache()

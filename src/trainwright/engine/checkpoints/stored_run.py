@@ -66,13 +66,13 @@ class StoredRun:
             if seal != _digest_of(content):
                 raise CheckpointError("run.json is damaged (its checksum differs)")
             parts = tuple(Part(int(each["start"]), int(each["end"]), str(each["sha256"])) for each in content["events"])
-            found = cls(str(content["run"]), str(content["recipe"]), str(content["plan"]), parts)
+            stored = cls(str(content["run"]), str(content["recipe"]), str(content["plan"]), parts)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"run.json is not the record of a run: {error}") from error
         ends = [0, *(part.end for part in parts)]
         if any(part.start != end or not _PART.fullmatch(part.name) for part, end in zip(parts, ends, strict=False)):
             raise CheckpointError("the parts of the events in run.json do not make one whole")
-        return found
+        return stored
 
     @classmethod
     def of(cls, place: Place, name: str) -> StoredRun | None:
@@ -100,10 +100,10 @@ class StoredRun:
         with target:
             for part in self.events:
                 try:
-                    found = place.read_part(part.name, target)
+                    digest = place.read_part(part.name, target)
                 except FileNotFoundError as error:
                     raise CheckpointError(f"a part of its events is missing: {error}") from error
-                if found != part.sha256:
+                if digest != part.sha256:
                     raise CheckpointError(f"{part.name} of its events is damaged (its checksum differs)")
             with writes_to(file):
                 os.fsync(target.fileno())
@@ -149,14 +149,14 @@ class EventParts:
     def write(self) -> tuple[Part, ...]:
         """Write the events since the last call; return all parts. Raises OSError."""
         with self._file.open("rb") as file:
-            kept = self._parts
-            if kept and kept[-1].end - kept[-1].start < _SMALL:
-                kept = kept[:-1]
-            start, end = kept[-1].end if kept else 0, _end_of_lines(file)
+            parts = self._parts
+            if parts and parts[-1].end - parts[-1].start < _SMALL:
+                parts = parts[:-1]
+            start, end = parts[-1].end if parts else 0, _end_of_lines(file)
             if end > (self._parts[-1].end if self._parts else 0):
                 part = Part(start, end, _digest(_range(file, start, end)))
                 self._place.write_part(part.name, _range(file, start, end))
-                self._parts = (*kept, part)
+                self._parts = (*parts, part)
         return self._parts
 
 
@@ -166,9 +166,9 @@ def _end_of_lines(file: BinaryIO) -> int:
     while end > 0:
         begin = max(0, end - _PIECE)
         file.seek(begin)
-        found = file.read(end - begin).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
         end = begin
     return 0
 

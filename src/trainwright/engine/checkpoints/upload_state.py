@@ -38,8 +38,8 @@ class Work:
     def of(cls, path: Path, places: list[Writing]) -> Work:
         """Open the files below ``path``, a complete checkpoint or the model. Raises OSError."""
         stack = ExitStack()
-        found = sorted(file for file in path.rglob("*") if file.is_file())
-        files = [(file.relative_to(path).as_posix(), stack.enter_context(file.open("rb"))) for file in found]
+        paths = sorted(file for file in path.rglob("*") if file.is_file())
+        files = [(file.relative_to(path).as_posix(), stack.enter_context(file.open("rb"))) for file in paths]
         return cls(path, stack, files, list(places))
 
     @property
@@ -144,8 +144,8 @@ class Writing:
         """The directory of the run."""
         return self.checkpoints.parent
 
-    def copy(self, work: Work, kept: set[int]) -> None:
-        """Write a checkpoint, and remove earlier ones of other steps than ``kept``. Raises what the place raises.
+    def copy(self, work: Work, retained: set[int]) -> None:
+        """Write a checkpoint, and remove earlier ones of other steps than ``retained``. Raises what the place raises.
 
         Later ones stay if they are complete: the run has gone on elsewhere, and this machine is behind.
         """
@@ -160,7 +160,7 @@ class Writing:
 
         self.place.write(work.path.name, work.files, sums, record)
         known[work.path.name] = parts[-1]
-        others = {step: name for step, name in self.place.steps().items() if step not in kept}
+        others = {step: name for step, name in self.place.steps().items() if step not in retained}
         self.remove({name for step, name in others.items() if step < work.step or not self.place.is_complete(name)})
 
     def copy_model(self, work: Work) -> None:
@@ -213,16 +213,16 @@ class Writing:
                 if (stored := self.stored(name)) is not None:
                     self.known[name] = stored.events
             return self.known
-        found: dict[str, tuple[Part, ...]] = {}
+        events: dict[str, tuple[Part, ...]] = {}
         self.events = EventParts(self.run, self.place)
         for name in sorted(names, reverse=True):
             if (stored := self.stored(name)) is None:
                 continue  # it is replaced or removed like any other
-            if not found:
+            if not events:
                 self.events.take_over(stored)
-            found[name] = stored.events
-        self.known = found
-        return found
+            events[name] = stored.events
+        self.known = events
+        return events
 
 
 def _measured(file: BinaryIO) -> dict[str, int | str]:

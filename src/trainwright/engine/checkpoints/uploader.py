@@ -75,14 +75,14 @@ class Copies:
     def problems(self) -> list[str]:
         """Return what has failed since the last call."""
         with self._changed:
-            found, self._problems = self._problems, []
-        return found
+            problems, self._problems = self._problems, []
+        return problems
 
     def recovered(self) -> list[str]:
         """Return which places work again since the last call, a line each."""
         with self._changed:
-            found, self._recovered = self._recovered, []
-        return found
+            recovered, self._recovered = self._recovered, []
+        return recovered
 
     def wait(self, stall: float = _STALL_SECONDS) -> None:
         """Wait until everything that was added is copied, or nothing moves for ``stall`` seconds."""
@@ -147,13 +147,13 @@ class Copies:
         return None
 
     def _newest_first(self) -> Iterator[tuple[int, str, Writing]]:
-        found: list[tuple[int, str, Writing]] = []
+        checkpoints: list[tuple[int, str, Writing]] = []
         for writing in self._places:
             try:
-                found.extend((step, name, writing) for step, name in writing.place.steps().items())
+                checkpoints.extend((step, name, writing) for step, name in writing.place.steps().items())
             except Exception as error:
                 self._failed(writing, error)
-        return iter(sorted(found, key=lambda each: -each[0]))
+        return iter(sorted(checkpoints, key=lambda each: -each[0]))
 
     def _remove_abandoned(self, step: int) -> None:
         """Have the thread remove what is abandoned. Call it with the lock."""
@@ -219,7 +219,7 @@ class Copies:
             )
 
     def _copied(self, writing: Writing, work: Work) -> bool:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with self._changed:
             if self._abandoned is not None and work.belongs_after(self._abandoned):
                 return False
@@ -233,7 +233,7 @@ class Copies:
             self._failed(writing, error)
             return False
         if not work.is_model:
-            self.seconds = time.monotonic() - begun
+            self.seconds = time.monotonic() - started_at
         if writing.failing:
             writing.failing = False
             with self._changed:
@@ -247,10 +247,10 @@ class Copies:
             with writing.place.in_words():
                 raise error
         except TrainwrightError as words:
-            told = str(words) if str(words).startswith("checkpoint.copies") else f"{writing.place.where}: {words}"
+            problem = str(words) if str(words).startswith("checkpoint.copies") else f"{writing.place.where}: {words}"
         with self._changed:
             if not writing.failing:
-                self._problems.append(f"{told}; training goes on, and copying is tried again")
+                self._problems.append(f"{problem}; training goes on, and copying is tried again")
             writing.failing = True
 
     def _moved(self) -> int:

@@ -60,8 +60,8 @@ def _check_parent(parent: int) -> None:
 
 def _part(memory: int, place: str, head: str, size: int) -> dict[str, Any]:
     """Write the first ``size`` bytes of the memory to a file after its head, read the file again, and compare."""
-    found, digest = write_synced(Path(place), _pieces(memory, base64.b64decode(head), size))
-    return {"size": found, "sha256": digest}
+    written, digest = write_synced(Path(place), _pieces(memory, base64.b64decode(head), size))
+    return {"size": written, "sha256": digest}
 
 
 def _pieces(memory: int, head: bytes, size: int) -> Iterator[bytes | memoryview]:

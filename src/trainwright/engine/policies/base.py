@@ -139,19 +139,19 @@ class StepPolicy:
             gradients: computes those of another batch; the strategy must have none when this returns.
         """
 
-    def again(self, step: int, found: StepGradients) -> GlobalBatch | None:
-        """Return the batch to compute gradients of again, replacing ``found``, or None to accept them.
+    def again(self, step: int, gradients: StepGradients) -> GlobalBatch | None:
+        """Return the batch to compute gradients of again, replacing ``gradients``, or None to accept them.
 
         Raises:
             TrainingError: training cannot continue.
         """
         return None
 
-    def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
+    def metrics(self, step: int, gradients: StepGradients) -> dict[str, float]:
         """Return the metrics for the step's event."""
         return {}
 
-    def skips(self, step: int, found: StepGradients) -> bool:
+    def skips(self, step: int, gradients: StepGradients) -> bool:
         """Return whether to skip the step's update; the same on every rank."""
         return False
 
@@ -165,11 +165,11 @@ def check_skips(step: int, policies: Sequence[StepPolicy], skipped: Sequence[boo
     Raises:
         TrainingError: on every rank, if they have not decided the same.
     """
-    asked = [policy for policy in policies if type(policy).skips is not StepPolicy.skips]
-    if not asked:
+    with_skips = [policy for policy in policies if type(policy).skips is not StepPolicy.skips]
+    if not with_skips:
         return
-    decided = [float(skip) for policy, skip in zip(policies, skipped, strict=True) if policy in asked]
-    for policy, of_ranks in zip(asked, zip(*world.gather_floats(decided), strict=True), strict=True):
+    decided = [float(skip) for policy, skip in zip(policies, skipped, strict=True) if policy in with_skips]
+    for policy, of_ranks in zip(with_skips, zip(*world.gather_floats(decided), strict=True), strict=True):
         if len(set(of_ranks)) > 1:
             ranks = ([rank for rank, skip in enumerate(of_ranks) if bool(skip) is kind] for kind in (True, False))
             skipping, others = map(_named, ranks)

@@ -28,10 +28,10 @@ class LossScale(StepPolicy):
         if self._scaled:
             training.progress.loss_scale = _FIRST_LOSS_SCALE
 
-    def again(self, step: int, found: StepGradients) -> GlobalBatch | None:
+    def again(self, step: int, gradients: StepGradients) -> GlobalBatch | None:
         """Return the batch itself if its gradients overflowed and the scale can be reduced."""
         progress = self.training.progress
-        overflowed = math.isfinite(found.loss) and not math.isfinite(found.norm)
+        overflowed = math.isfinite(gradients.loss) and not math.isfinite(gradients.norm)
         if not (self._scaled and overflowed and progress.loss_scale > 1):
             return None
         self.training.strategy.discard_gradients()
@@ -39,7 +39,7 @@ class LossScale(StepPolicy):
         progress.steps_at_scale = 0
         action = f"the step is repeated with loss scale {progress.loss_scale:g}"
         self.training.events.emit(Fault(kind="overflow", rank=0, detail="fp16 gradients", action=action, step=step))
-        return found.batch
+        return gradients.batch
 
     def after(self, step: int) -> None:
         """Count the step, and double the scale after enough steps."""
@@ -69,24 +69,24 @@ class GradientNoise(StepPolicy):
         self.training.strategy.discard_gradients()
         self._small = norm, float(half.examples)
 
-    def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
+    def metrics(self, step: int, gradients: StepGradients) -> dict[str, float]:
         """Return the noise scale, once there is an estimate."""
         if self._small is None:
             return {}
-        noise = self.training.progress.noise.add(self._small, (found.norm, float(found.batch.examples)))
+        noise = self.training.progress.noise.add(self._small, (gradients.norm, float(gradients.batch.examples)))
         return {} if noise is None else {"gradient_noise_scale": noise}
 
 
 class LossSpikes(StepPolicy):
     """Handle steps whose loss is far above the mean of the previous ones (train.skip_loss_spikes)."""
 
-    def skips(self, step: int, found: StepGradients) -> bool:
+    def skips(self, step: int, gradients: StepGradients) -> bool:
         """Return whether the loss is a spike whose update is skipped."""
         recipe, losses = self.training.recipe, self.training.progress.losses
         limit = recipe.train.skip_loss_spikes
-        if limit is None or not losses.is_spike(found.loss, limit):
+        if limit is None or not losses.is_spike(gradients.loss, limit):
             return False
-        detail = f"loss {found.loss:.4g} at step {step}, mean of previous steps {losses.mean:.4g}"
+        detail = f"loss {gradients.loss:.4g} at step {step}, mean of previous steps {losses.mean:.4g}"
         handle_wrong_numbers(self.training, recipe.faults.on_loss_spike, "loss_spike", 0, detail, step)
         return True
 
@@ -94,13 +94,13 @@ class LossSpikes(StepPolicy):
 class NonFinite(StepPolicy):
     """Skip updates from losses or gradients that are not finite (faults.on_non_finite: skip)."""
 
-    def skips(self, step: int, found: StepGradients) -> bool:
+    def skips(self, step: int, gradients: StepGradients) -> bool:
         """Return whether the loss or the norm of the gradient is not finite."""
         progress = self.training.progress
-        progress.non_finite = 0 if found.is_finite else progress.non_finite + 1
+        progress.non_finite = 0 if gradients.is_finite else progress.non_finite + 1
         if progress.non_finite > MOST_IN_A_ROW:
             raise WrongNumbers(f"training stopped: {MOST_IN_A_ROW} steps in a row have no finite numbers")
-        return not found.is_finite
+        return not gradients.is_finite
 
 
 def handle_wrong_numbers(training: Training, what: str, kind: str, rank: int, detail: str, step: int) -> None:

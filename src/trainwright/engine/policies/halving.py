@@ -39,18 +39,18 @@ class Halving(StepPolicy):
         if isinstance(again := attempt(self._strategy.abandon_step), MemoryShortage):
             raise self.error(step, batch, again)
 
-    def again(self, step: int, found: StepGradients) -> GlobalBatch | None:
+    def again(self, step: int, gradients: StepGradients) -> GlobalBatch | None:
         """Return the batch divided into micro-batches of half the rows, if memory ran out on any rank.
 
         Raises:
             OutOfMemory: the micro-batches already have one row each.
         """
-        if not any(rank.out_of_memory for rank in found.reports):
+        if not any(rank.out_of_memory for rank in gradients.reports):
             return None
-        batch = found.batch
+        batch = gradients.batch
         self._strategy.discard_gradients()
         release()
-        rank, shortage = self._first(found.shortage)
+        rank, shortage = self._first(gradients.shortage)
         if batch.rows == 1:
             self._tell(step, rank, shortage, "stop")
             raise self.error(step, batch, shortage, rank)
@@ -111,19 +111,19 @@ class Halving(StepPolicy):
 
     def _first(self, own: MemoryShortage | None) -> tuple[int, MemoryShortage]:
         """Return the lowest rank that ran out of memory, and its error."""
-        found: list[MemoryShortage | None] = self._world.gather(own, MemoryShortage)
-        return next((rank, shortage) for rank, shortage in enumerate(found) if shortage is not None)
+        shortages: list[MemoryShortage | None] = self._world.gather(own, MemoryShortage)
+        return next((rank, shortage) for rank, shortage in enumerate(shortages) if shortage is not None)
 
 
-def rows_of(recipe: Recipe, found: int | None = None) -> int:
-    """Return the rows of the largest micro-batches: ``found`` in a step, or else the maximum by the recipe."""
+def rows_of(recipe: Recipe, rows: int | None = None) -> int:
+    """Return the rows of the largest micro-batches: ``rows`` in a step, or else the maximum by the recipe."""
     train, processes = recipe.train, recipe.parallel.processes
-    most = train.global_batch_size
+    max_rows = train.global_batch_size
     if train.micro_batch_size != "auto":
-        most = train.micro_batch_size
+        max_rows = train.micro_batch_size
     elif train.gradient_accumulation_steps != "auto" and processes != "auto":
-        most = -(-most // (train.gradient_accumulation_steps * processes))
-    return most if found is None else min(found, most)
+        max_rows = -(-max_rows // (train.gradient_accumulation_steps * processes))
+    return max_rows if rows is None else min(rows, max_rows)
 
 
 def halved(rows: int) -> int:

@@ -50,9 +50,9 @@ class Profiling(StepPolicy):
 
     def __init__(self, run: Path, training: Training) -> None:
         super().__init__(training)
-        asked, steps = training.recipe.train.profile, len(training.task.stream)
-        assert asked is not None, "the recipe has it"
-        self._first, self._last = asked.steps
+        profile_section, steps = training.recipe.train.profile, len(training.task.stream)
+        assert profile_section is not None, "the recipe has it"
+        self._first, self._last = profile_section.steps
         if self._last > steps:
             raise RequestError(f"train.profile.steps: ends at step {self._last}, and the run has {steps}; lower it")
         self._directory = run / DIRECTORY
@@ -89,8 +89,8 @@ class Profiling(StepPolicy):
             self._directory.mkdir(exist_ok=True)
             recording.write(own)
             has_memory = recording.write_memory(memory)
-        except (OSError, RuntimeError) as found:
-            error = f"rank {world.rank}: {found}"
+        except (OSError, RuntimeError) as exception:
+            error = f"rank {world.rank}: {exception}"
         ranks = world.gather((error, operators, str(memory) if has_memory else None), Operator)
         if not world.is_main:
             return
@@ -98,8 +98,8 @@ class Profiling(StepPolicy):
         try:
             if not error:
                 merge([self._directory / f"{name}.rank-{rank}.json" for rank in range(world.size)], merged)
-        except (OSError, ValueError) as found:
-            error = str(found)
+        except (OSError, ValueError) as exception:
+            error = str(exception)
         if error:
             message = f"train.profile: the trace of steps {self._began} to {step} could not be written: {error}"
             self.training.events.emit(Notice(message=message))
@@ -148,15 +148,15 @@ class _Recording:
 
     def operators(self) -> list[Operator]:
         """Return the operators, on a GPU the kernels, without our phases."""
-        found = []
+        operators = []
         for each in self._profile.key_averages():
             # An operator of the host has the device's time of its kernels, which are there themselves.
             if self._on_gpu and each.device_type != DeviceType.CUDA:
                 continue
             microseconds = each.self_device_time_total if self._on_gpu else each.self_cpu_time_total
             if microseconds > 0 and not each.is_user_annotation and not each.key.startswith((_PHASE, "ProfilerStep")):
-                found.append(Operator(each.key, each.count, microseconds / 1e6))
-        return found
+                operators.append(Operator(each.key, each.count, microseconds / 1e6))
+        return operators
 
     def write(self, path: Path) -> None:
         """Write the trace. Raises OSError, RuntimeError."""
@@ -180,9 +180,9 @@ def _slowest(ranks: Sequence[Sequence[Operator]]) -> list[dict[str, Any]]:
         before = sums.get(operator.name, Operator(operator.name, 0, 0.0))
         seconds = before.seconds + operator.seconds
         sums[operator.name] = Operator(operator.name, before.calls + operator.calls, seconds)
-    whole = sum(operator.seconds for operator in sums.values())
+    total = sum(operator.seconds for operator in sums.values())
     slowest = sorted(sums.values(), key=lambda operator: -operator.seconds)[:_OPERATORS]
-    return [{**operator._asdict(), "share": operator.seconds / whole} for operator in slowest]
+    return [{**operator._asdict(), "share": operator.seconds / total} for operator in slowest]
 
 
 def merge(traces: Sequence[Path], merged: Path) -> None:
@@ -200,9 +200,9 @@ def merge(traces: Sequence[Path], merged: Path) -> None:
         for rank, path in enumerate(traces):
             trace = json.loads(path.read_text(encoding="utf-8"))
             # Every trace counts from a time of its own, in nanoseconds since the epoch.
-            begun = int(trace.get("baseTimeNanoseconds", 0))
-            base = begun if base is None else base
-            for event in _of_rank(trace["traceEvents"], rank, (begun - base) / 1000):
+            start = int(trace.get("baseTimeNanoseconds", 0))
+            base = start if base is None else base
+            for event in _of_rank(trace["traceEvents"], rank, (start - base) / 1000):
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
             heartbeat.progress()

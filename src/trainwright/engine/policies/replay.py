@@ -136,7 +136,7 @@ class Replay(StepPolicy):
         Args:
             wrong: the ranks whose micro-batch gave something else on the rank before.
         """
-        changed = [rank for rank, found in enumerate(first) if found != second[rank]]
+        changed = [rank for rank, value in enumerate(first) if value != second[rank]]
         if second != third or not changed:
             suspects = [{rank, (rank - 1) % len(first)} for rank in wrong]
             ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
@@ -202,7 +202,7 @@ class Replay(StepPolicy):
 
     def _differing(self) -> list[_Differing]:
         """Return the parts of weights in which the ranks differ, with the values of all ranks."""
-        world, found = self.training.world, list[_Differing]()
+        world, differences = self.training.world, list[_Differing]()
         weights = dict(self._copies(frozen=False))
         sums: list[list[int]] = world.gather([int(checksum(weight)) for weight in weights.values()])
         for index, (name, weight) in enumerate(weights.items()):
@@ -211,9 +211,9 @@ class Replay(StepPolicy):
             parts = weight.detach().reshape(-1).split(_PART)
             of_parts: list[list[int]] = world.gather([int(checksum(part)) for part in parts])
             for number, part in enumerate(parts):
-                if len({of_rank[number] for of_rank in of_parts}) > 1 and len(found) < _MOST_PARTS:
-                    found.append(_Differing(name, number, torch.stack(world.gather(part.cpu()))))
-        return found
+                if len({of_rank[number] for of_rank in of_parts}) > 1 and len(differences) < _MOST_PARTS:
+                    differences.append(_Differing(name, number, torch.stack(world.gather(part.cpu()))))
+        return differences
 
     def _farthest(self, before: Sequence[_Differing]) -> list[int]:
         """Return the ranks whose weights differed most from what they are now, at the same step.
@@ -239,11 +239,11 @@ class Replay(StepPolicy):
 def _odd_ones(values: Sequence[Hashable]) -> list[int]:
     """Return the ranks whose value is not that of most ranks; empty without a majority."""
     value, count = Counter(values).most_common(1)[0]
-    return [rank for rank, found in enumerate(values) if found != value] if 2 * count > len(values) else []
+    return [rank for rank, own in enumerate(values) if own != value] if 2 * count > len(values) else []
 
 
 def _mismatches(everyone: Sequence[Passes]) -> list[int]:
-    return [rank for rank, found in enumerate(everyone) if found.own != everyone[rank - 1].other]
+    return [rank for rank, passes in enumerate(everyone) if passes.own != everyone[rank - 1].other]
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -131,18 +131,22 @@ class Comparison:
     ) -> Straggler:
         late = slice(WINDOW // 2, None)  # it may have become slow within the window
         lost = (seconds[late, rank] - np.delete(seconds[late], rank, axis=1).max(axis=1)).sum(axis=0)
-        whole = float(_without_outliers(np.array(self._walls)[late]).mean())  # such as an evaluation in between
+        step_seconds = float(_without_outliers(np.array(self._walls)[late]).mean())  # such as an evaluation in between
         own, others = of_ranks[late, rank].mean(), np.delete(of_ranks[late], rank, axis=1).max(axis=1).mean()
-        waited = whole - float(own - others)  # the others have waited this long, whatever steps took before
-        usual = statistics.median(self._usual) if self._usual else whole - self._delay(of_ranks[late], rank, whole)
+        waited = step_seconds - float(own - others)  # the others have waited this long, whatever steps took before
+        usual = (
+            statistics.median(self._usual)
+            if self._usual
+            else step_seconds - self._delay(of_ranks[late], rank, step_seconds)
+        )
         without = min(usual, waited)
-        return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, max(0.0, 1 - without / whole))
+        return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, max(0.0, 1 - without / step_seconds))
 
-    def _delay(self, of_ranks: NDArray[np.float64], rank: int, whole: float) -> float:
+    def _delay(self, of_ranks: NDArray[np.float64], rank: int, step_seconds: float) -> float:
         """Return the seconds of a step by which a rank delays the others, which have never been seen without it."""
         own, others = of_ranks[:, rank].mean(), np.delete(of_ranks, rank, axis=1).max(axis=1).mean()
         # A processor that computes slowly exchanges slowly, too.
-        exchange = (whole - own) * (1 - others / own) if self._processors_exchange else 0.0
+        exchange = (step_seconds - own) * (1 - others / own) if self._processors_exchange else 0.0
         return float(own - others + exchange)
 
 
@@ -178,13 +182,13 @@ class Stragglers(StepPolicy):
         self._process = OwnProcess(torch.get_num_threads(), world.local_size, None if on_cpu else world.device.index)
         self._before = self._process.counters(), heartbeat.in_collectives()
 
-    def metrics(self, step: int, found: StepGradients) -> dict[str, float]:
+    def metrics(self, step: int, gradients: StepGradients) -> dict[str, float]:
         """Take the seconds that all ranks have reported for this step; they are no metrics."""
         own, world = heartbeat.own(), self.training.world
         now = time.monotonic()
         wall, self._since = now - self._since, now
         if own is not None and world.size > 1:
-            seconds = [_seconds_of(report) for report in found.reports]
+            seconds = [_seconds_of(report) for report in gradients.reports]
             own.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
             self._found = self._comparison.add(seconds, wall)
             if self._comparison.taken % WINDOW == IGNORED and now - self._before[0].wall > _COUNTED_SECONDS:

@@ -130,8 +130,8 @@ class Adapter:
             tokenizer.save_pretrained(temporary)
             if generation_config is not None:
                 generation_config.save_pretrained(temporary)
-            found = load_file(temporary / WEIGHTS)
-            if found.keys() != weights.keys() or not all(torch.equal(found[key], weights[key]) for key in weights):
+            written = load_file(temporary / WEIGHTS)
+            if written.keys() != weights.keys() or not all(torch.equal(written[key], weights[key]) for key in weights):
                 raise TrainingError(f"the adapter in {directory} reads back differently from what was written")
 
     def _together(self, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -141,10 +141,12 @@ class Adapter:
         for layer, scales in self._scales.items():
             a, b = (f"{_PREFIX}{layer}.lora_{matrix}.weight" for matrix in "AB")
             parts = [
-                (held, scales[name]) for name, held in ((_BENEATH, self._beneath), (_TRAINED, weights)) if a in held
+                (matrices, scales[name])
+                for name, matrices in ((_BENEATH, self._beneath), (_TRAINED, weights))
+                if a in matrices
             ]
-            together[a] = torch.cat([held[a] for held, _ in parts])
-            together[b] = torch.cat([held[b] * scale for held, scale in parts], dim=1)
+            together[a] = torch.cat([matrices[a] for matrices, _ in parts])
+            together[b] = torch.cat([matrices[b] * scale for matrices, scale in parts], dim=1)
             ranks[layer] = len(together[a])
         config = copy.deepcopy(self._config)
         usual = Counter(ranks.values()).most_common(1)[0][0]
@@ -188,8 +190,8 @@ class Adapter:
                 parameter.data = saved[key].to(parameter.device, dtype)
             _activate(model, (_READ_BACK,))
             model.eval()  # new dropout modules are in training mode
-            found = model(input_ids=input_ids, use_cache=False).logits.float()
-        difference = logit_difference(found, expected, mixture=has_experts(model))
+            logits = model(input_ids=input_ids, use_cache=False).logits.float()
+        difference = logit_difference(logits, expected, mixture=has_experts(model))
         if not difference <= _SAME.get(dtype, _SAME_TOGETHER if self._beneath else _SAME_ROUNDED):
             raise TrainingError(
                 f"the adapter in {directory} with its base is not the trained model: logits differ by {difference:.2g} "
@@ -326,13 +328,13 @@ def _check_shapes(
 def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """Return the parameters of an adapter in ``model`` by their names in PEFT files; tied ones have two."""
     parts = re.compile(rf"(.*)\.(lora_A|lora_B|lora_magnitude_vector|modules_to_save)\.{adapter}\.(.*)")
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (match := parts.fullmatch(name)) is not None:
             module, part, rest = match.groups()
             ending = {"modules_to_save": rest, "lora_magnitude_vector": part}.get(part, f"{part}.{rest}")
-            found[f"{_PREFIX}{module}.{ending}"] = parameter
-    return found
+            parameters[f"{_PREFIX}{module}.{ending}"] = parameter
+    return parameters
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

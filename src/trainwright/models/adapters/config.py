@@ -45,9 +45,9 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     config.base_model_name_or_path = base.path or base.name
     config.lora_dropout = adapter.dropout
     if adapter.targets is not None:
-        asked, found = set(_targets(adapter, model)), set(matched(config, linear_names(model)))
-        if asked != found:
-            kinds = ", ".join(sorted(_kinds(list(found))))
+        targets, matches = set(_targets(adapter, model)), set(matched(config, linear_names(model)))
+        if targets != matches:
+            kinds = ", ".join(sorted(_kinds(list(matches))))
             raise RequestError(
                 f"model.adapter.targets: {adapter.targets}, but {saved.directory} has {kinds}, which cannot change; "
                 "remove the key, or set model.adapter.stack to true to train a new adapter on top of it"
@@ -62,7 +62,7 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
 
 def _check_embeddings(saved: SavedAdapter, model: PreTrainedModel) -> None:
     """Raise RequestError for an adapter whose file has an embedding or a head that does not fit the model."""
-    shapes, wanted = saved.shapes(), list(saved.config.get("modules_to_save") or [])
+    shapes, saved_modules = saved.shapes(), list(saved.config.get("modules_to_save") or [])
     for part, what in ((model.get_input_embeddings(), "embedding"), (model.get_output_embeddings(), "output head")):
         name = next((name for name, module in model.named_modules() if module is part), None)
         shape = shapes.get(f"base_model.model.{name}.weight")
@@ -76,7 +76,7 @@ def _check_embeddings(saved: SavedAdapter, model: PreTrainedModel) -> None:
                 f"{ours:,}: the vocabulary was resized when it was trained, which is not supported for adapters. "
                 f"Resize the model's embeddings likewise (resize_token_embeddings), {merge}"
             )
-        if not ends_with(name, wanted) and not saved.config.get("ensure_weight_tying"):
+        if not ends_with(name, saved_modules) and not saved.config.get("ensure_weight_tying"):
             raise RequestError(
                 f"{START_FROM}: {saved.directory} has an {what} of its own ({name}), which its modules_to_save do not "
                 f"name, so it would replace the base's; {merge}"
@@ -130,7 +130,7 @@ def saved_config(saved: SavedAdapter) -> Any:
 def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
     from peft import LoraConfig
 
-    whole, tied = _modules_to_save(adapter, model)
+    modules, tied = _modules_to_save(adapter, model)
     alpha = ALPHA if adapter.alpha is None else adapter.alpha
     targets = _targets(adapter, model)
     if not targets:
@@ -145,7 +145,7 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
         use_rslora=adapter.rank_stabilised,
         use_dora=adapter.type == "dora",
         target_modules=_short(targets, model),
-        modules_to_save=whole or None,
+        modules_to_save=modules or None,
         ensure_weight_tying=tied,
         fan_in_fan_out=not isinstance(model.get_submodule(targets[0]), nn.Linear),
         task_type="CAUSAL_LM",
@@ -213,18 +213,20 @@ def _modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tuple[l
     """Return names of modules that are trained in full, and whether they include tied embeddings and head."""
     named = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
     lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
-    for wanted in adapter.modules_to_save:
-        matched = [name for name in named if ends_with(name, [wanted])]
+    for requested in adapter.modules_to_save:
+        matched = [name for name in named if ends_with(name, [requested])]
         if not matched or any(isinstance(named[name], lists) for name in matched):
             there = _kinds([name for name, module in named.items() if list(module.parameters(recurse=False))])
             problem = "is a list of modules" if matched else f"matches no module of {type(model).__name__}"
-            raise RequestError(f"model.adapter.modules_to_save: {wanted} {problem}; choose from {', '.join(there)}")
+            raise RequestError(f"model.adapter.modules_to_save: {requested} {problem}; choose from {', '.join(there)}")
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     both = [name for name, module in named.items() if module is embeddings or module is head]
     tied = embeddings.weight is head.weight and any(ends_with(name, adapter.modules_to_save) for name in both)
     if not tied:
         return list(adapter.modules_to_save), False
-    rest = [wanted for wanted in adapter.modules_to_save if not any(ends_with(name, [wanted]) for name in both)]
+    rest = [
+        requested for requested in adapter.modules_to_save if not any(ends_with(name, [requested]) for name in both)
+    ]
     return [*rest, next(name for name in both if named[name] is head)], True
 
 

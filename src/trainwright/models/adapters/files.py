@@ -98,13 +98,13 @@ def check_libraries(adapter: AdapterSection) -> None:
         )
 
 
-def _check_library(name: str, key: str, is_known: Callable[[tuple[int, ...]], bool], wanted: str) -> None:
+def _check_library(name: str, key: str, is_known: Callable[[tuple[int, ...]], bool], requirement: str) -> None:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        raise MachineError(f"{key}: needs {name}, which is not installed; pip install '{wanted}'") from None
+        raise MachineError(f"{key}: needs {name}, which is not installed; pip install '{requirement}'") from None
     if not is_known(tuple(int(part) for part in re.findall(r"\d+", version)[:2])):
-        raise MachineError(f"{key}: {name} {version} is not supported; pip install '{wanted}'")
+        raise MachineError(f"{key}: {name} {version} is not supported; pip install '{requirement}'")
 
 
 def start_from(adapter: AdapterSection) -> SavedAdapter | None:
@@ -137,9 +137,9 @@ class SavedAdapter:
         given = user_path(path)
         directory = next((d for d in (given, given / "final") if (d / CONFIG).is_file()), None)
         if directory is None:
-            held = ", ".join(sorted(p.name for p in given.iterdir())[:8]) if given.is_dir() else "no such directory"
+            content = ", ".join(sorted(p.name for p in given.iterdir())[:8]) if given.is_dir() else "no such directory"
             raise RequestError(
-                f"{START_FROM}: {given} has no {CONFIG} ({held}); set it to the directory of a PEFT adapter"
+                f"{START_FROM}: {given} has no {CONFIG} ({content}); set it to the directory of a PEFT adapter"
             )
         if not (directory / WEIGHTS).is_file():
             pickled = " (pickled weights can run any code; save them again with save_pretrained)"
@@ -226,11 +226,11 @@ class SavedAdapter:
             "rank_stabilised": (section.rank_stabilised or None, bool(config.get("use_rslora"))),
             "modules_to_save": (sorted(section.modules_to_save) or None, sorted(config.get("modules_to_save") or [])),
         }
-        for key, (asked, found) in compared.items():
-            if asked is not None and asked != found:
+        for key, (given, saved) in compared.items():
+            if given is not None and given != saved:
                 raise RequestError(
-                    f"model.adapter.{key}: {asked}, but {self.directory} has {found}, which cannot change; remove the "
-                    f"key{f' or set it to {found}' * (key == 'type')}, or set model.adapter.stack to true to train a "
+                    f"model.adapter.{key}: {given}, but {self.directory} has {saved}, which cannot change; remove the "
+                    f"key{f' or set it to {saved}' * (key == 'type')}, or set model.adapter.stack to true to train a "
                     "new adapter on top of it"
                 )
 
@@ -255,8 +255,8 @@ def _read_config(file: Path) -> Mapping[str, Any]:
         _Settings.model_validate(config)
     except ValidationError as error:
         key = str(error.errors(include_url=False)[0]["loc"][0])
-        wanted, shown = _Settings.model_fields[key].description, json.dumps(config[key])[:60]
+        expected, shown = _Settings.model_fields[key].description, json.dumps(config[key])[:60]
         raise RequestError(
-            f"{START_FROM}: {file}: {key} should be {wanted}, not {shown}; download the adapter again"
+            f"{START_FROM}: {file}: {key} should be {expected}, not {shown}; download the adapter again"
         ) from None
     return config

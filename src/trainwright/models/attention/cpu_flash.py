@@ -29,21 +29,21 @@ def flash_forward(
     output, logsumexp = _empty_output(query, value)
     query, key, value = working(longest, query, key, value)
     edges = boundaries.tolist()
-    wholes = (query, key, value, output, logsumexp)
-    for q, k, v, *room in zip(*(_by_sequence(whole, edges) for whole in wholes), strict=True):
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-        for part, piece in zip(room, made, strict=True):
+    tensors = (query, key, value, output, logsumexp)
+    for q, k, v, *room in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        for part, piece in zip(room, results, strict=True):
             part.copy_(piece)
     return output, logsumexp
 
 
-def _by_sequence(whole: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
-    """Yield views [1, H, L, ...] of each sequence in ``whole`` [1, H, T, ...], or one view [D, H, L, ...] if equal."""
+def _by_sequence(tensor: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
+    """Yield views [1, H, L, ...] of each sequence in ``tensor`` [1, H, T, ...], or one view [D, H, L, ...] if equal."""
     lengths = {end - begin for begin, end in itertools.pairwise(edges)}
     if len(lengths) == 1:
-        yield whole[0].unflatten(1, (-1, lengths.pop())).transpose(0, 1)
+        yield tensor[0].unflatten(1, (-1, lengths.pop())).transpose(0, 1)
     else:
-        yield from (whole[:, :, begin:end] for begin, end in itertools.pairwise(edges))
+        yield from (tensor[:, :, begin:end] for begin, end in itertools.pairwise(edges))
 
 
 def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,10 +73,10 @@ def flash_backward(
     grads = _empty_grads(query, key, value)
     grad, query, key, value, output = working(longest, grad, query, key, value, output)
     edges = boundaries.tolist()
-    wholes = (grad, query, key, value, output, logsumexp, *grads)
-    for *inputs, to_query, to_key, to_value in zip(*(_by_sequence(whole, edges) for whole in wholes), strict=True):
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)
-        for part, piece in zip((to_query, to_key, to_value), made, strict=True):
+    tensors = (grad, query, key, value, output, logsumexp, *grads)
+    for *inputs, to_query, to_key, to_value in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)
+        for part, piece in zip((to_query, to_key, to_value), gradients, strict=True):
             part.copy_(piece)
     return grads
 

@@ -20,8 +20,8 @@ ASSUMED = Platform(missing=(("flash_attn_3", _NOT_ASSUMED), ("flash_attn", _NOT_
 @cache
 def missing_kernels() -> tuple[tuple[str, str], ...]:
     """Return the names of kernels for GPUs that cannot be used here, each with the reason."""
-    found = {"flash_attn_3": _without_third(), "flash_attn": _without_second(), "flex": why_no_triton()}
-    return tuple((name, why) for name, why in found.items() if why is not None)
+    reasons = {"flash_attn_3": _without_third(), "flash_attn": _without_second(), "flex": why_no_triton()}
+    return tuple((name, why) for name, why in reasons.items() if why is not None)
 
 
 def _without_third() -> str | None:
@@ -32,8 +32,8 @@ def _without_second() -> str | None:
     if find_spec("flash_attn") is None:
         return _ABSENT
     try:
-        found = version("flash_attn")
+        installed = version("flash_attn")
     except PackageNotFoundError:
         return "has no version"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
-    return None if numbers >= _SOFT_CAPS else f"{found} is older than {'.'.join(map(str, _SOFT_CAPS))}"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+    return None if numbers >= _SOFT_CAPS else f"{installed} is older than {'.'.join(map(str, _SOFT_CAPS))}"

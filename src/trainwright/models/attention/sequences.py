@@ -49,8 +49,8 @@ class Sequences:
             cut = [place for begin, end in itertools.pairwise(self.edges) for place in range(begin, end, size)]
             chunks = torch.tensor([*cut, self.edges[-1]], dtype=torch.int32)
             self._made[key] = Sequences(chunks, min(size, self.longest), self.boundaries.device)
-        made: Sequences = self._made[key]
-        return made
+        chunked: Sequences = self._made[key]
+        return chunked
 
     def block_mask(self, window: int | None) -> BlockMask:
         """Return the allowed pairs of tokens for flex_attention; a token attends to at most ``window`` tokens."""

@@ -372,10 +372,10 @@ def _rotations(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     kinds = (
         sorted(set(config.layer_types)) if "full_attention" in (getattr(config, "rope_parameters", None) or {}) else []
     )
-    found: dict[str, torch.Tensor] = {}
+    rotations: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if name.endswith("rotary_emb"):
             for kind in kinds or [None]:
                 more = () if kind is None else (kind,)
-                found[f"{name} {kind}"] = torch.cat(module(torch.zeros(1), positions, *more))
-    return found
+                rotations[f"{name} {kind}"] = torch.cat(module(torch.zeros(1), positions, *more))
+    return rotations

@@ -82,11 +82,11 @@ def _precision(file: Path) -> str:
 
 
 def _fingerprint(file: Path, models: Path) -> str:
-    def made() -> str:
+    def digest() -> str:
         content = _digest(file, "blake2b")
         return hashlib.blake2b(f"{content}{CONVERTER}".encode(), digest_size=6).hexdigest()
 
-    return _remembered(file, models, CONVERTER, made)
+    return _remembered(file, models, CONVERTER, digest)
 
 
 def _remembered(file: Path, models: Path, what: str, make: Callable[[], str]) -> str:
@@ -97,9 +97,9 @@ def _remembered(file: Path, models: Path, what: str, make: Callable[[], str]) ->
     try:
         return memo.read_text(encoding="utf-8")
     except OSError:  # not remembered, or stale
-        made = make()
-        try_write(memo, made)
-        return made
+        fingerprint = make()
+        try_write(memo, fingerprint)
+        return fingerprint
 
 
 def _digest(file: Path, name: str) -> str:

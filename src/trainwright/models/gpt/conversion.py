@@ -121,8 +121,8 @@ def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
     return GPTConfig(**fields, norm_eps=eps)
 
 
-def _refuse_other(config: PretrainedConfig, wanted: Mapping[str, tuple[Any, ...]]) -> None:
-    for name, values in wanted.items():
+def _refuse_other(config: PretrainedConfig, supported: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, values in supported.items():
         if getattr(config, name, values[-1]) not in values:
             raise RequestError(
                 f"implementation gpt does not support a {config.model_type} with {name} {getattr(config, name)}"

@@ -140,10 +140,10 @@ class FullySharded:
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
         grads = dict(self._gradients())
-        whole = squared_norm(grad for key, grad in grads.items() if key in self._scalars)
+        replicated = squared_norm(grad for key, grad in grads.items() if key in self._scalars)
         shards = squared_norm(grad for key, grad in grads.items() if key not in self._scalars)
         # All ranks' shards are summed, so each is counted once per replica.
-        return (self.world.sum_tensor(shards) / self._replicas + whole).sqrt()
+        return (self.world.sum_tensor(shards) / self._replicas + replicated).sqrt()
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's parts of the gradients that exist."""
@@ -251,8 +251,8 @@ class FullySharded:
     @contextmanager
     def full_parameters(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation."""
-        wanted = sum(dtype.itemsize * size for unit in _units(self.module) for dtype, size in _gathered_weights(unit))
-        reason = memory_shortage(self.world, wanted, available_memory)
+        required = sum(dtype.itemsize * size for unit in _units(self.module) for dtype, size in _gathered_weights(unit))
+        reason = memory_shortage(self.world, required, available_memory)
         if reason is not None:
             # Parameters outside the blocks are used throughout, and their hooks are the module's own, which generation
             # does not call.

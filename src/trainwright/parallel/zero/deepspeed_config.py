@@ -362,7 +362,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
-    asked = getattr(recipe.parallel, _OFFLOAD[key].split(".")[1])
+    offloaded = getattr(recipe.parallel, _OFFLOAD[key].split(".")[1])
     if value is None or value == AUTO:
         return
     if not isinstance(value, dict):
@@ -371,8 +371,8 @@ def _offload(key: str, value: Any, recipe: Recipe) -> Iterator[str]:
     device = value.get("device", "none")
     if device not in ("cpu", "none", None, AUTO):
         yield f"zero_optimization.{key}.device: {device} is not supported; cpu or none"
-    elif device != AUTO and asked != (device == "cpu"):
-        yield f"zero_optimization.{key}.device: {device} contradicts {_OFFLOAD[key]} {str(asked).lower()}"
+    elif device != AUTO and offloaded != (device == "cpu"):
+        yield f"zero_optimization.{key}.device: {device} contradicts {_OFFLOAD[key]} {str(offloaded).lower()}"
     yield from _section(f"zero_optimization.{key}", value, _OFFLOAD_KEYS)
 
 
@@ -431,29 +431,29 @@ def _sizes(module: nn.Module, stage: int, dtype: torch.dtype) -> dict[str, Any]:
     bits = sum(p.nbytes for p in module.parameters() if not p.is_floating_point()) // dtype.itemsize
     others = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
     bucket = max(2, min(BUCKET_ELEMENTS, bits + sum(parameter.numel() for parameter in others)))
-    found: dict[str, Any] = {"reduce_bucket_size": bucket}
+    sizes: dict[str, Any] = {"reduce_bucket_size": bucket}
     if stage == 3:
         vectors = [parameter.numel() for parameter in others if parameter.dim() == 1]
-        found |= {
+        sizes |= {
             "stage3_prefetch_bucket_size": bucket,
             # Norms and biases stay in full on every rank: little memory, which saves many small gathers.
             "stage3_param_persistence_threshold": max(vectors, default=0),
             "memory_efficient_linear": False,  # replaces torch's linear for the whole process
         }
     else:
-        found["allgather_bucket_size"] = bucket + bucket % 2
-    return found
+        sizes["allgather_bucket_size"] = bucket + bucket % 2
+    return sizes
 
 
 def _offload_settings(parallel: ParallelSection, section: dict[str, Any]) -> dict[str, Any]:
     """Return the offload settings: the recipe decides what is offloaded, the file how."""
-    found = {}
-    asked = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
-    for key in (key for key, wanted in asked.items() if wanted):
+    offload = {}
+    offloaded = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
+    for key in (key for key, enabled in offloaded.items() if enabled):
         given = section.get(key)
         given = {k: v for k, v in given.items() if v != AUTO} if isinstance(given, dict) else {}
-        found[key] = {**given, "device": "cpu"}
-    return found
+        offload[key] = {**given, "device": "cpu"}
+    return offload
 
 
 # With dots for keys inside a section.

@@ -113,8 +113,8 @@ def hooks(module: nn.Module) -> Hooks:
 
 def set_hooks(module: nn.Module, tables: Hooks) -> None:
     """Restore the hook tables that ``hooks`` returned."""
-    for part, kept in zip(module.modules(), tables, strict=True):
-        for name, table in kept.items():
+    for part, hooks_of_part in zip(module.modules(), tables, strict=True):
+        for name, table in hooks_of_part.items():
             setattr(part, name, table)
 
 

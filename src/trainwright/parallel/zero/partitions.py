@@ -98,7 +98,7 @@ class _Stage1And2:
         return list(self._optimizer.single_partition_of_fp32_groups)
 
     def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, ParameterPiece]:
-        found = {}
+        pieces = {}
         for group, (members, master) in enumerate(zip(self._groups(), self.masters(), strict=True)):
             share = master.numel()
             for parameter, offset in members:
@@ -108,8 +108,8 @@ class _Stage1And2:
                 position = offset + begin - rank * share if end > begin else 0
                 ranges = tuple(itertools.pairwise(edges))
                 shape = tuple(parameter.shape)
-                found[names[parameter]] = ParameterPiece(shape, ranges, begin, end - begin, group, position)
-        return found
+                pieces[names[parameter]] = ParameterPiece(shape, ranges, begin, end - begin, group, position)
+        return pieces
 
     def gradients(self) -> Iterator[torch.Tensor]:
         if self._optimizer.cpu_offload:
@@ -190,14 +190,14 @@ class _Stage3:
         return list(self._optimizer.fp32_partitioned_groups_flat)
 
     def pieces(self, names: dict[nn.Parameter, str], rank: int, size: int) -> dict[str, ParameterPiece]:
-        found = {}
+        pieces = {}
         for group in self._optimizer.fp16_groups:
             for parameter in group:
                 index, position, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
                 shape, ranges = tuple(parameter.ds_shape), chunks(parameter.ds_numel, size)
                 begin, end = ranges[rank]
-                found[names[parameter]] = ParameterPiece(shape, ranges, begin, end - begin, index, position)
-        return found
+                pieces[names[parameter]] = ParameterPiece(shape, ranges, begin, end - begin, index, position)
+        return pieces
 
     def gradients(self) -> Iterator[torch.Tensor]:
         if self._optimizer.offload_optimizer:

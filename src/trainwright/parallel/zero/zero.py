@@ -164,11 +164,11 @@ class Zero:
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
         masters = self._partitions.masters()
-        kept = [master.grad for master in masters]
+        gradients = [master.grad for master in masters]
         for master in masters:
             master.grad = torch.zeros_like(master)
         self._partitions.optimizer_step()
-        for master, grad in zip(masters, kept, strict=True):
+        for master, grad in zip(masters, gradients, strict=True):
             master.grad = grad
 
     def parameters(self, *, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,11 +191,11 @@ class Zero:
     def _assemble(self, piece: ParameterPiece, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor. All ranks but one contribute zero bytes, so the sum is exact in any dtype."""
         total = piece.ranges[-1][1]
-        whole = torch.zeros(total, dtype=local.dtype, device=self.world.device)
-        whole[piece.begin : piece.begin + piece.size] = local
+        full = torch.zeros(total, dtype=local.dtype, device=self.world.device)
+        full[piece.begin : piece.begin + piece.size] = local
         if self.world.size > 1:
-            dist.all_reduce(whole.view(torch.uint8))
-        return whole.view(piece.shape)
+            dist.all_reduce(full.view(torch.uint8))
+        return full.view(piece.shape)
 
     def layout(self) -> ModelLayout:
         """Describe how this rank holds the model."""
@@ -208,10 +208,10 @@ class Zero:
         ranks = dist.get_world_size(self._engine.optimizer.dp_process_group)
         if self._sharded:
             rests = parameter.ds_tensor
-            held = sum(max(p.ds_tensor.numel(), p.numel()) for p in parameters.values())
+            elements = sum(max(p.ds_tensor.numel(), p.numel()) for p in parameters.values())
         else:
             rests = parameter
-            held = sum(p.numel() for p in parameters.values())
+            elements = sum(p.numel() for p in parameters.values())
         return ModelLayout(
             parameter=name,
             shape=piece.shape,
@@ -222,7 +222,7 @@ class Zero:
             parameter_device=rests.device.type,
             optimizer_device=masters[piece.group].device.type,
             elements=sum(math.prod(p.shape) for p in self._pieces.values()),
-            held=held,
+            held=elements,
             updated=sum(master.numel() for master in masters),
             gradient_parts=self._partitions.gradient_parts(),
             gradient_ranks=ranks,
@@ -235,8 +235,8 @@ class Zero:
             yield self._model, None
             return
         parameters: Any = list(self._model.parameters())
-        wanted = sum(p.ds_numel * p.element_size() for p in parameters)
-        reason = memory_shortage(self.world, wanted, available_memory)
+        required = sum(p.ds_numel * p.element_size() for p in parameters)
+        reason = memory_shortage(self.world, required, available_memory)
         if reason is not None:
             try:
                 yield self._model, reason
@@ -256,12 +256,14 @@ class Zero:
 
 def _replace_meta_parameters(module: nn.Module) -> None:
     """Replace parameters on the meta device by ones without memory that can be allocated later."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for user in module.modules():
         for name, parameter in user._parameters.items():
             if parameter is not None and parameter.is_meta:
                 placeholder = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-                user._parameters[name] = made.setdefault(parameter, nn.Parameter(placeholder, parameter.requires_grad))
+                user._parameters[name] = replacements.setdefault(
+                    parameter, nn.Parameter(placeholder, parameter.requires_grad)
+                )
 
 
 def _frozen_piece(parameter: Any, rank: int, size: int) -> ParameterPiece:

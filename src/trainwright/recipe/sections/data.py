@@ -147,10 +147,10 @@ class DataSection(Section):
 
         key = "data.benchmark"
         try:
-            found = find_benchmark(name, key).training
+            parts = find_benchmark(name, key).training
         except RequestError as error:
             raise Contradictions([Contradiction((key,), str(error).removeprefix(f"{key}: "))]) from None
-        return {**values, **{key: found[key] for key in PARTS if key in found and values.get(key) is None}}
+        return {**values, **{key: parts[key] for key in PARTS if key in parts and values.get(key) is None}}
 
     @model_serializer(mode="wrap")
     def _without_other_rows(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -160,9 +160,9 @@ class DataSection(Section):
     def part(self, key: str) -> DataSection:
         """Return the data of one of ``PARTS`` alone, as training data; no validation rows are held out."""
         nothing = dict.fromkeys(("benchmark", "validation", *PARTS))
-        found = self.model_copy(update={**nothing, "train": getattr(self, key)})
-        found._part = f"data.{key}"
-        return found
+        section = self.model_copy(update={**nothing, "train": getattr(self, key)})
+        section._part = f"data.{key}"
+        return section
 
     @property
     def sources(self) -> tuple[SourceSection, ...]:

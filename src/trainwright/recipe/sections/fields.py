@@ -67,8 +67,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 def seconds_of(time: str) -> float:
     """Return the seconds of a time such as ``10 min``, ``600 s`` or ``1.5 h``. Raises ValueError if it is malformed."""
-    found = _TIME.fullmatch(time.strip())
-    seconds = float(found[1]) * _UNITS[found[2][0]] if found else 0.0
+    match = _TIME.fullmatch(time.strip())
+    seconds = float(match[1]) * _UNITS[match[2][0]] if match else 0.0
     if seconds <= 0:
         raise ValueError(time)
     return seconds
@@ -91,10 +91,10 @@ def rate_of(rate: str) -> Rate:
     """Return a rate such as ``3 per hour``, ``10 per day`` or ``off``. Raises ValueError if it is malformed."""
     if rate == "off":
         return Rate(0, _RATE_SECONDS["hour"])
-    found = _RATE.fullmatch(rate.strip())
-    if found is None or int(found[1]) > _MOST_PER_PERIOD:
+    match = _RATE.fullmatch(rate.strip())
+    if match is None or int(match[1]) > _MOST_PER_PERIOD:
         raise ValueError(rate)
-    return Rate(int(found[1]), _RATE_SECONDS[found[2]])
+    return Rate(int(match[1]), _RATE_SECONDS[match[2]])
 
 
 def _rate(value: object) -> object:

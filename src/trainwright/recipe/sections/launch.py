@@ -19,13 +19,13 @@ def job_seconds(time: str) -> int:
     """Return the seconds of a job's time limit: ``4:00:00``, ``1-12:00:00`` or ``90`` (minutes) as Slurm reads them, or
     ``4 h``. Raises ValueError if it is malformed.
     """
-    found = _SLURM_TIME.fullmatch(time.strip())
-    if found is None:
+    match = _SLURM_TIME.fullmatch(time.strip())
+    if match is None:
         return round(seconds_of(time))
-    parts = [int(found[name]) for name in ("first", "second", "third") if found[name] is not None]
-    days = int(found["days"] or 0)
+    parts = [int(match[name]) for name in ("first", "second", "third") if match[name] is not None]
+    days = int(match["days"] or 0)
     # minutes, minutes:seconds, hours:minutes:seconds; days-hours, days-hours:minutes, days-hours:minutes:seconds
-    units = (3600, 60, 1) if found["days"] or len(parts) == 3 else (60, 1)
+    units = (3600, 60, 1) if match["days"] or len(parts) == 3 else (60, 1)
     seconds = days * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
     if seconds <= 0:
         raise ValueError(time)

@@ -206,9 +206,9 @@ def _absurd(key: str, value: int) -> str | None:
         return f"{_shown(value)} is negative"
     if abs(value) > _LARGEST:
         return f"{_shown(value)} is too large for a model's configuration"
-    for pattern, most, noun in _COUNTS:
-        if pattern.search(name) and value > most:
-            return f"{_shown(value)} {noun} are too many (at most {most:,})"
+    for pattern, limit, noun in _COUNTS:
+        if pattern.search(name) and value > limit:
+            return f"{_shown(value)} {noun} are too many (at most {limit:,})"
     return None
 
 

@@ -53,6 +53,6 @@ def make(name: str, **options: Any) -> Environment:
     missing = [key for key, one in parameters.items() if one.default is inspect.Parameter.empty and key not in options]
     if missing:
         raise RequestError(f"environment {name}: needs the option {missing[0]}")
-    made: Environment = kind(**options)
-    made.name = name
-    return made
+    environment: Environment = kind(**options)
+    environment.name = name
+    return environment

@@ -76,8 +76,8 @@ class Environment(ABC):
         """
         order = list(range(len(self.tasks())))
         random.Random(seed).shuffle(order)
-        kept = round(len(order) * (1 - test_fraction))
-        return order[:kept], order[kept:]
+        count = round(len(order) * (1 - test_fraction))
+        return order[:count], order[count:]
 
 
 class VectorEnvironment(ABC):

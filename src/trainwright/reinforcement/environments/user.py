@@ -188,10 +188,10 @@ class _UserCopies(VectorEnvironment):
         return torch.from_numpy(self.seen.copy()).to(self.device)
 
     def states(self) -> torch.Tensor:
-        found = np.zeros(self.copies, np.int64)
+        indices = np.zeros(self.copies, np.int64)
         for place, count in enumerate(self.family.observation_counts):
-            found = found * count + self.seen[:, place]
-        return torch.from_numpy(found).to(self.device)
+            indices = indices * count + self.seen[:, place]
+        return torch.from_numpy(indices).to(self.device)
 
     def _begin(self, mask: torch.Tensor) -> None:
         for index in mask.nonzero()[:, 0].tolist():
@@ -274,7 +274,7 @@ def _imported(entry_point: str) -> type[Any]:
         import gymnasium
     except ImportError:
         raise MachineError(f"{_KEY}: needs Gymnasium: {install_command('reinforcement')}") from None
-    found = load_named(str(entry_point), f"{_KEY}: entry_point {entry_point}")
-    if not (isinstance(found, type) and issubclass(found, gymnasium.Env)):
+    loaded = load_named(str(entry_point), f"{_KEY}: entry_point {entry_point}")
+    if not (isinstance(loaded, type) and issubclass(loaded, gymnasium.Env)):
         raise RequestError(f"{_KEY}: entry_point {entry_point} is not a subclass of gymnasium.Env")
-    return found
+    return loaded

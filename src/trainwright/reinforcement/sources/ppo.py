@@ -62,11 +62,11 @@ class Ppo:
         taken = 0
         while taken < steps:
             # Learning after the last step would have no effect.
-            wanted = min(self.settings.rollout_steps, steps - taken)
-            rollout = _Rollout(wanted, self.goals, self.streams, self._encode(observations).shape[-1])
-            for step in range(wanted):
+            length = min(self.settings.rollout_steps, steps - taken)
+            rollout = _Rollout(length, self.goals, self.streams, self._encode(observations).shape[-1])
+            for step in range(length):
                 observations = self._step(observations, taken + step, rollout, step, recording)
-            taken += wanted
+            taken += length
             if taken < steps:
                 _, last_values = self._forward(self._encode(observations))
                 self._learn_from(rollout, last_values)
@@ -227,15 +227,15 @@ def advantages(
         Returns:
         ``[goals, steps, streams]``.
     """
-    found = torch.zeros_like(values)
+    estimates = torch.zeros_like(values)
     following, running = last_values, torch.zeros_like(last_values)
     for step in reversed(range(values.shape[1])):
         goes_on = (~dones[:, step]).float()
         errors = rewards[:, step] + gamma * goes_on * following - values[:, step]
         running = errors + gamma * gae_lambda * goes_on * running
-        found[:, step] = running
+        estimates[:, step] = running
         following = values[:, step]
-    return found
+    return estimates
 
 
 class _Rollout:

@@ -88,13 +88,13 @@ def find_agent(request: AgentRequest) -> tuple[FoundModel, AlgorithmDistillation
     path = user_path(request.model)
     inside = path.resolve().parent if is_history_model(path) else path
     is_final = inside != path and path.name == "final" and (inside / "recipe.yaml").is_file()
-    wanted = "final" if is_final else request.checkpoint
-    found = find_model(str(inside) if is_final else request.model, None, wanted, of_texts=False)
-    section = _section_of(path) if found.recipe is None else found.recipe.own(AlgorithmDistillationSection)
+    checkpoint = "final" if is_final else request.checkpoint
+    agent = find_model(str(inside) if is_final else request.model, None, checkpoint, of_texts=False)
+    section = _section_of(path) if agent.recipe is None else agent.recipe.own(AlgorithmDistillationSection)
     given = {key: getattr(request, key) for key in ("episodes", "copies", "temperature", "greedy_after")}
     trial = section.trial.model_copy(update={key: value for key, value in given.items() if value is not None})
     trial = trial.model_copy(update={"last_episodes": min(trial.last_episodes, trial.episodes)})
-    return found, section.model_copy(update={"trial": trial})
+    return agent, section.model_copy(update={"trial": trial})
 
 
 def _section_of(agent: Path) -> AlgorithmDistillationSection:
@@ -114,18 +114,18 @@ def _section_of(agent: Path) -> AlgorithmDistillationSection:
         ) from error
 
 
-def load_agent(found: FoundModel, section: AlgorithmDistillationSection) -> HistoryObjective:
+def load_agent(agent: FoundModel, section: AlgorithmDistillationSection) -> HistoryObjective:
     """Return the model in evaluation mode on the CPU.
 
     Raises:
         RequestError: its files cannot be read.
     """
-    if found.checkpoint is None:
-        assert found.section.name is not None
-        model, _ = load_history_model(Path(found.section.name))
+    if agent.checkpoint is None:
+        assert agent.section.name is not None
+        model, _ = load_history_model(Path(agent.section.name))
         return HistoryObjective(model, LossWeights()).eval()
-    objective = HistoryObjective(HistoryModel(shape_of(section, environment_of(section)), found.seed), LossWeights())
-    with Checkpoint.open(found.checkpoint, verify=False).reader() as read, torch.no_grad():
+    objective = HistoryObjective(HistoryModel(shape_of(section, environment_of(section)), agent.seed), LossWeights())
+    with Checkpoint.open(agent.checkpoint, verify=False).reader() as read, torch.no_grad():
         for name, parameter in objective.named_parameters():
             parameter.copy_(read(f"model.{name}", Shard.full(parameter)))
     return objective.eval()
@@ -137,10 +137,10 @@ Stage = Callable[[str, int], Callable[[], None]]
 
 def work_on(request: AgentRequest, work: Path, world: World, stage: Stage) -> None:
     """Evaluate the agent with all ranks; rank 0 writes ``eval_result.npz`` to ``work``."""
-    found, section = find_agent(request)
+    agent, section = find_agent(request)
     environment = environment_of(section)
     tasks = tasks_tried(section, environment)
-    module = load_agent(found, section).to(world.device)
+    module = load_agent(agent, section).to(world.device)
     chosen = section.trial
     trial = Trial(chosen.episodes, chosen.copies, chosen.temperature, request.seed, greedy_after=chosen.greedy_after)
     steps = trial.episodes * environment.horizon
@@ -169,9 +169,11 @@ def _source(section: AlgorithmDistillationSection, environment: Environment, tas
             rows = [histories.goal(index) for index in histories.indices_of(tasks)]
     except RequestError:  # none, of another environment, or not of all tasks
         return None
-    found = [returns_of_episodes(history.dones, history.rewards) for history in rows]
-    longest = max(returns.shape[1] for returns in found)
-    widened = [np.pad(each, ((0, 0), (0, longest - each.shape[1])), constant_values=np.nan) for each in found]
+    returns_of_tasks = [returns_of_episodes(history.dones, history.rewards) for history in rows]
+    longest = max(returns.shape[1] for returns in returns_of_tasks)
+    widened = [
+        np.pad(each, ((0, 0), (0, longest - each.shape[1])), constant_values=np.nan) for each in returns_of_tasks
+    ]
     return np.stack(widened)
 
 
@@ -190,24 +192,24 @@ class AgentReport:
 
     def metrics(self) -> dict[str, Any]:
         """Return mean returns of the first and the last episodes with intervals, and of every task at the end."""
-        found: dict[str, Any] = {"optimum": _number(self.arrays["optimum"].mean())}
+        metrics: dict[str, Any] = {"optimum": _number(self.arrays["optimum"].mean())}
         for name in self._agents():
             returns = self.arrays[name]
             parts = {"first": returns[..., :1], "last": last_episodes(returns, self.last_episodes)}
-            found[name] = {
+            metrics[name] = {
                 key: dict(zip(("mean", "low", "high"), map(_number, interval(part)), strict=True))
                 for key, part in parts.items()
             }
         if (best := best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
-            found["best_copy"] = {"last": _number(best.mean())}
+            metrics["best_copy"] = {"last": _number(best.mean())}
         tasks = self.arrays["tasks"].tolist()
         ends = mean_over_last(self.arrays["sampled"], self.last_episodes).mean(1)
         optimum = self.arrays["optimum"]
-        found["tasks"] = [
+        metrics["tasks"] = [
             {"task": task, "return": float(end), "optimum": _number(best)}
             for task, end, best in zip(tasks, ends, optimum, strict=True)
         ]
-        return found
+        return metrics
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of a table of returns by episode, and of first and last returns with intervals."""
@@ -313,8 +315,8 @@ def _at(returns: Returns, episode: int) -> str:
     return "-" if np.isnan(mean) else f"{mean:.2f}"
 
 
-def _words(found: Sequence[float]) -> str:
-    mean, low, high = found
+def _words(estimate: Sequence[float]) -> str:
+    mean, low, high = estimate
     if np.isnan(mean):
         return f"{'-':>6}"
     return f"{mean:6.2f} [{low:.2f}, {high:.2f}]"

@@ -71,14 +71,16 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
                 f"{_KEY}.train_tasks: {histories.path} has no history of {_named(missing)}; collect it, or remove it"
             )
     else:
-        left = [task for task in torch.cat([train, test]).tolist() if _key(task) in known and _key(task) not in apart]
-        wanted = section.train_tasks or len(left)
-        if wanted > len(left):
+        remaining = [
+            task for task in torch.cat([train, test]).tolist() if _key(task) in known and _key(task) not in apart
+        ]
+        count = section.train_tasks or len(remaining)
+        if count > len(remaining):
             raise RequestError(
-                f"{_KEY}.train_tasks: {wanted} tasks requested, but {histories.path} has histories of only "
-                f"{len(left)} that are not held out"
+                f"{_KEY}.train_tasks: {count} tasks requested, but {histories.path} has histories of only "
+                f"{len(remaining)} that are not held out"
             )
-        chosen = torch.tensor(left[:wanted], dtype=train.dtype)
+        chosen = torch.tensor(remaining[:count], dtype=train.dtype)
     if not len(chosen):
         raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all of its tasks are held out")
     rows = [known[_key(task)] for task in chosen.tolist()]

@@ -71,7 +71,7 @@ def evaluate_model(
     """
     rows = len(tasks) * trial.copies
     mine = list(range(world.rank, rows, world.size)) or ([0] if together else [])
-    found = np.zeros((0, trial.episodes), np.float32)
+    returns_of_episodes = np.zeros((0, trial.episodes), np.float32)
     if mine:
         shape = module.model.shape
         context = Context(shape, len(mine), moves_by=context_stride(shape, environment.horizon), cached=trial.cached)
@@ -87,9 +87,11 @@ def evaluate_model(
         own_tasks = tasks[torch.tensor(mine) // trial.copies]
         # Compiled blocks would be recompiled for every length of the context.
         with torch.compiler.set_stance("force_eager"):
-            found = play(policy, environment, own_tasks, trial.episodes, seeds, world.device, together, every_step)
+            returns_of_episodes = play(
+                policy, environment, own_tasks, trial.episodes, seeds, world.device, together, every_step
+            )
     together_found = np.zeros((rows, trial.episodes), np.float32)
-    for which, values in world.gather((mine, found)):
+    for which, values in world.gather((mine, returns_of_episodes)):
         together_found[which] = values
     return together_found.reshape(len(tasks), trial.copies, trial.episodes)
 
@@ -105,8 +107,8 @@ def evaluate_random(
     def policy(step: Steps) -> torch.Tensor:
         return (draws.next() * environment.action_count).long()
 
-    found = play(policy, environment, tasks[rows // copies], episodes, seeds, torch.device("cpu"))
-    return found.reshape(len(tasks), copies, episodes)
+    returns_of_episodes = play(policy, environment, tasks[rows // copies], episodes, seeds, torch.device("cpu"))
+    return returns_of_episodes.reshape(len(tasks), copies, episodes)
 
 
 @torch.no_grad()
@@ -142,8 +144,8 @@ def play(
             every_step()
         if not full_length and bool((episode == episodes).all()):
             break
-    found: Returns = returns[:, :episodes].cpu().numpy()
-    return found
+    returns_of_episodes: Returns = returns[:, :episodes].cpu().numpy()
+    return returns_of_episodes
 
 
 def context_stride(shape: HistoryShape, horizon: int) -> int:
@@ -274,18 +276,18 @@ class Context:
         assert self._steps is not None
         shape = self._shape
         if shape.latents:
-            asked = model.memory_questions(self._count)
+            queries = model.memory_questions(self._count)
             if self._cache is not None:
-                hidden = model.decoded(asked, self._cache)
+                hidden = model.decoded(queries, self._cache)
             else:
-                hidden = model.decoded(torch.cat([self._tokens(model), asked], 1))
+                hidden = model.decoded(torch.cat([self._tokens(model), queries], 1))
             self._place(model, model.remembered(hidden[:, -shape.latents :]), None)
         elif shape.regions == 2:
             region = model.tokens(self._steps.without_past(shape.actions))
             self._place(model, self._between_marks(model, region), None)
         else:
-            kept = self._steps.part(self._moves_by, shape.steps)
-            self._place(model, None, kept.without_past(shape.actions) if kept.length else None)
+            recent = self._steps.part(self._moves_by, shape.steps)
+            self._place(model, None, recent.without_past(shape.actions) if recent.length else None)
 
     def _between_marks(self, model: HistoryModel, region: torch.Tensor) -> torch.Tensor:
         opens, closes = (model.mark(self._count, closes=closes) for closes in (False, True))

@@ -106,10 +106,10 @@ class HistoryObjective(nn.Module):
         memory = model.first_memory(count)
         for begin in range(0, batch.steps.length, shape.steps):
             part = _part(batch, begin, begin + shape.steps)
-            asked = [] if begin + shape.steps >= batch.steps.length else [model.memory_questions(count)]
+            queries = [] if begin + shape.steps >= batch.steps.length else [model.memory_questions(count)]
             tokens = model.tokens(part.steps)
-            hidden = model.decoded(torch.cat([memory, tokens, *asked], 1))
-            if asked:
+            hidden = model.decoded(torch.cat([memory, tokens, *queries], 1))
+            if queries:
                 memory = model.remembered(hidden[:, -latents:])
             yield part, model.at_steps(hidden[:, latents : latents + tokens.shape[1]])
 

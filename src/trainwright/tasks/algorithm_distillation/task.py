@@ -124,19 +124,19 @@ class AlgorithmDistillation:
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         """Return the metrics from statistics summed over the split or step."""
-        found = dict(zip(SUMS, statistics, strict=True))
+        sums = dict(zip(SUMS, statistics, strict=True))
         metrics = {
-            "loss": found["total"] / found["actions"],
-            "action_loss": found["action_loss"] / found["actions"],
-            "action_accuracy": found["correct"] / found["actions"],
+            "loss": sums["total"] / sums["actions"],
+            "action_loss": sums["action_loss"] / sums["actions"],
+            "action_accuracy": sums["correct"] / sums["actions"],
         }
         if self._section.reward_weight:
-            metrics["reward_loss"] = found["reward_loss"] / found["actions"]
+            metrics["reward_loss"] = sums["reward_loss"] / sums["actions"]
         if self._section.next_state_weight:
-            metrics["next_state_loss"] = found["state_loss"] / found["actions"]
-        if found["marks"]:
-            metrics["mark_loss"] = found["mark_loss"] / found["marks"]
-            metrics["mark_accuracy"] = found["marks_right"] / found["marks"]
+            metrics["next_state_loss"] = sums["state_loss"] / sums["actions"]
+        if sums["marks"]:
+            metrics["mark_loss"] = sums["mark_loss"] / sums["marks"]
+            metrics["mark_accuracy"] = sums["marks_right"] / sums["marks"]
         return metrics
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
@@ -161,12 +161,12 @@ class AlgorithmDistillation:
 
     def _try(self, module: HistoryObjective, world: World, temperature: float, *, together: bool) -> Any:
         trial = self._section.trial
-        asked = Trial(
+        settings = Trial(
             trial.episodes, trial.copies, temperature, self._recipe.train.seed, greedy_after=trial.greedy_after
         )
         module.eval()
         try:
-            return evaluate_model(module, self._environment, self._goals.tried, asked, world, together=together)
+            return evaluate_model(module, self._environment, self._goals.tried, settings, world, together=together)
         finally:
             module.train()
 
@@ -246,16 +246,16 @@ def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, An
 
     Histories that ``trainwright collect`` did not make are not checked.
     """
-    asked = section.source.algorithm
+    settings = section.source.algorithm
     if made_by.get("name") not in get_args(SourceAlgorithmSection.model_fields["name"].annotation):
         return None
-    others = [key for key in asked if key not in made_by or made_by[key] != asked[key]]
+    others = [key for key in settings if key not in made_by or made_by[key] != settings[key]]
     if not others:
         return None
     first = "name" if "name" in others else others[0]
     return (
         f"algorithm_distillation.source: {section.histories} was made with {first} {made_by.get(first)}, but the "
-        f"recipe has {asked[first]}; training uses the existing file. To collect it again, remove the file and run "
+        f"recipe has {settings[first]}; training uses the existing file. To collect it again, remove the file and run "
         "trainwright collect"
     )
 
@@ -294,8 +294,8 @@ def open_histories(section: AlgorithmDistillationSection, environment: Environme
         histories = Histories(section.histories, environment)
     except RequestError as error:
         raise RequestError(f"algorithm_distillation.histories: {error}") from None
-    found = histories.environment
-    if (found["name"], found["options"]) != (environment.name, environment.options):
+    recorded = histories.environment
+    if (recorded["name"], recorded["options"]) != (environment.name, environment.options):
         theirs = histories.make_environment()
         if (theirs.name, theirs.options) != (environment.name, environment.options):
             histories.close()

@@ -198,8 +198,8 @@ def _ordered(history: History, subsample: int) -> dict[str, Array]:
     phases = np.take_along_axis(phase, order, axis=1)
     begins = np.ones(dones.shape, bool)
     begins[:, 1:] = phases[:, 1:] != phases[:, :-1]
-    found = {name: in_order(values) for name, values in history._asdict().items()}
-    return {**found, "segment": begins.reshape(-1), "episode_start": in_order(starts.T)}
+    arrays = {name: in_order(values) for name, values in history._asdict().items()}
+    return {**arrays, "segment": begins.reshape(-1), "episode_start": in_order(starts.T)}
 
 
 def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Array, Array]:
@@ -225,13 +225,13 @@ def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Arr
         absent = np.where(offset == 0, cut.steps, 0)[usable]
         begins = (starts - cut.steps)[usable] + absent
         return begins, np.minimum(end_of[usable] - begins, cut.window - absent), absent
-    left = end_of - starts
+    remaining = end_of - starts
     previous = np.roll(starts, 1)
     # Whether the previous window also reaches the end of the history.
     whole_before = (np.roll(of, 1) == of) & (end_of - previous <= cut.window)
-    usable = ~whole_before | (left >= cut.shortest)
+    usable = ~whole_before | (remaining >= cut.shortest)
     usable[0] = True
-    return starts[usable], np.minimum(left, cut.window)[usable], np.zeros(int(usable.sum()), np.int64)
+    return starts[usable], np.minimum(remaining, cut.window)[usable], np.zeros(int(usable.sum()), np.int64)
 
 
 def _windows_to_every_step(edges: Array, cut: Cut) -> tuple[Array, Array, Array]:

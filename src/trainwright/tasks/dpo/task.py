@@ -176,18 +176,18 @@ class PreferenceTuning(ReferenceTask):
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         """Return the metrics from statistics summed over the split or step."""
         loss, weight, divergence, right, pairs, chosen, of_chosen, rejected, of_rejected = statistics
-        found = {"loss": loss / weight}
+        metrics = {"loss": loss / weight}
         if pairs:
-            found["reward_accuracy"] = right / pairs
+            metrics["reward_accuracy"] = right / pairs
         if of_chosen and of_rejected:
-            found["reward_margin"] = chosen / of_chosen - rejected / of_rejected
+            metrics["reward_margin"] = chosen / of_chosen - rejected / of_rejected
         if of_chosen:
-            found["chosen_reward"] = chosen / of_chosen
+            metrics["chosen_reward"] = chosen / of_chosen
         if of_rejected:
-            found["rejected_reward"] = rejected / of_rejected
+            metrics["rejected_reward"] = rejected / of_rejected
         if self._dpo.loss == "kto":
-            found["kl"] = divergence / weight
-        return found
+            metrics["kl"] = divergence / weight
+        return metrics
 
 
 def _chosen(batch: Batch) -> torch.Tensor:

@@ -102,12 +102,12 @@ class Pretraining(LanguageModelTask):
         """Return the metrics from statistics summed over the split or step."""
         nats, size, *rest = statistics
         # Bits per byte of text are comparable between tokenizers (arXiv 2101.00027, section 3.1).
-        found = {"bits_per_byte": nats / math.log(2) / size} if size else {}
+        per_byte = {"bits_per_byte": nats / math.log(2) / size} if size else {}
         if not rest:
-            return found
+            return per_byte
         correct, targets = rest
         perplexity = float(torch.tensor(nats / targets, dtype=torch.float64).exp())
-        return {"loss": nats / targets, **found, "perplexity": perplexity, "token_accuracy": correct / targets}
+        return {"loss": nats / targets, **per_byte, "perplexity": perplexity, "token_accuracy": correct / targets}
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.int64]:
@@ -115,11 +115,11 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np
     backend: Any = tokenizer.backend_tokenizer
     bytewise = "ByteLevel" in str(backend.decoder)  # then each character of a token is a byte
     special = set(tokenizer.all_special_ids)
-    found = np.zeros(size, dtype=np.int64)
+    lengths = np.zeros(size, dtype=np.int64)
     for text, token in tokenizer.get_vocab().items():
         if token not in special and token < size:
-            found[token] = len(text) if bytewise else _length(text)
-    return found
+            lengths[token] = len(text) if bytewise else _length(text)
+    return lengths
 
 
 def _length(text: str) -> int:

@@ -45,8 +45,8 @@ class Counts:
         skip = section.value("skip_targets") or 0
         by_answer = section.facts.of in ("answers", "activations")
         forget = [1 if by_answer else max(0, targets - skip) for role, targets in sequences if role == learned]
-        held = section.value("retain_loss") == "activations"
-        retain = [1 if held else targets for role, targets in sequences if role == RETAIN]
+        one_each = section.value("retain_loss") == "activations"
+        retain = [1 if one_each else targets for role, targets in sequences if role == RETAIN]
         return cls(float(sum(forget)), float(sum(retain)))
 
 
@@ -107,29 +107,29 @@ class UnlearnLosses:
         self._direction = direction
         self._retain_loss = section.value("retain_loss") if section.retains else None
 
-    def __call__(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: LossSums) -> torch.Tensor:
+    def __call__(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, sums: LossSums) -> torch.Tensor:
         """Return ``forget`` times the summed forget loss plus ``retain`` times the summed retain loss, a scalar.
 
-        Call it within the forward pass of the module. The sums are written to ``found``.
+        Call it within the forward pass of the module. The sums are written to ``sums``.
         """
         if self._of == "activations":
-            return self._steering(lm, batch, forget, retain, found)
+            return self._steering(lm, batch, forget, retain, sums)
         head = lm.head(batch)
         total, plain = head.hidden.new_zeros((), dtype=torch.float32), set[int]()
         if self._of == "logits":
-            part, found.forget = self._of_logits(lm, head, batch, FORGET, self._forget_logits, found)
+            part, sums.forget = self._of_logits(lm, head, batch, FORGET, self._forget_logits, sums)
             total = total + forget * part
         else:
             plain |= {FORGET, REFUSAL}
         if self._retain_loss == "kl":
-            part, found.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, found)
+            part, sums.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, sums)
             total = total + retain * part
         elif RETAIN in batch.roles:
             plain.add(RETAIN)
-        return total + self._of_likelihoods(head, batch, plain, forget, retain, found) if plain else total
+        return total + self._of_likelihoods(head, batch, plain, forget, retain, sums) if plain else total
 
     def _of_likelihoods(
-        self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, found: LossSums
+        self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, sums: LossSums
     ) -> torch.Tensor:
         """Return the losses that are functions of the targets' negative log-likelihoods."""
         chosen = places(batch, roles)
@@ -138,16 +138,16 @@ class UnlearnLosses:
         def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
             by_role = _by_role(batch, losses, roles)
             for role, part in by_role.items():
-                found.see(batch, part.detach(), role)
+                sums.see(batch, part.detach(), role)
             value = losses.new_zeros(())
             if FORGET in roles:
                 forgotten = self._forget(by_role, batch).sum()
-                found.forget = forgotten.detach()
+                sums.forget = forgotten.detach()
                 value = value + forget * forgotten
             if RETAIN in roles:
-                kept = by_role[RETAIN].sum()
-                found.retain = kept.detach()
-                value = value + retain * kept
+                retained = by_role[RETAIN].sum()
+                sums.retain = retained.detach()
+                value = value + retain * retained
             return value.to(losses.dtype)
 
         return objective_at(head, targets, objective, batch)
@@ -177,7 +177,7 @@ class UnlearnLosses:
         return self._formula(logits=lambda: logits, targets=lambda: targets, teacher=lambda: teacher)
 
     def _of_logits(
-        self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, found: LossSums
+        self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, sums: LossSums
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss over the targets of sequences with ``role``, with and without gradient."""
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
@@ -188,33 +188,33 @@ class UnlearnLosses:
         targets = batch.targets.index_select(0, chosen)
         total, each, losses = linear_logit_loss(_at(head, chosen), targets, loss, teacher)
         if not skip:
-            found.see(batch, losses, role)
+            sums.see(batch, losses, role)
         return total, each.double().sum()
 
-    def _steering(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, found: LossSums) -> torch.Tensor:
+    def _steering(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, sums: LossSums) -> torch.Tensor:
         """Return the loss of rmu: means over the tokens of each answer, summed over answers."""
         assert self._direction is not None
-        whole = self._retain_loss in ("nll", "kl")
-        head = lm.head(batch) if whole else None
-        at = lm.taken(batch) if whole else lm.activations(batch)
+        needs_logits = self._retain_loss in ("nll", "kl")
+        head = lm.head(batch) if needs_logits else None
+        at = lm.taken(batch) if needs_logits else lm.activations(batch)
         chosen = places(batch, {FORGET})
         direction = self._direction.to(at.device, at.dtype)
         steered = self._formula(activations=lambda: at.index_select(0, chosen), direction=lambda: direction)
         forgotten = _means(batch, steered, FORGET)
-        found.forget = forgotten.detach()
+        sums.forget = forgotten.detach()
         total = forget * forgotten
         if self._retain_loss == "activations":
             frozen = lm.reference_activations(only(batch, {RETAIN}))
-            kept = _means(batch, activation_distance(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
-            found.retain = kept.detach()
-            total = total + retain * kept
+            retained = _means(batch, activation_distance(at.index_select(0, places(batch, {RETAIN})), frozen), RETAIN)
+            sums.retain = retained.detach()
+            total = total + retain * retained
         elif self._retain_loss == "kl":
             assert head is not None
-            part, found.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, found)
+            part, sums.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, sums)
             total = total + retain * part
         elif self._retain_loss == "nll":
             assert head is not None
-            total = total + self._of_likelihoods(head, batch, {RETAIN}, forget, retain, found)
+            total = total + self._of_likelihoods(head, batch, {RETAIN}, forget, retain, sums)
         return total
 
 
@@ -278,12 +278,12 @@ def _counts(batch: Batch, role: int) -> list[int]:
 
 def _by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, torch.Tensor]:
     """Split the target losses [n] of the sequences with ``roles`` by role."""
-    kept = [(role, count) for role, count in zip(batch.roles, batch.target_counts, strict=True) if role in roles]
-    parts = list(zip(kept, losses.split([count for _, count in kept]), strict=True))
+    selected = [(role, count) for role, count in zip(batch.roles, batch.target_counts, strict=True) if role in roles]
+    parts = list(zip(selected, losses.split([count for _, count in selected]), strict=True))
     return {
         role: torch.cat([part for (each, _), part in parts if each == role])
         for role in roles
-        if any(each == role for each, _ in kept)
+        if any(each == role for each, _ in selected)
     }
 
 
@@ -302,35 +302,35 @@ def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
     """Return indices of targets, int64 [n]: those of sequences with one of ``roles``, without each one's first
     ``skip``.
     """
-    found, begin = [np.zeros(0, np.int64)], 0
+    parts, begin = [np.zeros(0, np.int64)], 0
     for role, count in zip(batch.roles, batch.target_counts, strict=True):
         if role in roles:
-            found.append(np.arange(begin + min(skip, count), begin + count))
+            parts.append(np.arange(begin + min(skip, count), begin + count))
         begin += count
-    return on_device(torch.from_numpy(np.concatenate(found)), batch.targets.device)
+    return on_device(torch.from_numpy(np.concatenate(parts)), batch.targets.device)
 
 
 def only(batch: Batch, roles: Collection[int]) -> Batch:
     """Return the batch with only the sequences that have one of ``roles``; there must be at least one."""
-    kept = [place for place, role in enumerate(batch.roles) if role in roles]
-    if len(kept) == len(batch.roles):
+    selected = [place for place, role in enumerate(batch.roles) if role in roles]
+    if len(selected) == len(batch.roles):
         return batch
     chosen = places(batch, roles)
     part = replace(
         batch,
         targets=batch.targets.index_select(0, chosen),
         target_index=batch.target_index.index_select(0, chosen),
-        sequences=tuple(batch.sequences[place] for place in kept),
-        lengths=tuple(batch.lengths[place] for place in kept),
-        roles=tuple(batch.roles[place] for place in kept),
-        target_counts=tuple(batch.target_counts[place] for place in kept),
+        sequences=tuple(batch.sequences[place] for place in selected),
+        lengths=tuple(batch.lengths[place] for place in selected),
+        roles=tuple(batch.roles[place] for place in selected),
+        target_counts=tuple(batch.target_counts[place] for place in selected),
     )
-    return _lines(part, kept) if batch.boundaries is None else _stretches(part, kept)
+    return _lines(part, selected) if batch.boundaries is None else _stretches(part, selected)
 
 
-def _lines(part: Batch, kept: list[int]) -> Batch:
+def _lines(part: Batch, selected: list[int]) -> Batch:
     """Select rows of a padded batch."""
-    lines = on_device(torch.tensor(kept), part.targets.device)
+    lines = on_device(torch.tensor(selected), part.targets.device)
     assert part.attention_mask is not None
     width = part.input_ids.shape[1]
     return replace(
@@ -338,23 +338,25 @@ def _lines(part: Batch, kept: list[int]) -> Batch:
         input_ids=part.input_ids.index_select(0, lines),
         position_ids=part.position_ids.index_select(0, lines),
         attention_mask=part.attention_mask.index_select(0, lines),
-        target_index=_moved(part, [(new - old) * width for new, old in enumerate(kept)]),
+        target_index=_moved(part, [(new - old) * width for new, old in enumerate(selected)]),
         tokens=sum(part.lengths),
     )
 
 
-def _stretches(part: Batch, kept: list[int]) -> Batch:
+def _stretches(part: Batch, selected: list[int]) -> Batch:
     """Select sequences of a flat batch."""
     assert part.boundaries is not None
     edges = list(pairwise(part.boundaries.tolist()))
     begins = np.cumsum([0, *part.lengths])
-    cut = on_device(torch.from_numpy(np.concatenate([np.arange(*edges[place]) for place in kept])), part.targets.device)
+    cut = on_device(
+        torch.from_numpy(np.concatenate([np.arange(*edges[place]) for place in selected])), part.targets.device
+    )
     return replace(
         part,
         input_ids=part.input_ids.index_select(1, cut),
         position_ids=part.position_ids.index_select(1, cut),
         boundaries=torch.from_numpy(begins.astype(np.int32)),
-        target_index=_moved(part, [int(new) - edges[old][0] for new, old in zip(begins, kept, strict=False)]),
+        target_index=_moved(part, [int(new) - edges[old][0] for new, old in zip(begins, selected, strict=False)]),
         longest=max(part.lengths),
         tokens=int(begins[-1]),
     )

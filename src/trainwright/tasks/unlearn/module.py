@@ -67,9 +67,9 @@ class UnlearnLM(CausalLM):
         if self._speaks_for_reference:
             assert losses and self.reference is not None
             return self.reference.token_losses(batch)
-        found = super().forward(batch, statistics, objective, losses)
+        result = super().forward(batch, statistics, objective, losses)
         self._tapped = None
-        return found
+        return result
 
     def train(self, mode: bool = True) -> UnlearnLM:
         """Set the mode; the reference stays in evaluation mode."""
@@ -139,9 +139,9 @@ def first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> Itera
         for name, child in module._modules.items()
         if isinstance(child, nn.ModuleList) and list(child) == blocks
     )
-    whole = holder._modules[name]
+    full_list = holder._modules[name]
     holder._modules[name] = nn.ModuleList(blocks[:count])
     try:
         yield
     finally:
-        holder._modules[name] = whole
+        holder._modules[name] = full_list

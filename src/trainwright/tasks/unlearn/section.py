@@ -102,11 +102,11 @@ class UnlearnSection(Section):
     @property
     def compares(self) -> bool:
         """Whether the loss compares the model with a reference."""
-        kept = self.retains and self.value("retain_loss") != "nll"
-        return kept or self.facts.reference != "nothing"
+        compares_retain = self.retains and self.value("retain_loss") != "nll"
+        return compares_retain or self.facts.reference != "nothing"
 
     @property
     def needs_reference_model(self) -> bool:
         """Whether the reference runs in every step; log-probabilities are computed before training instead."""
-        kept = self.retains and self.value("retain_loss") != "nll"
-        return kept or self.facts.reference in ("logits", "activations")
+        compares_retain = self.retains and self.value("retain_loss") != "nll"
+        return compares_retain or self.facts.reference in ("logits", "activations")

@@ -152,12 +152,12 @@ def _needs(recipe: Recipe) -> Needs:
 
 def _reference(section: UnlearnSection) -> ReferenceModel:
     # If it also computes logits of retain rows, it sees the whole batch; otherwise only half of the rows.
-    whole = section.facts.reference == "logits" and section.retains and section.value("retain_loss") != "nll"
+    on_all_rows = section.facts.reference == "logits" and section.retains and section.value("retain_loss") != "nll"
     return ReferenceModel(
         every_step=section.needs_reference_model,
         own_weights=section.reference not in ("start", "base"),
         last_block=section.last_block,
-        share=1.0 if whole else 0.5,
+        share=1.0 if on_all_rows else 0.5,
     )
 
 

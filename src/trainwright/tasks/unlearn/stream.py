@@ -36,10 +36,10 @@ def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> To
     fingerprint = hashlib.sha256(f"{forget.fingerprint}+{retain.fingerprint}".encode()).hexdigest()[:32]
     directory = cache / "datasets" / fingerprint
     with cache_in_words(cache / "datasets", CANNOT_STORE):
-        found = made_once(
+        paired = made_once(
             directory, lambda: opened(directory), lambda path: _join(forget, retain, fingerprint).save(path)
         )
-    return replace(found, paired=PairedSequences(forget.sequence_count, retain.sequence_count))
+    return replace(paired, paired=PairedSequences(forget.sequence_count, retain.sequence_count))
 
 
 def _join(forget: TokenDataset, retain: TokenDataset, fingerprint: str) -> TokenDataset:
@@ -63,13 +63,13 @@ def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
     """Return the same examples, restricted to sequences (except paired ones) with one of ``roles``."""
     if dataset.members is None or dataset.roles is None:
         return dataset
-    kept = [place for place, sequence in enumerate(dataset.members[0]) if dataset.role(int(sequence)) in roles]
-    return replace(dataset, members=np.ascontiguousarray(dataset.members[:, kept]))
+    selected = [place for place, sequence in enumerate(dataset.members[0]) if dataset.role(int(sequence)) in roles]
+    return replace(dataset, members=np.ascontiguousarray(dataset.members[:, selected]))
 
 
-def some_of(dataset: TokenDataset, wanted: float | int, seed: int) -> TokenDataset:
+def some_of(dataset: TokenDataset, size: float | int, seed: int) -> TokenDataset:
     """Return a fraction or a number of the examples, sampled with ``seed``; all if there are fewer."""
-    count = max(1, round(wanted * len(dataset))) if isinstance(wanted, float) else min(wanted, len(dataset))
+    count = max(1, round(size * len(dataset))) if isinstance(size, float) else min(size, len(dataset))
     chosen = np.sort(permuted(len(dataset), f"{seed}/{dataset.fingerprint}/validation")[:count])
     members = np.arange(len(dataset), dtype=np.int64)[:, None] if dataset.members is None else dataset.members
     paired = dataset.paired
@@ -88,9 +88,9 @@ def refuse_overlap(data: DataSection) -> None:
     forget = {key: place for place, key in _contents(data, "forget")}
     both = [(place, forget[key]) for place, key in _contents(data, "retain") if key in forget]
     if both:
-        kept, forgotten = both[0]
+        retain, forgotten = both[0]
         raise RequestError(
-            f"data.retain: {len(both):,} of its rows are also in data.forget, the first of them {kept} ({forgotten} "
+            f"data.retain: {len(both):,} of its rows are also in data.forget, the first of them {retain} ({forgotten} "
             "of data.forget); remove them from one of the two"
         )
 

@@ -25,7 +25,6 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.forward_only import ForwardOnly
 from trainwright.engine.task import LossSum, Measured
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning.watch import Watch
 from trainwright.models.adapters.attaching import lora_layers, switched_off
 from trainwright.models.causal_lm import CausalLM, find_blocks
 from trainwright.models.load import load_config, load_model, load_tokenizer, max_positions
@@ -39,6 +38,7 @@ from trainwright.recipe.schema import Recipe
 from trainwright.recipe.sections.model import AdapterSection, ModelSection
 from trainwright.tasks.language_model import check_prepared, check_tokens, load, prepare_model
 from trainwright.tasks.reference import Reference, ReferenceTask
+from trainwright.tasks.unlearn.evaluation.watch import Watch
 from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection
@@ -76,21 +76,21 @@ def prepare_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, cache: Path
     parts = {"forget": kind_of_rows(recipe, "data.forget")}
     if section.retains:
         parts["retain"] = EXAMPLES
-    found = {
+    prepared_parts = {
         part: prepare(data.part(part), tokenizer, kind, seed=seed, cache=cache, model_max_length=positions)
         for part, kind in parts.items()
     }
-    forget = found["forget"].train
-    everything = joined(forget, found["retain"].train if "retain" in found else None, cache)
+    forget = prepared_parts["forget"].train
+    everything = joined(forget, prepared_parts["retain"].train if "retain" in prepared_parts else None, cache)
     validation = None
     if data.validation is not None:
         assert not isinstance(data.validation, str), "a recipe that was read has none"
         validation = some_of(everything, data.validation, seed)
     taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
-    lines = [line for part in found.values() for line in part.summary if not line.startswith("split: ")]
+    lines = [line for part in prepared_parts.values() for line in part.summary if not line.startswith("split: ")]
     lines.append(_line(everything, validation))
-    prepared = PreparedData(with_roles(everything, taught), validation, lines, found["forget"].directory)
-    check_tokens(recipe, [part.train for part in found.values()], tokenizer)
+    prepared = PreparedData(with_roles(everything, taught), validation, lines, prepared_parts["forget"].directory)
+    check_tokens(recipe, [part.train for part in prepared_parts.values()], tokenizer)
     check_prepared(recipe, prepared, cache)
     return UnlearnRows(prepared, forget)
 
@@ -159,9 +159,9 @@ class Unlearning(ReferenceTask):
         if recipe.data.benchmark is None or self._prepared.validation is None:
             return None
         positions = max_positions(recipe.model, self._tokenizer)
-        found = find_benchmark(recipe.data.benchmark, "data.benchmark")
+        benchmark = find_benchmark(recipe.data.benchmark, "data.benchmark")
         rows = len(self._prepared.validation)
-        return Watch.of(found, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
+        return Watch.of(benchmark, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> Measured:
         """Return the metrics of the model's answers to benchmark rows; all ranks must call it."""
@@ -257,13 +257,13 @@ class Unlearning(ReferenceTask):
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the weighted losses of the pairs of one micro-batch."""
-        batch, found = self._batch(self._prepared.train, micro, device), LossSums()
+        batch, sums = self._batch(self._prepared.train, micro, device), LossSums()
         # The engine divides by the number of pairs, but each of the two losses is averaged over its own count.
         forget = self._unlearn.value("gamma") * self._pairs / max(1.0, self._counts.forget)
         retain = self._alpha * self._pairs / max(1.0, self._counts.retain)
-        total = module(batch, work=lambda lm, batch: self._losses(lm, batch, forget, retain, found))
+        total = module(batch, work=lambda lm, batch: self._losses(lm, batch, forget, retain, sums))
         total = total - self._allowed() * len(batch.examples)
-        return LossSum(total, micro.weight, found.vector(self._counts_of(batch), device))
+        return LossSum(total, micro.weight, sums.vector(self._counts_of(batch), device))
 
     def _allowed(self) -> float:
         """Return the constant that pdu subtracts from the loss: the limit of the retain loss, times its multiplier."""
@@ -275,15 +275,15 @@ class Unlearning(ReferenceTask):
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return the sums of ``LossSums.vector``."""
         assert self._prepared.validation is not None
-        batch, found = self._batch(self._prepared.validation, micro, device), LossSums()
-        module(batch, work=lambda lm, batch: self._losses(lm, batch, 1.0, 1.0, found))
-        unseen = [role for role in ROLES if role in batch.roles and role not in found.likelihoods]
+        batch, sums = self._batch(self._prepared.validation, micro, device), LossSums()
+        module(batch, work=lambda lm, batch: self._losses(lm, batch, 1.0, 1.0, sums))
+        unseen = [role for role in ROLES if role in batch.roles and role not in sums.likelihoods]
         if unseen:
             losses = module(batch, losses=True)
             for role in unseen:
                 each = zip(losses.split(batch.target_counts), batch.roles, strict=True)
-                found.see(batch, torch.cat([part for part, its in each if its == role]), role)
-        return found.vector(self._counts_of(batch), device) * float(micro.weight > 0)
+                sums.see(batch, torch.cat([part for part, its in each if its == role]), role)
+        return sums.vector(self._counts_of(batch), device) * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         """Return the metrics from statistics summed over the split or step."""
@@ -295,16 +295,16 @@ class Unlearning(ReferenceTask):
             parts["retain_loss"] = retain / of_retain
         loss = self._unlearn.value("gamma") * parts.get("forget_loss", 0.0)
         loss += self._alpha * parts.get("retain_loss", 0.0) - self._allowed()
-        found = {"loss": loss, **parts}
+        metrics = {"loss": loss, **parts}
         for place, role in enumerate(ROLES):
             nll, targets, chances, answers = likelihoods[4 * place : 4 * place + 4]
             if answers:
                 name = "alternate" if role == REFUSAL and self._unlearn.facts.alternates else _NAMES[role]
-                found[f"{name}_nll"] = nll / targets
-                found[f"{name}_probability"] = chances / answers
+                metrics[f"{name}_nll"] = nll / targets
+                metrics[f"{name}_probability"] = chances / answers
         if "alpha" in self.state:
-            found["alpha"] = self.state["alpha"]
-        return found
+            metrics["alpha"] = self.state["alpha"]
+        return metrics
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Update the multiplier by dual ascent (pdu only)."""
@@ -374,8 +374,8 @@ def freeze_others(model: nn.Module, patterns: Sequence[str] | None, last_block: 
     if last_block is not None:
         beyond = _after(model, last_block)
     for name, parameter in model.named_parameters():
-        wanted = patterns is None or any(re.fullmatch(pattern, name) for pattern in patterns)
-        parameter.requires_grad_(wanted and parameter not in beyond)
+        trains = patterns is None or any(re.fullmatch(pattern, name) for pattern in patterns)
+        parameter.requires_grad_(trains and parameter not in beyond)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(
             f"unlearn.trainable: it only matches parameters after unlearn.layer {last_block}, which do not affect its "
@@ -487,8 +487,8 @@ def frozen_copy(
     adapted = recipe.model.adapter.type != "none"
     if other is None and (adapted or not section.needs_reference_model):
         return None
-    wanted = other or recipe.model.model_copy(update={"adapter": AdapterSection()})
-    model, weights = load(recipe, wanted, tokenizer, f"{PREFIX}model.")
+    reference_section = other or recipe.model.model_copy(update={"adapter": AdapterSection()})
+    model, weights = load(recipe, reference_section, tokenizer, f"{PREFIX}model.")
     model.requires_grad_(False)
     lm = UnlearnLM(model, packed=packed, layer=layer, attention=recipe.model.attention)
     if layer is not None:

@@ -63,7 +63,7 @@ def auc(members: Floats, others: Floats) -> float:
     return float(above / (len(members) * len(others)))
 
 
-def privleak(found: float, reference: float) -> float:
+def privleak(measured: float, reference: float) -> float:
     """Return the percentage by which an attack's AUC differs from that on a model trained without the forget set (MUSE,
     arXiv 2407.06460, section 4.1).
 
@@ -73,7 +73,7 @@ def privleak(found: float, reference: float) -> float:
         found, reference: AUCs of Min-K as here; the paper's have the opposite orientation.
     """
     unseen = 1 - reference
-    return float("inf") if unseen == 0 else 100 * ((1 - found) - unseen) / unseen
+    return float("inf") if unseen == 0 else 100 * ((1 - measured) - unseen) / unseen
 
 
 def exact_memorisation(correct: Bools) -> float:

@@ -251,9 +251,9 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
         RequestError: the problems, one per line, with file and line.
     """
     tree, file = read_merged(path, overrides), Origin(str(path))
-    found = StudyFile(_validated(tree, file), tree, file)
-    found.splits()
-    return found
+    study = StudyFile(_validated(tree, file), tree, file)
+    study.splits()
+    return study
 
 
 def _validated(tree: Tree, file: Origin) -> Study:
@@ -350,17 +350,17 @@ def rows_of(benchmark: Benchmark, directory: Path) -> Benchmark:
 
 
 def _write_tofu(study: Study, benchmark: Benchmark, part: str, directory: Path) -> None:
-    asked = {name: _rows(each.source, study.subset.get(name)) for name, each in benchmark.sets.items()}
-    for name, rows in asked.items():
+    rows_of_sets = {name: _rows(each.source, study.subset.get(name)) for name, each in benchmark.sets.items()}
+    for name, rows in rows_of_sets.items():
         stem = part if name == "forget" else part.replace("forget", "holdout") if name == "holdout" else name
         _write(directory / f"{stem}{'_perturbed' if name in _PERTURBED else ''}.jsonl", rows)
     forget = _rows(benchmark.training["forget"], study.subset.get("forget"))
-    kept = _rows(benchmark.training["retain"], study.subset.get("retain"))
-    trained = {"forget": forget, "retain": kept}
-    for name, wanted in study.subset.items():
-        if wanted > (most := max(len(asked[name]), len(trained.get(name, ())))):
-            raise RequestError(f"subset.{name}: {wanted:,} rows requested, but the set has {most:,}; lower it")
-    retain = [*kept, *(_plain(row) for name in study.known for row in asked[name])]
+    retained = _rows(benchmark.training["retain"], study.subset.get("retain"))
+    trained = {"forget": forget, "retain": retained}
+    for name, size in study.subset.items():
+        if size > (available := max(len(rows_of_sets[name]), len(trained.get(name, ())))):
+            raise RequestError(f"subset.{name}: {size:,} rows requested, but the set has {available:,}; lower it")
+    retain = [*retained, *(_plain(row) for name in study.known for row in rows_of_sets[name])]
     _write(directory / f"{part}.jsonl", forget)
     _write(directory / f"{TOFU_SPLITS[part]}.jsonl", retain)
     _write(directory / "full.jsonl", [*retain, *forget])

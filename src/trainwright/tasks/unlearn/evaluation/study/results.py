@@ -16,8 +16,8 @@ from typing import Any
 
 from trainwright.drawing import new_figure
 from trainwright.evaluation.report import number_text, write_text
-from trainwright.evaluation.unlearning.report import METRICS_FILE
-from trainwright.evaluation.unlearning.study.file import FULL, RETAIN
+from trainwright.tasks.unlearn.evaluation.report import METRICS_FILE
+from trainwright.tasks.unlearn.evaluation.study.file import FULL, RETAIN
 
 KEPT = "utility_kept"
 # Metric and set of the columns, if measured. Metrics not listed here have one column per set.
@@ -55,15 +55,15 @@ class Results:
         """Read the results of the evaluations in ``evaluations``/<name>, for the full and the retain-only model and
         ``names``.
         """
-        found: dict[str, dict[str, dict[str, float]]] = {}
+        results: dict[str, dict[str, dict[str, float]]] = {}
         for name in (FULL, RETAIN, *names):
             about = json.loads((evaluations / name / METRICS_FILE).read_text(encoding="utf-8"))
-            found[name] = dict(about["metrics"])
-        best = found[FULL].get("model_utility", {}).get("all")
+            results[name] = dict(about["metrics"])
+        best = results[FULL].get("model_utility", {}).get("all")
         if best:
-            for metrics in found.values():
+            for metrics in results.values():
                 metrics[KEPT] = {"all": metrics["model_utility"]["all"] / best}
-        return cls(benchmark, subset, found)
+        return cls(benchmark, subset, results)
 
     @classmethod
     def joined(cls, splits: Mapping[str, Results]) -> Results:
@@ -194,7 +194,7 @@ def _draw_panel(
             axes.annotate(name.partition(".")[2], point, xytext=(5, 5), textcoords="offset points", fontsize="small")
     if plot.of_quality:
         axes.axhline(_SIGNIFICANT, color="#a33", linestyle="--", linewidth=1, label="p = 0.05")
-    axes.set_xlim(-0.02, max(1.0, *(kept for kept, _ in points.values())) + 0.05)
+    axes.set_xlim(-0.02, max(1.0, *(utility for utility, _ in points.values())) + 0.05)
     axes.set_xlabel(plot.kept[2])
     axes.set_ylabel(plot.forgotten[2])
     axes.set_title(results.benchmark + (f"\nrows: {results.about}" if results.subset else ""), fontsize="medium")
@@ -205,10 +205,10 @@ def _points(plot: _Plot, results: Results) -> dict[str, tuple[float, float]]:
     """Return the coordinates (kept, forgotten) of every model that has both; empty if no unlearned one has."""
     points = {}
     for name in results.models:
-        kept, forgotten = (results.value(name, *what[:2]) for what in (plot.kept, plot.forgotten))
+        utility, forgotten = (results.value(name, *what[:2]) for what in (plot.kept, plot.forgotten))
         if plot.of_quality and name == RETAIN:
             forgotten = 1.0  # it is its own reference
-        if kept is None or forgotten is None or not math.isfinite(kept + forgotten):
+        if utility is None or forgotten is None or not math.isfinite(utility + forgotten):
             continue
-        points[name] = kept, math.log10(max(forgotten, _SMALLEST)) if plot.of_quality else forgotten
+        points[name] = utility, math.log10(max(forgotten, _SMALLEST)) if plot.of_quality else forgotten
     return points if set(points) - {FULL, RETAIN} else {}

@@ -18,7 +18,7 @@ from trainwright.data.rows.texts import text_ids
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
 from trainwright.evaluation.rows import fingerprint
-from trainwright.evaluation.unlearning.items import Item, ItemSet
+from trainwright.tasks.unlearn.evaluation.items import Item, ItemSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,10 +61,10 @@ class ItemSequences:
 
     def of_set(self, name: str) -> list[int]:
         """Return the sequences of the answers of a set, in the order of its items."""
-        found = [
+        numbered = [
             (item, number) for (each, item, what, _), number in self.places.items() if (each, what) == (name, ANSWER)
         ]
-        return [number for _, number in sorted(found)]
+        return [number for _, number in sorted(numbered)]
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ class ItemEncoder:
         pairs: list[Encoded] = []
         places: dict[tuple[str, int, str, int], int] = {}
         for name, each in sets.items():
-            wanted = [
+            texts = [
                 (number, what, which, text)
                 for number, item in enumerate(each.items)
                 for what, which, text in _texts(item)
                 if what == ANSWER or (what in kinds and each.has_wrong)
             ]
-            for (number, what, which, _), pair in zip(wanted, self._encoded(each, wanted), strict=True):
+            for (number, what, which, _), pair in zip(texts, self._encoded(each, texts), strict=True):
                 places[name, number, what, which] = len(pairs)
                 pairs.append(self._within(pair, each, number))
         stops = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
@@ -145,18 +145,18 @@ class ItemEncoder:
             answers = [str(self._tokenizer.decode(ids[: NEW_TOKENS["continue"]])) for ids in encoded]
         return [answer.strip() for answer in answers]
 
-    def _encoded(self, each: ItemSet, wanted: Sequence[tuple[int, str, int, str]]) -> Iterator[Encoded]:
+    def _encoded(self, each: ItemSet, numbered_texts: Sequence[tuple[int, str, int, str]]) -> Iterator[Encoded]:
         if each.style == "chat":
             conversations = [
                 [{"role": "user", "content": each.items[number].prompt}, {"role": "assistant", "content": text}]
-                for number, _, _, text in wanted
+                for number, _, _, text in numbered_texts
             ]
-            numbers = [number for number, *_ in wanted]
+            numbers = [number for number, *_ in numbered_texts]
             yield from self._asking(each, lambda encoder: encoder.encode(conversations), numbers)
             return
-        openings = [_opening(each, each.items[number]) for number, *_ in wanted]
+        openings = [_opening(each, each.items[number]) for number, *_ in numbered_texts]
         space = " " if each.style == "few_shot" else ""
-        texts = [f"{opening}{space}{text}" for opening, (*_, text) in zip(openings, wanted, strict=True)]
+        texts = [f"{opening}{space}{text}" for opening, (*_, text) in zip(openings, numbered_texts, strict=True)]
         encoded = tokenized(self._tokenizer, texts, return_offsets_mapping=True, verbose=False)
         for opening, ids, offsets in zip(openings, encoded["input_ids"], encoded["offset_mapping"], strict=True):
             # The tokens that end after the opening are targets.
@@ -164,14 +164,14 @@ class ItemEncoder:
 
     def _within(self, pair: Encoded, each: ItemSet, number: int) -> Encoded:
         ids, flags = pair
-        kept = flags[: self._max_length]
-        if not any(kept[1:]):
+        within = flags[: self._max_length]
+        if not any(within[1:]):
             raise RequestError(
                 f"{self._key}: {each.place(number)}: its {len(ids):,} tokens have no answer within the first "
-                f"{len(kept):,}; raise --max-length up to the model's limit, or remove the row"
+                f"{len(within):,}; raise --max-length up to the model's limit, or remove the row"
             )
-        self.cut += len(kept) < len(flags)
-        return ids[: self._max_length], kept
+        self.cut += len(within) < len(flags)
+        return ids[: self._max_length], within
 
     def _asking(
         self, each: ItemSet, work: Callable[[ChatEncoder], list[T]], numbers: Sequence[int] | None = None
@@ -195,8 +195,8 @@ def _texts(item: Item) -> Iterator[tuple[str, int, str]]:
 
 def _opening(each: ItemSet, item: Item) -> str:
     """Return the text before the answer, in plain text."""
-    asked = f"Question: {item.prompt}\nAnswer:" if each.style == "few_shot" else item.prompt
-    return each.before + asked
+    question = f"Question: {item.prompt}\nAnswer:" if each.style == "few_shot" else item.prompt
+    return each.before + question
 
 
 def _without_stop(ids: Sequence[int], flags: Sequence[bool], stops: set[int]) -> int:

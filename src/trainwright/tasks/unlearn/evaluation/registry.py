@@ -13,11 +13,11 @@ import numpy as np
 
 from trainwright.errors import RequestError
 from trainwright.evaluation.metrics import Overlap, rouge_l
-from trainwright.evaluation.unlearning import statistics
+from trainwright.tasks.unlearn.evaluation import statistics
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.unlearning.items import ItemSet
-    from trainwright.evaluation.unlearning.report import Findings, Floats, SetScores
+    from trainwright.tasks.unlearn.evaluation.items import ItemSet
+    from trainwright.tasks.unlearn.evaluation.report import Findings, Floats, SetScores
 
 # By set; metrics of several sets together are under "all".
 Values = dict[str, float]
@@ -52,123 +52,125 @@ class Metric:
     attack: bool = False
 
 
-def _probability(found: Findings) -> Values:
+def _probability(findings: Findings) -> Values:
     def of(name: str, scores: SetScores) -> float:
         if name in OPTIONS and scores.wrong:
             return float(statistics.option_probabilities(scores.losses, scores.wrong_losses).mean())
         return float(np.exp(-scores.losses).mean())
 
-    return {name: of(name, found.scores[name]) for name in (*QUESTIONS, "holdout") if name in found.scores}
+    return {name: of(name, findings.scores[name]) for name in (*QUESTIONS, "holdout") if name in findings.scores}
 
 
 def _rouge(pick: Callable[[Overlap], float], sets: tuple[str, ...]) -> Callable[[Findings], Values]:
-    def compute(found: Findings) -> Values:
+    def compute(findings: Findings) -> Values:
         values = {}
         for name in sets:
-            if name in found.answers:
-                stem = found.sets[name].style == "chat"  # TOFU's authors count word stems, MUSE's do not
-                pairs = zip(found.references[name], found.answers[name], strict=True)
+            if name in findings.answers:
+                stem = findings.sets[name].style == "chat"  # TOFU's authors count word stems, MUSE's do not
+                pairs = zip(findings.references[name], findings.answers[name], strict=True)
                 values[name] = float(np.mean([pick(rouge_l(*pair, stem=stem)) for pair in pairs]))
         return values
 
     return compute
 
 
-def _truth_ratio(found: Findings) -> Values:
+def _truth_ratio(findings: Findings) -> Values:
     values = {}
     for name in QUESTIONS:
-        if name in found.scores and found.scores[name].wrong:
+        if name in findings.scores and findings.scores[name].wrong:
             aggregate = statistics.forget_truth_ratio if name == "forget" else statistics.utility_truth_ratio
-            values[name] = aggregate(found.scores[name].truth_ratios)
+            values[name] = aggregate(findings.scores[name].truth_ratios)
     return values
 
 
-def _forget_quality(found: Findings) -> Values:
-    assert found.reference is not None
-    if found.reference.truth_ratios is None:
-        raise RequestError(f"--metrics forget_quality: {found.reference.file} has no truth ratios of the forget set")
-    return {"forget": statistics.forget_quality(found.scores["forget"].truth_ratios, found.reference.truth_ratios)}
+def _forget_quality(findings: Findings) -> Values:
+    assert findings.reference is not None
+    if findings.reference.truth_ratios is None:
+        raise RequestError(f"--metrics forget_quality: {findings.reference.file} has no truth ratios of the forget set")
+    return {
+        "forget": statistics.forget_quality(findings.scores["forget"].truth_ratios, findings.reference.truth_ratios)
+    }
 
 
-def _model_utility(found: Findings) -> Values:
+def _model_utility(findings: Findings) -> Values:
     recall = _rouge(lambda overlap: overlap.recall, QUESTIONS)
-    parts = (_probability(found), recall(found), _truth_ratio(found))
+    parts = (_probability(findings), recall(findings), _truth_ratio(findings))
     return {"all": statistics.model_utility([part[name] for part in parts for name in QUESTIONS[1:]])}
 
 
 def _memorised(measure: Callable[[statistics.Bools], float]) -> Callable[[Findings], Values]:
-    def compute(found: Findings) -> Values:
-        name = "verbatim" if "verbatim" in found.scores else "forget"
-        scores = found.scores[name]
+    def compute(findings: Findings) -> Values:
+        name = "verbatim" if "verbatim" in findings.scores else "forget"
+        scores = findings.scores[name]
         each = [measure(scores.text_correct(number)) for number in range(len(scores.answers))]
         return {"forget": float(np.mean(each))}
 
     return compute
 
 
-def _auc(found: Findings, attack: Callable[[str, int], float]) -> float:
-    members = member_set(found.sets)
+def _auc(findings: Findings, attack: Callable[[str, int], float]) -> float:
+    members = member_set(findings.sets)
     each = [
-        np.array([attack(name, number) for number in range(len(found.sets[name].items))])
+        np.array([attack(name, number) for number in range(len(findings.sets[name].items))])
         for name in (members, "holdout")
     ]
     return statistics.auc(*each)
 
 
 def _on_losses(attack: Callable[[Floats, str], float]) -> Callable[[Findings], Values]:
-    def compute(found: Findings) -> Values:
+    def compute(findings: Findings) -> Values:
         def of(name: str, number: int) -> float:
-            return attack(found.scores[name].text_losses(number), found.sets[name].items[number].answer.strip())
+            return attack(findings.scores[name].text_losses(number), findings.sets[name].items[number].answer.strip())
 
-        return {"forget": _auc(found, of)}
+        return {"forget": _auc(findings, of)}
 
     return compute
 
 
 def _on_attacked(what: str, attack: Callable[[Floats], float]) -> Callable[[Findings], Values]:
-    def compute(found: Findings) -> Values:
-        return {"forget": _auc(found, lambda name, number: attack(found.attacked[what][name][number]))}
+    def compute(findings: Findings) -> Values:
+        return {"forget": _auc(findings, lambda name, number: attack(findings.attacked[what][name][number]))}
 
     return compute
 
 
-def _mia_reference(found: Findings) -> Values:
+def _mia_reference(findings: Findings) -> Values:
     def of(name: str, number: int) -> float:
-        others = found.attacked["other_losses"][name][number]
-        return statistics.reference_attack(found.scores[name].text_losses(number), others)
+        others = findings.attacked["other_losses"][name][number]
+        return statistics.reference_attack(findings.scores[name].text_losses(number), others)
 
-    return {"forget": _auc(found, of)}
+    return {"forget": _auc(findings, of)}
 
 
 _min_k = _on_losses(lambda losses, text: statistics.min_k_attack(losses))
 
 
-def _privleak(found: Findings) -> Values:
-    assert found.reference is not None
-    if found.reference.min_k is None:
+def _privleak(findings: Findings) -> Values:
+    assert findings.reference is not None
+    if findings.reference.min_k is None:
         raise RequestError(
-            f"--metrics privleak: {found.reference.file} has no AUC of Min-K; measure that model with "
+            f"--metrics privleak: {findings.reference.file} has no AUC of Min-K; measure that model with "
             "--metrics mia_min_k, too"
         )
-    return {"forget": statistics.privleak(_min_k(found)["forget"], found.reference.min_k)}
+    return {"forget": statistics.privleak(_min_k(findings)["forget"], findings.reference.min_k)}
 
 
 def _of_answers(measure: Callable[[str], float]) -> Callable[[Findings], Values]:
-    def compute(found: Findings) -> Values:
-        names = [name for name in ("forget", "retain") if name in found.answers]
-        return {name: float(np.mean([measure(answer) for answer in found.answers[name]])) for name in names}
+    def compute(findings: Findings) -> Values:
+        names = [name for name in ("forget", "retain") if name in findings.answers]
+        return {name: float(np.mean([measure(answer) for answer in findings.answers[name]])) for name in names}
 
     return compute
 
 
-def _choice_accuracy(found: Findings) -> Values:
+def _choice_accuracy(findings: Findings) -> Values:
     """Return the fraction of questions whose right letter is the most probable; a tie of two counts half."""
-    scores = found.scores["choices"]
+    scores = findings.scores["choices"]
     pairs = zip(scores.losses, scores.wrong_losses, strict=True)
     return {"choices": float(np.mean([(loss < wrong.min()) + 0.5 * (loss == wrong.min()) for loss, wrong in pairs]))}
 
 
-def _changed(found: Findings) -> Values:
+def _changed(findings: Findings) -> Values:
     raise AssertionError("an attack is measured separately")
 
 
@@ -232,10 +234,10 @@ def member_set(sets: Mapping[str, ItemSet]) -> str:
 def sets_of(name: str, available: Sequence[str]) -> list[str]:
     """Return the sets that a metric uses in a benchmark with the sets ``available``."""
     metric = METRICS[name]
-    found = [each for each in metric.sets if each in available]
+    used = [each for each in metric.sets if each in available]
     superseded = {"members": "forget", "verbatim": "forget"}  # if the benchmark has a separate set for the purpose
-    dropped = {superseded[each] for each in found if each in superseded and set(metric.sets) & {superseded[each]}}
-    return [each for each in found if each not in dropped]
+    dropped = {superseded[each] for each in used if each in superseded and set(metric.sets) & {superseded[each]}}
+    return [each for each in used if each not in dropped]
 
 
 def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> str | None:

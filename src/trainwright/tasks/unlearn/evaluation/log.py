@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning import statistics
+from trainwright.tasks.unlearn.evaluation import statistics
 
 if TYPE_CHECKING:
-    from trainwright.evaluation.unlearning.report import Findings, SetScores
     from trainwright.inference.scoring import TokenScores
+    from trainwright.tasks.unlearn.evaluation.report import Findings, SetScores
 
 NAME = "log.json"
 # The part of the authors' logs for each set.
@@ -64,15 +64,15 @@ def read_reference(file: Path, key: str = "--reference-log") -> ReferenceLog:
     except ValueError as error:
         raise RequestError(f"{key}: {file}: not JSON: {error}") from None
     try:
-        found = _reference(str(file), log)
+        reference = _reference(str(file), log)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RequestError(f"{key}: {file}: unknown log format ({error!r})") from None
-    if found.truth_ratios is None and found.min_k is None:
+    if reference.truth_ratios is None and reference.min_k is None:
         raise RequestError(
             f"{key}: {file} has neither truth ratios of the forget set nor an AUC of Min-K; use the {NAME} of an "
             "evaluation, an eval_log_aggregated.json of TOFU or a TOFU_EVAL.json"
         )
-    return found
+    return reference
 
 
 def _reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
@@ -92,13 +92,13 @@ def _reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
     return ReferenceLog(file, ratios, min_k)
 
 
-def log_of(found: Findings, values: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> dict[str, Any]:
+def log_of(findings: Findings, values: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the log of an evaluation. ``about``: the fields at its top."""
-    parts = {PARTS[name]: _part(found, name, scores) for name, scores in found.scores.items() if name in PARTS}
+    parts = {PARTS[name]: _part(findings, name, scores) for name, scores in findings.scores.items() if name in PARTS}
     return {**about, "metrics": values, **parts}
 
 
-def _part(found: Findings, name: str, scores: SetScores) -> dict[str, Any]:
+def _part(findings: Findings, name: str, scores: SetScores) -> dict[str, Any]:
     right = [scores.paraphrases.get(number, answer) for number, answer in enumerate(scores.answers)]
     part = {**_losses(scores.answers, "gt")}
     if scores.wrong:
@@ -106,13 +106,13 @@ def _part(found: Findings, name: str, scores: SetScores) -> dict[str, Any]:
         part |= {key: _numbered([list(each[key].values()) for each in wrong]) for key in wrong[0]}
         part["average_perturb_loss"] = part.pop("avg_perturb_loss")
         part |= _losses(right, "paraphrased") | {"truth_ratio": _numbered(scores.truth_ratios.tolist())}
-    if name in found.answers:
+    if name in findings.answers:
         from trainwright.evaluation.metrics import rouge_l
 
-        answers, wanted = found.answers[name], found.references[name]
-        prompts = [item.prompt for item in found.sets[name].items]
-        recalls = [rouge_l(*pair, stem=True).recall for pair in zip(wanted, answers, strict=True)]
-        part["generated_text"] = _numbered([list(each) for each in zip(prompts, answers, wanted, strict=True)])
+        answers, references = findings.answers[name], findings.references[name]
+        prompts = [item.prompt for item in findings.sets[name].items]
+        recalls = [rouge_l(*pair, stem=True).recall for pair in zip(references, answers, strict=True)]
+        part["generated_text"] = _numbered([list(each) for each in zip(prompts, answers, references, strict=True)])
         part["rougeL_recall"] = _numbered(recalls)
     return part
 

@@ -58,24 +58,26 @@ def read_sets(benchmark: Benchmark, names: Iterable[str], limit: int | None, key
     Raises:
         RequestError: a source or a row is invalid, with the row's file and line.
     """
-    wanted = [name for name in benchmark.sets if name in set(names)]
-    return {name: read_set(benchmark.sets[name], limit, key) for name in wanted}
+    chosen = [name for name in benchmark.sets if name in set(names)]
+    return {name: read_set(benchmark.sets[name], limit, key) for name in chosen}
 
 
-def read_set(wanted: EvaluationSet, limit: int | None, key: str) -> ItemSet:
+def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> ItemSet:
     """Return the items of one set. Raises like ``read_sets``."""
-    style, build = wanted.style, _BUILDERS.get(wanted.style)
-    rows = _rows(wanted.source, limit, key)
+    style, build = evaluation_set.style, _BUILDERS.get(evaluation_set.style)
+    rows = _rows(evaluation_set.source, limit, key)
     if build is None:
-        style, layout = _found_style(wanted.source, rows, key)
-        items = [_located(wanted.source, n, key, lambda row=row: _own(row, layout)) for n, row in enumerate(rows)]
+        style, layout = _found_style(evaluation_set.source, rows, key)
+        items = [
+            _located(evaluation_set.source, n, key, lambda row=row: _own(row, layout)) for n, row in enumerate(rows)
+        ]
     else:
-        items = [_located(wanted.source, n, key, lambda row=row: build(row)) for n, row in enumerate(rows)]
-    before = wanted.before
-    if wanted.examples is not None:
-        shown = read_set(replace(wanted, source=wanted.examples, examples=None), None, key)
+        items = [_located(evaluation_set.source, n, key, lambda row=row: build(row)) for n, row in enumerate(rows)]
+    before = evaluation_set.before
+    if evaluation_set.examples is not None:
+        shown = read_set(replace(evaluation_set, source=evaluation_set.examples, examples=None), None, key)
         before += "".join(f"Question: {item.prompt}\nAnswer: {item.answer}\n\n" for item in shown.items)
-    return ItemSet(wanted.source, style, items, before)
+    return ItemSet(evaluation_set.source, style, items, before)
 
 
 def _rows(source: str, limit: int | None, key: str) -> list[Row]:

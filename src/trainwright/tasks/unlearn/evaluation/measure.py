@@ -17,9 +17,6 @@ import torch
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.evaluation.unlearning.encoding import NEW_TOKENS, STOP_TEXTS, ItemPrompts, ItemSequences
-from trainwright.evaluation.unlearning.items import Item, ItemSet
-from trainwright.evaluation.unlearning.report import Floats, mean_loss
 from trainwright.inference.answering import Stage, answer_all, over_ranks
 from trainwright.inference.generation import Answer, Sampling
 from trainwright.inference.loading import Loaded
@@ -28,6 +25,9 @@ from trainwright.inference.stopping import stop_of
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.quantization import Quantization, quantize
 from trainwright.parallel.world import World
+from trainwright.tasks.unlearn.evaluation.encoding import NEW_TOKENS, STOP_TEXTS, ItemPrompts, ItemSequences
+from trainwright.tasks.unlearn.evaluation.items import Item, ItemSet
+from trainwright.tasks.unlearn.evaluation.report import Floats, mean_loss
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,17 @@ def answer_sets(
         longest: new tokens of an answer in a chat.
         rows: prompts per batch.
     """
-    found = {}
+    answers = {}
     for name, prompts in work.prompts.items():
         style = work.sets[name].style
         stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=style == "chat").with_texts(STOP_TEXTS.get(style, ()))
         sampling = Sampling(max_new_tokens=NEW_TOKENS.get(style, longest))
         done = stage(f"answers of {name}", len(prompts.tokens))
         with loaded.lm.for_generation() as model:
-            found[name] = answer_all(
+            answers[name] = answer_all(
                 model, loaded.tokenizer, prompts.tokens, sampling, stop, world, rows=rows, done=done
             )
-    return found
+    return answers
 
 
 def attack_items(
@@ -108,7 +108,7 @@ def attack_items(
         other: another model's scores of all sequences, if needed.
     """
     sequences = work.sequences
-    found: dict[str, dict[str, Sequence[Floats]]] = {}
+    items: dict[str, dict[str, Sequence[Floats]]] = {}
     text = sequences.text_targets
     places = {name: sequences.of_set(name) for name in work.attacked_sets}
     if "standardized" in work.attacked:
@@ -117,19 +117,19 @@ def attack_items(
         each = dict(
             zip(numbers, score_standardized(loaded.lm, part, world, done=stage("Min-K++", len(part))), strict=True)
         )
-        found["standardized"] = {
+        items["standardized"] = {
             name: [each[number][: text[number]].astype(np.float64) for number in mine] for name, mine in places.items()
         }
     if "gradient_norm" in work.attacked:
         numbers = [number for each in places.values() for number in each]
         norms = dict(zip(numbers, gradient_norms(loaded.lm, sequences, numbers, world, stage), strict=True))
-        found["gradient_norm"] = {name: [np.array([norms[n]]) for n in mine] for name, mine in places.items()}
+        items["gradient_norm"] = {name: [np.array([norms[n]]) for n in mine] for name, mine in places.items()}
     if other is not None:
-        found["other_losses"] = {
+        items["other_losses"] = {
             name: [other[number].losses[: text[number]].astype(np.float64) for number in mine]
             for name, mine in places.items()
         }
-    return found
+    return items
 
 
 def gradient_norms(
@@ -219,13 +219,13 @@ def relearn(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World)
         weight.requires_grad_(True)
     optimizer = torch.optim.AdamW(weights, lr=how.learning_rate, weight_decay=0.0)
     looks = {round(how.steps * look / _LOOKS) for look in range(_LOOKS + 1)}
-    found = {}
+    probabilities = {}
     for step in range(how.steps + 1):
         if step in looks:
-            found[str(step)] = probability(loaded, rest, world)
+            probabilities[str(step)] = probability(loaded, rest, world)
         if step < how.steps:
             _step(loaded, batches, optimizer)
-    return found
+    return probabilities
 
 
 def _step(loaded: Loaded, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainwright.evaluation.unlearning import statistics
-from trainwright.evaluation.unlearning.encoding import PARAPHRASE, WRONG, ItemEncoder, ItemSequences
-from trainwright.evaluation.unlearning.items import read_sets
-from trainwright.evaluation.unlearning.report import by_set
 from trainwright.inference.scoring import score
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
 from trainwright.recipe.benchmarks import Benchmark
+from trainwright.tasks.unlearn.evaluation import statistics
+from trainwright.tasks.unlearn.evaluation.encoding import PARAPHRASE, WRONG, ItemEncoder, ItemSequences
+from trainwright.tasks.unlearn.evaluation.items import read_sets
+from trainwright.tasks.unlearn.evaluation.report import by_set
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

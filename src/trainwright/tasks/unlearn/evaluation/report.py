@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.evaluation.report import complete_directory, number_text, table_lines, write_text
-from trainwright.evaluation.unlearning import statistics
-from trainwright.evaluation.unlearning.encoding import ANSWER, PARAPHRASE, WRONG, ItemSequences
-from trainwright.evaluation.unlearning.items import ItemSet
-from trainwright.evaluation.unlearning.log import NAME, ReferenceLog, log_of
 from trainwright.inference.scoring import TokenScores
+from trainwright.tasks.unlearn.evaluation import statistics
+from trainwright.tasks.unlearn.evaluation.encoding import ANSWER, PARAPHRASE, WRONG, ItemSequences
+from trainwright.tasks.unlearn.evaluation.items import ItemSet
+from trainwright.tasks.unlearn.evaluation.log import NAME, ReferenceLog, log_of
 
 METRICS_FILE = "metrics.json"
 
@@ -46,7 +46,7 @@ class BenchmarkReport:
     @classmethod
     def of(
         cls,
-        found: Findings,
+        findings: Findings,
         values: Mapping[str, Mapping[str, float]],
         about: Mapping[str, Any],
         settings: Mapping[str, Any],
@@ -54,14 +54,14 @@ class BenchmarkReport:
     ) -> BenchmarkReport:
         """Build the report from the findings."""
         samples = [
-            {"set": name, "row": number + 1, "prompt": item.prompt, "reference": wanted, "answer": answer}
-            for name, answers in found.answers.items()
-            for number, (item, wanted, answer) in enumerate(
-                zip(found.sets[name].items, found.references[name], answers, strict=True)
+            {"set": name, "row": number + 1, "prompt": item.prompt, "reference": reference, "answer": answer}
+            for name, answers in findings.answers.items()
+            for number, (item, reference, answer) in enumerate(
+                zip(findings.sets[name].items, findings.references[name], answers, strict=True)
             )
         ]
-        rows = {name: len(each.items) for name, each in found.sets.items()}
-        return cls(values, rows, about, settings, notes, log_of(found, values, about), samples)
+        rows = {name: len(each.items) for name, each in findings.sets.items()}
+        return cls(values, rows, about, settings, notes, log_of(findings, values, about), samples)
 
     def save(self, file: Path) -> None:
         """Write the object to a file or directory."""
@@ -84,8 +84,8 @@ class BenchmarkReport:
     def write(self, directory: Path) -> None:
         """Write all files to the new ``directory``. Raises RequestError if they cannot be written."""
         with complete_directory(directory) as scratch:
-            found = {**self.about, "settings": self.settings, "metrics": self.metrics, "rows": self.rows}
-            write_text(scratch / METRICS_FILE, json.dumps({**found, "notes": self.notes}, indent=2) + "\n")
+            content = {**self.about, "settings": self.settings, "metrics": self.metrics, "rows": self.rows}
+            write_text(scratch / METRICS_FILE, json.dumps({**content, "notes": self.notes}, indent=2) + "\n")
             write_text(scratch / NAME, json.dumps(self.log) + "\n")
             if self.samples:
                 lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in self.samples)
@@ -171,9 +171,9 @@ class Findings:
 
 def by_set(sequences: ItemSequences, scores: Sequence[TokenScores]) -> dict[str, SetScores]:
     """Return the scores of all sequences, grouped by set."""
-    found: dict[str, SetScores] = {}
+    by_name: dict[str, SetScores] = {}
     for (name, item, what, _), number in sequences.places.items():
-        each = found.setdefault(name, SetScores([], []))
+        each = by_name.setdefault(name, SetScores([], []))
         if what == ANSWER:
             assert item == len(each.answers), "sequences of a set are in the order of its items"
             each.answers.append(scores[number])
@@ -183,4 +183,4 @@ def by_set(sequences: ItemSequences, scores: Sequence[TokenScores]) -> dict[str,
         elif what == WRONG:
             each.wrong.extend([] for _ in range(item + 1 - len(each.wrong)))
             each.wrong[item].append(scores[number])
-    return found
+    return by_name
