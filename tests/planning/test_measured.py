@@ -16,7 +16,7 @@ from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST
 from trainwright.planning.output import summary, table, words
-from trainwright.planning.plan import Plan, make_plan
+from trainwright.planning.plan import RunPlan, make_plan
 from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis, basis_of, block_seconds, model_of, shapes_of, way_of
 from trainwright.planning.step_time.rates import rates_of
@@ -36,7 +36,7 @@ def work(rows: int = 8, tokens: int = 512) -> Workload:
     return Workload(find_model(SMALL).architecture(), row_tokens=tokens, global_batch_rows=rows, document_tokens=128.0)
 
 
-def planned(found: Calibration | None, fixed: dict[str, Any] | None = None, flags: tuple[str, ...] = AMX) -> Plan:
+def planned(found: Calibration | None, fixed: dict[str, Any] | None = None, flags: tuple[str, ...] = AMX) -> RunPlan:
     return make_plan(Constraints(fixed or {}), work(), of_cores(2, *flags), basis=Basis(None, found))
 
 
@@ -200,7 +200,7 @@ def test_the_table_has_a_row_for_each_candidate_all_the_same() -> None:
     assert Evaluator(work(), of_cores(2), rates_of(of_cores(2))).rates.threads(1) == (2,)
 
 
-def _with_runs(*runs: OwnRun) -> Plan:
+def _with_runs(*runs: OwnRun) -> RunPlan:
     return make_plan(Constraints({}), work(), of_cores(2, *AMX), basis=Basis(None, measurement(), runs=OwnRuns(runs)))
 
 

@@ -16,7 +16,7 @@ from trainwright.planning.architectures.catalog import find_model
 from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
 from trainwright.planning.memory.peak import memory_of
 from trainwright.planning.output import table
-from trainwright.planning.plan import Plan, constraints_of, make_plan
+from trainwright.planning.plan import RunPlan, constraints_of, make_plan
 from trainwright.planning.search import AS_FAST, Evaluator, search
 from trainwright.planning.step_time.rates import rates_of
 from trainwright.planning.step_time.step import step_time
@@ -33,7 +33,7 @@ def work(name: str, rows: int = 64, tokens: int = 2048, **more: Any) -> Workload
 
 def plan(
     name: str, on: str, rows: int = 64, tokens: int = 2048, fixed: dict[str, Any] | None = None, **more: Any
-) -> Plan:
+) -> RunPlan:
     return make_plan(Constraints(fixed or {}), work(name, rows, tokens, **more), parse_machine(on))
 
 

@@ -93,7 +93,7 @@ def test_a_tensor_left_on_the_host_ends_the_run_with_its_line(tmp_path: Path) ->
     [
         (("--compute",), "--simulate MACHINE"),
         (("--compute", "--simulate", "2x8xH100"), "one node; such as 8xH100"),
-        (("--compute", "--simulate", "1xH100", "--most-waits", "1"), "remove --compute"),
+        (("--compute", "--simulate", "1xH100", "--max-host-syncs", "1"), "remove --compute"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:

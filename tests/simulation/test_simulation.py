@@ -273,6 +273,8 @@ def test_a_simulation_follows_an_accelerate_file(tmp_path: Path) -> None:
     [
         (("--simulate", "8xH1000"), "--simulate: H1000"),
         (("--simulate", "8xH100", "--nodes", "2"), "--nodes"),
+        (("--max-host-syncs", "3"), "--simulate"),
+        (("--most-waits", "3"), "note: --most-waits is called --max-host-syncs now"),  # its old spelling
         (("--most-waits", "3"), "--simulate"),
     ],
 )
@@ -291,9 +293,9 @@ def test_without_a_compiler_the_message_says_so(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_budget_of_waits_fails_when_it_is_exceeded(tmp_path: Path) -> None:
     command = ("train", str(RECIPE), *SMALL, "--simulate", "1xH100")
-    kept, exceeded = (trainwright(*command, "--most-waits", limit, cwd=tmp_path) for limit in ("100", "0"))
+    kept, exceeded = (trainwright(*command, "--max-host-syncs", limit, cwd=tmp_path) for limit in ("100", "0"))
     assert kept.returncode == 0 and "host waits" in kept.stdout
-    assert exceeded.returncode == 4 and "--most-waits 0" in exceeded.stderr
+    assert exceeded.returncode == 4 and "--max-host-syncs 0" in exceeded.stderr
     assert list(tmp_path.iterdir()) == []  # nothing is written
 
 

@@ -98,7 +98,7 @@ def compare(
 
 def _runs_in(directory: Path) -> list[Path]:
     """Return the directory if it is a run, else the runs in it; if there is none the directory, to be refused."""
-    place = user_path(directory)
-    if is_run(place) or not place.is_dir():
+    folder = user_path(directory)
+    if is_run(folder) or not folder.is_dir():
         return [directory]
-    return sorted(filter(is_run, place.iterdir())) or [directory]
+    return sorted(filter(is_run, folder.iterdir())) or [directory]

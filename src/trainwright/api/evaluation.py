@@ -130,6 +130,6 @@ def evaluate(
         >>> sorted(found.metrics)
         ['loss', 'token_accuracy']
     """
-    asked = MeasureRequest(**as_options(locals()))
-    directory, table = run_in_process(measure, asked, progress=progress, trust_code=trust_code)
+    request = MeasureRequest(**as_options(locals()))
+    directory, table = run_in_process(measure, request, progress=progress, trust_code=trust_code)
     return Evaluation(directory, tuple(table))

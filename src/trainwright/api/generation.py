@@ -262,7 +262,7 @@ def _prepare(request: GenerationRequest, machine: Machine, processes: int, work:
     encode = PromptEncoder(tokenizer, plain=plain, system=request.system)
     positions = getattr(load_config(model.section, tokenizer).get_text_config(), "max_position_embeddings", None)
     prompts = []
-    for row, question, place in zip(questions.rows, questions.asked, questions.places, strict=True):
+    for row, question, location in zip(questions.rows, questions.asked, questions.places, strict=True):
         try:
             prompts.append(encode(question))
             if positions is not None and len(prompts[-1]) >= positions:
@@ -270,7 +270,7 @@ def _prepare(request: GenerationRequest, machine: Machine, processes: int, work:
             if FIELD in row:
                 raise RequestError(f"the row already has a field {FIELD}, which is used for the answer")
         except RequestError as error:
-            raise RequestError(f"--file: {place}: {error}") from None
+            raise RequestError(f"--file: {location}: {error}") from None
     about = {"rows": questions.rows, "prompts": prompts, "plain": plain}
     (work / "questions.json").write_text(json.dumps(about, default=str), encoding="utf-8")
 

@@ -117,10 +117,10 @@ def machine_use(seconds: float, gpus: Sequence[Mapping[str, Any]] | None = None)
     """
     ranks, gpus = _ranks(), all_gpus() if gpus is None else gpus
     pids = {*ranks, *(pid for gpu in gpus for pid in gpu.get("processes", ()))}
-    begun = time.monotonic()
+    started = time.monotonic()
     before = {pid: _cpu_seconds(pid) for pid in pids}
     time.sleep(seconds)
-    elapsed = time.monotonic() - begun
+    elapsed = time.monotonic() - started
     processes = []
     for pid in sorted(pids, key=lambda pid: (pid not in ranks, ranks.get(pid), pid)):
         used = {index: gpu["processes"][pid] for index, gpu in enumerate(gpus) if pid in gpu.get("processes", ())}

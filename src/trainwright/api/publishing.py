@@ -103,10 +103,10 @@ def _write_gguf(source: FoundModel, out: Path, precision: str) -> None:
     if out.suffix != ".gguf":
         raise RequestError(f"--out: {out} should end in .gguf")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out.parent, prefix=".export-") as place:
+    with TemporaryDirectory(dir=out.parent, prefix=".export-") as scratch:
         directory = _plain_directory(source)
         if directory is None:
-            directory = Path(place) / "model"
+            directory = Path(scratch) / "model"
             _write_model(source, directory, None if source.checkpoint is None else "fp32")
         export_gguf(directory, out, precision)  # type: ignore[arg-type]
 

@@ -105,15 +105,15 @@ def runs(
             return []
         raise RequestError(f"{root}: no such directory")
     summaries = [_summary(each) for each in directories(root)]
-    wanted = [
+    matching = [
         each
         for each in summaries
         if status in (None, each.status) and task in (None, each.task) and (name is None or name in str(each.run))
     ]
-    wanted.sort(key=lambda each: (-(each.begun or 0.0), str(each.run)))
-    known = [each for each in wanted if getattr(each, sort) is not None]
+    matching.sort(key=lambda each: (-(each.begun or 0.0), str(each.run)))
+    known = [each for each in matching if getattr(each, sort) is not None]
     known.sort(key=lambda each: getattr(each, sort), reverse=_ORDERS[sort])  # stable
-    return [*known, *(each for each in wanted if getattr(each, sort) is None)]
+    return [*known, *(each for each in matching if getattr(each, sort) is None)]
 
 
 def directories(root: Path) -> list[Path]:

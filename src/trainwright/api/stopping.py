@@ -124,18 +124,20 @@ def _stop_jobs(directory: Path, jobs: Sequence[QueuedJob], end: float) -> str:
     from trainwright.clusters.slurm import scheduler
 
     ends: dict[Path, str] = {}
-    asked: set[tuple[str, bool]] = set()
+    stopped_before: set[tuple[str, bool]] = set()
     while jobs:
-        new = [job for job in jobs if (job.name, job.waits) not in asked]  # a job may begin, or wait again, meanwhile
+        new = [
+            job for job in jobs if (job.name, job.waits) not in stopped_before
+        ]  # a job may begin, or wait again, meanwhile
         running = [job for job in jobs if not job.waits and (job.run / RECIPE).is_file()]
-        begun = [job for job in new if job in running]
-        scheduler.cancel([job for job in new if job not in begun])
-        scheduler.forbid_requeue(begun)
+        started = [job for job in new if job in running]
+        scheduler.cancel([job for job in new if job not in started])
+        scheduler.forbid_requeue(started)
         for job in running:  # a start that is not this far yet forgets what was asked before it
-            if job in begun or not was_asked_to_stop(job.run):
+            if job in started or not was_asked_to_stop(job.run):
                 _touch(job.run / STOP_FILE)
-        asked |= {(job.name, job.waits) for job in new}
-        ends |= {job.run: "canceled" for job in new if job not in begun} | {job.run: "" for job in begun}
+        stopped_before |= {(job.name, job.waits) for job in new}
+        ends |= {job.run: "canceled" for job in new if job not in started} | {job.run: "" for job in started}
         if all(job.waits for job in jobs):
             break
         if time.monotonic() >= end:

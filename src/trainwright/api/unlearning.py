@@ -100,8 +100,8 @@ class _StudySteps:
         plot = draw([results], self._directory)
         if plot is None:
             self._tell("no plot: needs a metric of the forget set and one of the retained knowledge")
-        made = [*results.write(self._directory), *([] if plot is None else [plot])]
-        self._tell(f"{', '.join(made)} are in {self._directory}/")
+        files = [*results.write(self._directory), *([] if plot is None else [plot])]
+        self._tell(f"{', '.join(files)} are in {self._directory}/")
         return results
 
     def _rows(self) -> Benchmark:
@@ -173,12 +173,12 @@ class _StudySteps:
         run = self._directory / _RUNS / name
         if (run / "final").is_dir():
             return
-        begun = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
-        if run.exists() and not begun:
+        has_checkpoints = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
+        if run.exists() and not has_checkpoints:
             import shutil
 
             shutil.rmtree(run)  # stopped before there was anything to resume from
-        if begun:
+        if has_checkpoints:
             self._do(f"continuing with {name}", lambda: resume(run, progress=self._progress))
         else:
             self._do(f"trains {name}", lambda: train(file, override_of(run), progress=self._progress))
@@ -212,10 +212,10 @@ class _StudySteps:
     def _processes(self) -> dict[str, int]:
         from trainwright.machine.detect import detect
 
-        wanted = self._study.study.parallel.get("num_processes", "auto")
+        written = self._study.study.parallel.get("num_processes", "auto")
         machine = detect()
-        most = len(machine.gpus) or machine.cpu_cores
-        return {"num_processes": min(wanted, most)} if isinstance(wanted, int) else {}
+        limit = len(machine.gpus) or machine.cpu_cores
+        return {"num_processes": min(written, limit)} if isinstance(written, int) else {}
 
     def _ask(self, name: str, text: str, *, done: bool) -> Path:
         """Record the request of a part; raise if the part exists and its request was different."""

@@ -38,8 +38,8 @@ class Variant:
             return "as-it-is"
         parts = []
         for key, value in self.changes:
-            kept = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in value)
-            parts.append(f"{key.rpartition('.')[2]}={kept}")
+            safe_value = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in value)
+            parts.append(f"{key.rpartition('.')[2]}={safe_value}")
         name = ",".join(parts)
         if len(name) <= _LONGEST_NAME:
             return name
@@ -87,8 +87,8 @@ def _drawn(value: str, draw: random.Random) -> str:
         number = math.exp(draw.uniform(math.log(low), math.log(high)))
     else:
         number = draw.uniform(low, high)
-    whole = all(re.fullmatch(r"[-+]?\d+", end) for end in ends.groups())
-    return str(round(number)) if whole else f"{number:.4g}"
+    is_whole = all(re.fullmatch(r"[-+]?\d+", end) for end in ends.groups())
+    return str(round(number)) if is_whole else f"{number:.4g}"
 
 
 def _texts(over: Mapping[str, Sequence[Any]], *, ranges: bool = False) -> dict[str, list[str]]:

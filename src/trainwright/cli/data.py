@@ -54,7 +54,7 @@ _OPTIONS = {
 
 @app.command()
 def show(
-    asked: Asked,
+    source: Asked,
     overrides: Overrides = None,
     model: Model = None,
     max_length: MaxLength = None,
@@ -73,7 +73,7 @@ def show(
     from trainwright.models.load import load_tokenizer
 
     with _keys_as_options(model):
-        recipe = _recipe(asked, overrides or [], model, max_length)
+        recipe = _recipe(source, overrides or [], model, max_length)
         check_data(recipe)
         from trainwright.tasks.language_model import prepare_data  # with torch, which takes seconds
 
@@ -88,7 +88,7 @@ def show(
 
 @app.command()
 def check(
-    asked: Asked,
+    source: Asked,
     overrides: Overrides = None,
     model: Model = None,
     max_length: MaxLength = None,
@@ -102,12 +102,12 @@ def check(
     from trainwright.data.rows.kinds import kind_of_rows
     from trainwright.data.rows.pairs import ANY
 
-    if Path(asked).suffix in _RECIPES or model is not None:
+    if Path(source).suffix in _RECIPES or model is not None:
         from trainwright.models.load import load_tokenizer
         from trainwright.tasks.language_model import embeddings_of
 
         with _keys_as_options(model):
-            recipe = _recipe(asked, overrides or [], model, max_length)
+            recipe = _recipe(source, overrides or [], model, max_length)
             kind = ANY if model is not None else kind_of_rows(recipe)
             tokenizer = load_tokenizer(recipe.model)
             checked = check_sources(recipe, kind, tokenizer, embeddings_of(recipe.model, tokenizer))
@@ -115,7 +115,7 @@ def check(
         return
     if overrides or max_length is not None:
         raise RequestError("without --model, only the layout of a file is checked; pass --model to count tokens")
-    _report([check_rows(asked, ANY, "auto", key="data check")], None)
+    _report([check_rows(source, ANY, "auto", key="data check")], None)
 
 
 @app.command()
@@ -214,27 +214,27 @@ def _keys_as_options(model: str | None) -> Iterator[None]:
         raise RequestError(f"{_OPTIONS[key]}{rest}") from None
 
 
-def _recipe(asked: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
+def _recipe(source: str, overrides: list[str], model: str | None, max_length: int | None) -> Recipe:
     """Return the recipe, or one made for a file of rows."""
     import json
 
     from trainwright.recipe.loading import load_recipe, recipe_of
 
-    if Path(asked).suffix in _RECIPES:
+    if Path(source).suffix in _RECIPES:
         if model is not None or max_length is not None:
             raise RequestError(
                 "--model and --max-length are for a file of rows; for a recipe, set model.name and data.max_length"
             )
-        recipe = load_recipe(Path(asked), overrides)
+        recipe = load_recipe(Path(source), overrides)
         if not recipe.has_texts:
-            raise RequestError(f"{asked}: task {recipe.task} reads no texts, so there are no rows to show")
+            raise RequestError(f"{source}: task {recipe.task} reads no texts, so there are no rows to show")
         return recipe
     if model is None:
-        raise RequestError(f"{asked}: pass --model for its tokenizer and chat template, or pass a recipe (.yaml)")
+        raise RequestError(f"{source}: pass --model for its tokenizer and chat template, or pass a recipe (.yaml)")
     alone = f"model={{config: {{model_type: llama}}, tokenizer: {json.dumps(model)}}}"
     about = alone if model == "bytes" or _is_tokenizer(Path(model)) else f"model.name={model}"
     length = [f"data.max_length={max_length}"] if max_length is not None else []
-    data = f"data={{train: {json.dumps(asked)}, validation: null}}"
+    data = f"data={{train: {json.dumps(source)}, validation: null}}"
     tasks = [] if any(word.startswith("task=") for word in overrides) else ["task=sft"]
     return recipe_of([*tasks, about, data, *length, *overrides], "--model")
 
@@ -270,20 +270,20 @@ def _show_lengths(recipe: Recipe, dataset: TokenDataset) -> None:
     from trainwright.data.show import fill, histogram
 
     bins = histogram(dataset)
-    most = max(bin.examples for bin in bins)
+    most_examples = max(bin.examples for bin in bins)
     width = len(f"{bins[-1].high:,}")
     say("\nlength in tokens: examples")
     for bin in bins:
-        bar = "█" * max(round(bin.examples / most * _BAR), bool(bin.examples))
+        bar = "█" * max(round(bin.examples / most_examples * _BAR), bool(bin.examples))
         say(f"{bin.low:>{width},} - {bin.high:>{width},} {bin.examples:>8,} {bar}")
     data, train = recipe.data, recipe.train
-    asked: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
+    batch_settings: dict[str, Any] = {"global_batch_size": train.global_batch_size, "seed": train.seed}
     pack = data.pack_length or data.max_length * dataset.sequences_per_example
-    packed = fill(dataset, **asked, rows=None, pack_length=pack)
+    packed = fill(dataset, **batch_settings, rows=None, pack_length=pack)
     say()
     if data.pack_length is None:
         rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
-        padded = fill(dataset, **asked, rows=rows, pack_length=None)
+        padded = fill(dataset, **batch_settings, rows=rows, pack_length=None)
         together = f"{plural(rows or train.global_batch_size, 'example')}, padded to the longest"
         say(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
     batch = plural(train.global_batch_size, "example")
@@ -315,10 +315,10 @@ def _show_statistics(statistics: Statistics, out: Path) -> None:
     from rich.table import Table
 
     for source in statistics.sources:
-        kept = source.rows - source.duplicates - source.wrong - sum(source.left_out.values())
+        rows_written = source.rows - source.duplicates - source.wrong - sum(source.left_out.values())
         names = ", ".join(f"{theirs} as {ours}" for theirs, ours in source.renamed.items())
         read = f" (read {names})" if names else ""
-        say(f"{source.source}: {plural(source.rows, 'row')} of {source.layout}{read}: {kept:,} kept")
+        say(f"{source.source}: {plural(source.rows, 'row')} of {source.layout}{read}: {rows_written:,} kept")
         for note in source.notes:
             say(f"  {note}")
         if source.kept:
@@ -387,7 +387,7 @@ def tokenize(
     chosen = load_tokenizer(ModelSection(config={"model_type": "gpt"}, tokenizer=tokenizer))
     kind = "documents" if documents else "auto"
     named = [(SourceSection(source=source, format=kind, limit=limit), "data tokenize") for source in sources]
-    begun = time.monotonic()
+    started = time.monotonic()
     try:
         with _written(out), _shown() as report:
             about = write(
@@ -401,7 +401,7 @@ def tokenize(
             )
     except KeyboardInterrupt:
         raise Stopped(f"stopped; run the same command again to continue {out}") from None
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     shards = plural(len(about["shards"]), "shard")
     say(
         f"{out}: {plural(about['tokens'], 'token')} ({about['dtype']}) of {plural(about['documents'], 'document')}, "
@@ -430,12 +430,12 @@ def train_tokenizer(
     if out.exists():
         raise RequestError(f"--out: {out} already exists; choose a new directory")
     named = [(SourceSection(source=source, limit=limit), "data train-tokenizer") for source in sources]
-    made = make_tokenizer(named, None if characters else vocab_size)
+    new_tokenizer = make_tokenizer(named, None if characters else vocab_size)
     with _written(out), replacing(out) as scratch:
-        made.save_pretrained(scratch)
-    if not characters and len(made) < vocab_size:
-        say(f"note: the text yields only {plural(len(made), 'token')}")
-    say(f"{out}: {plural(len(made), 'token')}; use it as model.tokenizer")
+        new_tokenizer.save_pretrained(scratch)
+    if not characters and len(new_tokenizer) < vocab_size:
+        say(f"note: the text yields only {plural(len(new_tokenizer), 'token')}")
+    say(f"{out}: {plural(len(new_tokenizer), 'token')}; use it as model.tokenizer")
 
 
 @contextmanager
@@ -449,16 +449,16 @@ def _written(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _shown() -> Iterator[_Shown]:
+def _shown() -> Iterator[_LineProgress]:
     """Show the progress; on a terminal the line disappears at the end."""
     try:
-        yield _Shown()
+        yield _LineProgress()
     finally:
         if is_terminal(sys.stderr):
             draw("", sys.stderr)
 
 
-class _Shown:
+class _LineProgress:
     """Progress on one line of a terminal, and occasional lines elsewhere."""
 
     def __init__(self) -> None:

@@ -122,8 +122,8 @@ def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
     elif unknown is not None and diagnosis.is_unknown_first:
         from trainwright.diagnosis.explain import shortened
 
-        place = _place(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
-        lines += [f"not a known error ({place}):", f"  {shortened(unknown.text)}"]
+        location = _place(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
+        lines += [f"not a known error ({location}):", f"  {shortened(unknown.text)}"]
     else:
         lines.append("no known error found")
     if diagnosis.followed:

@@ -89,12 +89,13 @@ def train(
             "and host waits beside the plan, and operations that mix devices or dtypes. Computes and writes nothing.",
         ),
     ] = None,
-    most_waits: Annotated[
+    max_host_syncs: Annotated[
         int | None,
         typer.Option(
             min=0, metavar="N", help="With --simulate: fail if the host waits for the GPU more than N times per step."
         ),
     ] = None,
+    most_waits: Annotated[int | None, typer.Option(min=0, metavar="N", hidden=True)] = None,
     compute: Annotated[
         bool,
         typer.Option(
@@ -119,7 +120,10 @@ def train(
     recipe, overrides = split_words(arguments or [])
     if compute and simulate is None:
         raise RequestError("--compute: computes on simulated GPUs; pass --simulate MACHINE")
-    if (simulate is not None and not compute) or most_waits is not None:
+    if most_waits is not None:
+        say("note: --most-waits is called --max-host-syncs now; the next version refuses it", file=sys.stderr)
+        max_host_syncs = most_waits if max_host_syncs is None else max_host_syncs
+    if (simulate is not None and not compute) or max_host_syncs is not None:
         elsewhere: dict[str, object] = {
             "--resume": resume,
             "--nodes": nodes,
@@ -134,9 +138,9 @@ def train(
         given = [name for name, value in elsewhere.items() if value is not None] + ["--dry-run"] * dry_run
         given += ["--compute"] * compute
         overrides = [*overrides, *([f"parallel.num_processes={num_processes}"] if num_processes else [])]
-        _simulate(recipe, overrides, simulate, most_waits, given, force, accelerate_config)
+        _simulate(recipe, overrides, simulate, max_host_syncs, given, force, accelerate_config)
         return
-    asked = TrainingRequest(
+    request = TrainingRequest(
         recipe,
         overrides,
         resume,
@@ -155,11 +159,11 @@ def train(
 
         if dry_run or simulate is not None:
             raise RequestError("--hosts and --hostfile start a run; remove --dry-run or --simulate")
-        if code := train_on_hosts(replace(asked, force=force), hosts, hostfile):
+        if code := train_on_hosts(replace(request, force=force), hosts, hostfile):
             raise typer.Exit(code)
         return
     with Activity(sys.stderr):
-        prepared = prepare(asked)
+        prepared = prepare(request)
     for line in prepared.notes:
         say(f"note: {line}", file=sys.stderr)
     if not dry_run:
@@ -185,7 +189,7 @@ def _simulate(
     recipe: Path | None,
     overrides: list[str],
     machine: str | None,
-    most_waits: int | None,
+    max_host_syncs: int | None,
     given: list[str],
     force: bool,
     accelerate_config: Path | None,
@@ -194,7 +198,7 @@ def _simulate(
     import trainwright as tw
 
     if machine is None:
-        raise RequestError("--most-waits: counts waits of a simulated run; pass --simulate MACHINE")
+        raise RequestError("--max-host-syncs: counts waits of a simulated run; pass --simulate MACHINE")
     if given:
         raise RequestError(f"--simulate: {machine} describes all nodes of a new run; remove {', '.join(given)}")
     if recipe is None:
@@ -204,7 +208,7 @@ def _simulate(
     )
     for line in simulation.lines():
         say(line, wrap=False)
-    simulation.refuse(most_waits)
+    simulation.refuse(max_host_syncs)
 
 
 def _bare_resume(args: list[str], i: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.clusters.settings import Cluster, settings_of
+from trainwright.clusters.settings import ClusterSettings, settings_of
 from trainwright.errors import RequestError
 from trainwright.launch import run_directory
 from trainwright.recipe.loading import load_recipe
@@ -31,7 +31,7 @@ class Job:
     run: Path
     recipe: Path
     overrides: tuple[str, ...]
-    settings: Cluster
+    settings: ClusterSettings
 
     def runs(self) -> Iterator[Path]:
         """Yield the directory of each run: one, or those of an array's elements."""

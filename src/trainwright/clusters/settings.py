@@ -46,7 +46,7 @@ _STARTS_AGAIN = ("jobs", "until_done")
 _CARD = re.compile(r"(?:\d+\s*[x×*]\s*)?(.+)")
 
 
-class Cluster(JobSection):
+class ClusterSettings(JobSection):
     """The defaults of a cluster in clusters.yaml."""
 
     scheduler: Literal["slurm", "kubernetes", "skypilot", "ray"] = "slurm"
@@ -94,7 +94,7 @@ def clusters_file() -> Path:
     return user_path(base) / "trainwright" / _FILE
 
 
-def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> Cluster:
+def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> ClusterSettings:
     """Return the job's settings.
 
     Args:
@@ -112,7 +112,7 @@ def settings_of(recipe: Recipe, options: Mapping[str, Any], to: str | None) -> C
     given = {key: value for key, value in options.items() if value is not None}
     defaults = _cluster(name).model_dump(exclude_none=True)
     try:
-        settings = Cluster.model_validate({**defaults, **launch, **given})
+        settings = ClusterSettings.model_validate({**defaults, **launch, **given})
     except ValidationError as error:  # the recipe and the file are valid
         raise RequestError("\n".join(_problems(error, _option))) from None
     for key in _unused(settings):
@@ -150,7 +150,7 @@ def _option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _unused(settings: Cluster) -> list[str]:
+def _unused(settings: ClusterSettings) -> list[str]:
     return [key for key, users in _USED_BY.items() if getattr(settings, key) and settings.scheduler not in users]
 
 
@@ -158,7 +158,7 @@ def _names(key: str) -> str:
     return " and ".join(_USED_BY[key])
 
 
-def _cluster(name: str) -> Cluster:
+def _cluster(name: str) -> ClusterSettings:
     file = clusters_file()
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -169,11 +169,11 @@ def _cluster(name: str) -> Cluster:
     clusters = content or {}
     if name not in clusters:
         if name in SCHEDULERS:
-            return Cluster.model_validate({"scheduler": name})
+            return ClusterSettings.model_validate({"scheduler": name})
         known = ", ".join([*SCHEDULERS, *map(str, clusters)])
         raise RequestError(f"--to {name}: no such cluster in {file}; there are: {known}")
     try:
-        cluster = Cluster.model_validate(clusters[name] or {})
+        cluster = ClusterSettings.model_validate(clusters[name] or {})
     except ValidationError as error:
         raise RequestError("\n".join(_problems(error, lambda key: f"{file}: {name}.{key}"))) from None
     for key in _unused(cluster):
@@ -189,5 +189,5 @@ def _problems(error: ValidationError, location: Any) -> list[str]:
 
 def _expected(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
-        return f"one of {', '.join(Cluster.model_fields)}"
+        return f"one of {', '.join(ClusterSettings.model_fields)}"
     return f"{detail['msg']}, not {detail['input']!r}"

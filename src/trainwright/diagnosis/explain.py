@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trainwright.diagnosis.known_error import KnownError, Role, known_error
-from trainwright.diagnosis.log import Kind, Line, Log, Raised, read_log
+from trainwright.diagnosis.log import Line, LineKind, Log, Raised, read_log
 
 # A line without any of these words reports no known error; most lines of a log are progress.
 _WORDS = (
@@ -159,15 +159,15 @@ def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
     remaining, skipped = _COMPARED, 0
     for line in lines:
         lower = line.text.lower()
-        if line.kind is Kind.SOURCE or not any(word in lower for word in _WORDS):
+        if line.kind is LineKind.SOURCE or not any(word in lower for word in _WORDS):
             continue
-        key = line.text, line.kind is Kind.NOTICE
+        key = line.text, line.kind is LineKind.NOTICE
         if key not in compared:
             remaining -= len(line.text) + _PER_LINE
             if remaining < 0:
                 skipped += 1
                 continue
-            compared[key] = known_error(line.text, is_notice=line.kind is Kind.NOTICE)
+            compared[key] = known_error(line.text, is_notice=line.kind is LineKind.NOTICE)
         error = compared[key]
         if error is None:
             continue

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from trainwright.doctor.calibrate_cases import DTYPES, Case, Run, unequal_lengths
+from trainwright.doctor.calibrate_cases import DTYPES, CalibrationCase, Run, unequal_lengths
 from trainwright.models.attention.cpu_flash import flash_backward, flash_forward
 
 
@@ -30,11 +30,11 @@ class Sizes(NamedTuple):
     length: int
 
 
-def blocks_of(sizes: Sizes, precision: str) -> Iterator[Case]:
+def blocks_of(sizes: Sizes, precision: str) -> Iterator[CalibrationCase]:
     """Yield the forward and the backward pass of a block as cases: a model has other blocks between the two."""
     for direction in ("forward", "backward"):
         build = partial(_pass, sizes, DTYPES[precision], direction)
-        yield Case(f"block/{precision}/{direction}", tuple(map(float, sizes)), False, build, cold=True)
+        yield CalibrationCase(f"block/{precision}/{direction}", tuple(map(float, sizes)), False, build, cold=True)
 
 
 def _pass(sizes: Sizes, dtype: torch.dtype, direction: str) -> Run:

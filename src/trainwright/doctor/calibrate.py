@@ -45,17 +45,17 @@ def calibrate(
     counts = process_counts(machine)
     settings = []
     disturbed: list[float] = []
-    begun = time.monotonic()
+    begin = time.monotonic()
     with Stopping("stopping") as stopping, tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work:
         preload_libraries()
-        parts["imports"] = time.monotonic() - begun
+        parts["imports"] = time.monotonic() - begin
         for number, count in enumerate(counts):
             threads = None if machine.gpus else _threads(machine, count)
             say(f"measuring {_described(count, threads)}")
             started = time.monotonic()
-            end = started + max(0.0, begun + seconds - started) / (len(counts) - number)
+            end = started + max(0.0, begin + seconds - started) / (len(counts) - number)
             measurements = _in_processes(
-                machine, count, threads, (end, begun + limit), Path(work) / str(count), stopping
+                machine, count, threads, (end, begin + limit), Path(work) / str(count), stopping
             )
             disturbed.append(measurements["disturbed"])
             settings.append(_setting(machine, count, threads, measurements))
@@ -133,9 +133,9 @@ def _setting(machine: Machine, count: int, threads: int | None, measurements: di
 
 
 @contextmanager
-def _environment(**wanted: int | None) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update({name: str(value) for name, value in wanted.items() if value is not None})
+def _environment(**variables: int | None) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items() if value is not None})
     try:
         yield
     finally:

@@ -42,16 +42,16 @@ def fit(form: str, samples: Sequence[TimedSample]) -> tuple[float, ...]:
     return tuple(float(value) for value in coefficients / scale)
 
 
-def non_negative(rows: Numbers, wanted: Numbers) -> Numbers:
-    """Return the non-negative x [N] with the least squared error of ``rows`` [M, N] @ x from ``wanted`` [M].
+def non_negative(rows: Numbers, targets: Numbers) -> Numbers:
+    """Return the non-negative x [N] with the least squared error of ``rows`` [M, N] @ x from ``targets`` [M].
 
     See Lawson and Hanson 1974, ch. 23. With few unknowns, every set of non-zero ones is tried.
     """
-    best, least = np.zeros(rows.shape[1]), float(np.square(wanted).sum())
+    best, least = np.zeros(rows.shape[1]), float(np.square(targets).sum())
     for count in range(1, min(rows.shape) + 1):
         for chosen in combinations(range(rows.shape[1]), count):
-            coefficients, *_ = np.linalg.lstsq(rows[:, chosen], wanted, rcond=None)
-            off = float(np.square(rows[:, chosen] @ coefficients - wanted).sum())
+            coefficients, *_ = np.linalg.lstsq(rows[:, chosen], targets, rcond=None)
+            off = float(np.square(rows[:, chosen] @ coefficients - targets).sum())
             if off < least and (coefficients >= 0).all():
                 best, least = np.zeros(rows.shape[1]), off
                 best[list(chosen)] = coefficients

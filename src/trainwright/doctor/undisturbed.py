@@ -50,9 +50,9 @@ class Stopwatch:
     def time(self, run: Callable[[], object]) -> Timed:
         """Time one call."""
         before = self._waits()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         run()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         waits = [after - early for early, after in zip(before, self._waits(), strict=True)]
         return Timed(seconds, min(seconds, max(waits, default=0.0)))
 

@@ -78,8 +78,8 @@ def complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
     ours, theirs = history(run), history(reference)
     rounding = 0.0 if exact else rounding_of(reference) * magnitude(_of(theirs, "step") + _of(theirs, "evaluate"))
     steps = [event["step"] for event in ours if event["event"] == "step"]
-    wanted = [event["step"] for event in theirs if event["event"] == "step"]
-    require(steps == wanted, f"steps are {_spans(steps)}, not {_spans(wanted)}")
+    expected = [event["step"] for event in theirs if event["event"] == "step"]
+    require(steps == expected, f"steps are {_spans(steps)}, not {_spans(expected)}")
     for kind in ("step", "evaluate"):
         for one, other in zip(_of(ours, kind), _of(theirs, kind), strict=False):
             _compare(kind, one, other, rounding)
@@ -130,13 +130,13 @@ def _compared(kind: str, event: dict[str, Any], exact: bool) -> dict[str, Any]:
 
 def check_final(run: Path, reference: Path, *, exact: bool) -> None:
     """Require that the trained model is complete and, if runs are bit-identical, equals the reference's."""
-    final, wanted = run / "final", reference / "final"
+    final, expected = run / "final", reference / "final"
     names = sorted(path.name for path in final.iterdir()) if final.is_dir() else []
-    require(names == sorted(path.name for path in wanted.iterdir()), f"final/ has {names}")
+    require(names == sorted(path.name for path in expected.iterdir()), f"final/ has {names}")
     for path in final.glob("*.safetensors"):
         safetensors_header(path)
         if exact:
-            require(path.read_bytes() == (wanted / path.name).read_bytes(), f"{path} is not the undisturbed run's")
+            require(path.read_bytes() == (expected / path.name).read_bytes(), f"{path} is not the undisturbed run's")
 
 
 def checkpoint_steps(run: Path) -> list[int]:
@@ -176,9 +176,9 @@ def checkpoints_complete(run: Path, *, but: frozenset[int] = frozenset()) -> lis
 def none_lost(run: Path) -> None:
     """Require that the newest checkpoint of the events exists and is complete."""
     written = [event["step"] for event in history(run) if event["event"] == "checkpoint"]
-    whole = checkpoints_complete(run)
+    complete = checkpoints_complete(run)
     if written:
-        require(written[-1] in whole, f"the checkpoint of step {written[-1]} was written, and {whole} are there")
+        require(written[-1] in complete, f"the checkpoint of step {written[-1]} was written, and {complete} are there")
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
         header: dict[str, Any] = json.loads(file.read(length))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     if 8 + length + max(ends, default=0) != size:
-        raise Broken(f"{path} is {size} bytes, not what its header says")
+        raise InvariantBroken(f"{path} is {size} bytes, not what its header says")
     return header
 
 
@@ -205,7 +205,7 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in spans) or "none"
 
 
-class Broken(Exception):
+class InvariantBroken(Exception):
     """A promise was not kept; the message says which."""
 
 
@@ -228,4 +228,4 @@ class Undisturbed(Exception):
 def require(holds: object, otherwise: str) -> None:
     """Raise Broken with the message unless the condition holds."""
     if not holds:
-        raise Broken(otherwise)
+        raise InvariantBroken(otherwise)

@@ -54,7 +54,7 @@ from trainwright.text import quoted, say
 
 if TYPE_CHECKING:
     from trainwright.launch.accelerate.translation import Translation
-    from trainwright.launch.group.device_slots import Place
+    from trainwright.launch.group.device_slots import DeviceSlot
     from trainwright.launch.group.failure_report import FailureReport
     from trainwright.launch.group.rendezvous import Rendezvous
     from trainwright.parallel.world import RankInfo
@@ -248,7 +248,7 @@ class _Participant:
 
     def open(
         self, translation: Translation | None, stack: ExitStack, seconds_before: float, deadline: Deadline | None
-    ) -> tuple[Opened, Place]:
+    ) -> tuple[Opened, DeviceSlot]:
         """Do on rank 0 everything before the first step that has to be done once."""
         from trainwright.launch.group.device_slots import Member, first_ranks, places
 
@@ -300,10 +300,10 @@ class _Participant:
         request = request_of(options.recipe, list(options.overrides), options.resume, translation)
         return for_started(request, self.environment.size, self.environment.launcher)
 
-    def follow(self) -> tuple[Opened, Place]:
+    def follow(self) -> tuple[Opened, DeviceSlot]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
         from trainwright.launch.group.addresses import in_words
-        from trainwright.launch.group.device_slots import Place
+        from trainwright.launch.group.device_slots import DeviceSlot
 
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
@@ -321,7 +321,7 @@ class _Participant:
         log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
         enter_process(log, parent=_parent(self.environment), keep_console=False)
         self.failures.begin(log.parent)
-        return opened, Place(*decision["places"][self.environment.rank])
+        return opened, DeviceSlot(*decision["places"][self.environment.rank])
 
     def refuse(self, error: Exception) -> int:
         """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
@@ -342,7 +342,7 @@ class _Participant:
         self.leave_together(_REPORT_SECONDS)
         return code
 
-    def rank_info(self, slot: Place) -> RankInfo:
+    def rank_info(self, slot: DeviceSlot) -> RankInfo:
         """Return this process's rank and its device."""
         from torch.distributed import PrefixStore
 
@@ -418,7 +418,7 @@ def _parent(environment: LaunchEnvironment) -> int | None:
     return None if environment.launcher == "python" else os.getppid()
 
 
-def _threads(slot: Place) -> int:
+def _threads(slot: DeviceSlot) -> int:
     cores = detect().cpu_cores
     return max(1, cores if slot.own_cores else cores // slot.local_size) if cores else threads_allowed()
 

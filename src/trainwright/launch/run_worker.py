@@ -49,13 +49,13 @@ from trainwright.machine.cache import cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.numa import bind
-from trainwright.machine.usage.sample import OwnProcess, Sampler
+from trainwright.machine.usage.sample import OwnProcess, UsageSampler
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
 from trainwright.observe.ledger import LedgerWriter
-from trainwright.observe.plan_watch import PlanWatch, Watched
+from trainwright.observe.plan_watch import PlanWatch, WatchedPlan
 from trainwright.observe.stalls import Stalls
 from trainwright.parallel.collectives import report_collectives
 from trainwright.parallel.layout import ModelLayout
@@ -121,7 +121,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialRun:
     """A run of a few steps, of which only the events are kept; ``largest``: of the largest micro-batch each."""
 
     steps: int
@@ -143,7 +143,7 @@ def train(worker: Worker) -> int:
     with Activity(console(), "looking at the machine"):
         own, gpu = heartbeat.own(), _gpu(detect(), rank_info)
     assert own is not None, "it has begun"
-    sampler = Sampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
+    sampler = UsageSampler(None if gpu is None else gpu.address, os.getppid() if rank_info.local_size > 1 else None)
     alone, warn = rank_info.size == 1, functools.partial(_stop_warning, worker.launcher)
 
     def requests(state_bytes: int) -> StopRequests:
@@ -195,7 +195,7 @@ def run_worker(
     observers: Callable[[Recipe], Sequence[Observer]] = lambda recipe: (),
     requests: Callable[[int], StopRequests] | None = None,
     stop_requested: Callable[[], bool] = stop_requested,
-    trial: Trial | None = None,
+    trial: TrialRun | None = None,
     watch: Callable[[Task, Strategy], None] = lambda task, strategy: None,
 ) -> int:
     """Train this process's share of a run until it ends or a stop is requested.
@@ -246,7 +246,7 @@ def run_worker(
     if trial is None and world.is_main:
         gpu = None if world.device.type == "cpu" else world.device.index
         own_process = OwnProcess(torch.get_num_threads(), world.local_size, gpu)
-        watched = Watched.of(run, run_directory.plan_of(run), may_change)
+        watched = WatchedPlan.of(run, run_directory.plan_of(run), may_change)
         if watched is not None and watched.chosen.get("num_processes", world.size) == world.size:
             events.follow(PlanWatch(watched, events.emit, own_process))
     stop_requests = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None

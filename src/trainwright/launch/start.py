@@ -261,13 +261,13 @@ class _Launch:
         smaller micro-batch may mend, with another number of processes, or with another plan.
         """
         from trainwright.launch.ending.failure import Failure
-        from trainwright.launch.hangs.watcher import Watched
+        from trainwright.launch.hangs.watcher import WatchedRun
         from trainwright.launch.relaunch import Relaunch
         from trainwright.launch.run_worker import Worker, train
         from trainwright.launch.supervisor import run_workers
 
         crew, recipe = self.crew, self.resolved.recipe
-        watched = Watched(run, recipe.faults.on_hang, recipe.train.compile is True)
+        watched = WatchedRun(run, recipe.faults.on_hang, recipe.train.compile is True)
         relaunch = Relaunch(run, recipe.faults.restarts)
         resume = self.request.run is not None or (crew is not None and crew.has_launched)
         reported: Event | None = None
@@ -410,10 +410,10 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
 
 def _work(run: Path) -> int:
     """Run in every worker."""
-    from trainwright.launch.run_worker import Trial, Worker, run_worker
+    from trainwright.launch.run_worker import TrialRun, Worker, run_worker
 
     raise_oom_score(_FIRST_TO_BE_KILLED)
-    return run_worker(Worker(run), trial=Trial(_STEPS, largest=True))
+    return run_worker(Worker(run), trial=TrialRun(_STEPS, largest=True))
 
 
 def _measured(run: Path) -> tuple[int | None, float | None]:

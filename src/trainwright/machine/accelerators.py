@@ -50,19 +50,19 @@ class Build:
     hip: str | None = None
 
 
-def with_device(machine: Machine, asked: str) -> Machine:
-    """Return the machine for a run whose ``parallel.device`` is ``asked``: without GPUs if that is cpu.
+def with_device(machine: Machine, device: str) -> Machine:
+    """Return the machine for a run whose ``parallel.device`` is ``device``: without GPUs if that is cpu.
 
     Raises:
         MachineError: a GPU is requested and there is none, or there is one that cannot be used and the CPU is not
             requested.
     """
-    if asked == "cpu":
+    if device == "cpu":
         return replace(machine, gpus=(), unusable=())
     if machine.unusable:
         reasons = "; ".join(machine.unusable)
-        raise MachineError(f"parallel.device: {asked}, but {reasons}. Fix that, or {ON_PURPOSE}")
-    if asked == "cuda" and not machine.gpus:
+        raise MachineError(f"parallel.device: {device}, but {reasons}. Fix that, or {ON_PURPOSE}")
+    if device == "cuda" and not machine.gpus:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if hidden is None else f"; CUDA_VISIBLE_DEVICES is {hidden!r}, which hides them"
         raise MachineError(f"parallel.device: cuda, but no GPU was found ({machine.describe()}){why}; {ON_PURPOSE}")
@@ -192,9 +192,9 @@ def _other(root: Path) -> Iterator[str]:
         devices.append(f"{amd} AMD GPU{'s' * (amd > 1)} (ROCm)")
     # Intel's integrated graphics are on the processor's bus; cards are behind a bridge.
     cards = [
-        place
-        for place, vendor, kind in _pci(root)
-        if vendor == _INTEL and kind.startswith((_DISPLAY, _ACCELERATOR)) and not place.startswith("0000:00:")
+        address
+        for address, vendor, kind in _pci(root)
+        if vendor == _INTEL and kind.startswith((_DISPLAY, _ACCELERATOR)) and not address.startswith("0000:00:")
     ]
     if cards:
         devices.append(f"{len(cards)} Intel GPU{'s' * (len(cards) > 1)} (XPU)")

@@ -50,14 +50,14 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]
         version = 2 if not fields[1] else 1
         if version == 1 and controller not in fields[1].split(","):
             continue
-        for place, inside, options in mounts:
+        for mount, inside, options in mounts:
             if (options is None) == (version == 2) and (version == 2 or controller in (options or ())):
-                yield from ((group, version) for group in _chain(root, place, inside, fields[2]))
+                yield from ((group, version) for group in _chain(root, mount, inside, fields[2]))
 
 
-def _chain(root: Path, place: str, inside: str, path: str) -> Iterator[Path]:
+def _chain(root: Path, mount: str, inside: str, path: str) -> Iterator[Path]:
     """Yield the existing directories from a group up to the top of its mount."""
-    top = root / place.lstrip("/")
+    top = root / mount.lstrip("/")
     try:
         below = PurePosixPath(path).relative_to(inside)
     except ValueError:

@@ -129,9 +129,9 @@ def why_no_triton() -> str | None:
     )
 
 
-def _compiler(asked: str | None, *names: str) -> str | None:
+def _compiler(chosen: str | None, *names: str) -> str | None:
     """Return the compiler that the environment names, which replaces the others, or the first that is installed."""
-    for name in (asked,) if asked else names:
+    for name in (chosen,) if chosen else names:
         if name and (program := which(name.split()[0])) is not None:
             return program
     return None

@@ -174,14 +174,14 @@ def lock_file(file: Path, waiting: str) -> Iterator[bool]:
     """
     descriptor, pause = retried(lambda: _opened(file)), 0.0
     try:
-        while (held := _taken(descriptor)) is False:
+        while (is_taken := _taken(descriptor)) is False:
             if not pause:
                 doing(waiting)
             pause = min(max(2 * pause, _LOOKS), _LONGEST_LOOKS)
             time.sleep(pause)
         if pause:
             doing("")
-        yield held is True
+        yield is_taken is True
     finally:
         os.close(descriptor)
 
@@ -269,10 +269,10 @@ def remove_left_files(file: Path) -> None:
             left.unlink()
 
 
-def _published(made: Path, directory: Path, find: Callable[[], _Found | None]) -> _Found:
+def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]) -> _Found:
     """Rename what was made to ``directory``, unless another process was first."""
     try:
-        made.rename(directory)
+        scratch.rename(directory)
     except OSError:
         existing = retried(find)
         if existing is not None:
@@ -282,7 +282,7 @@ def _published(made: Path, directory: Path, find: Callable[[], _Found | None]) -
         damaged = directory.with_name(f"{_prefix(directory)}{secrets.token_hex(4)}")
         directory.rename(damaged)
         shutil.rmtree(damaged, ignore_errors=True)  # before the rename, after which nobody looks for what is left
-        made.rename(directory)
+        scratch.rename(directory)
     existing = retried(find)
     if existing is None:
         raise OSError(f"{directory} was made and is damaged or gone")

@@ -15,7 +15,7 @@ from trainwright.engine.events import Event, Notice
 from trainwright.machine.cache import try_write
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.own_runs import remember, run_of
-from trainwright.machine.usage.causes import Cause, causes_of, in_words
+from trainwright.machine.usage.causes import Slowdown, causes_of, in_words
 from trainwright.machine.usage.counters import Counters
 from trainwright.machine.usage.sample import OwnProcess
 from trainwright.recipe.strategy_spec import spec_of
@@ -37,7 +37,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedPlan:
     """The plan of a run: ``predicted``, ``own`` (identifies its kind for the record), ``chosen`` and other
     ``candidates``.
 
@@ -52,7 +52,7 @@ class Watched:
     replan: bool
 
     @classmethod
-    def of(cls, run: Path, plan: Mapping[str, Any], replan: bool) -> Watched | None:
+    def of(cls, run: Path, plan: Mapping[str, Any], replan: bool) -> WatchedPlan | None:
         """Return None if there is nothing to compare with: no plan, or one by datasheets of a described machine."""
         predicted = plan.get("predicted")
         if not isinstance(predicted, dict) or not predicted.get("tokens_per_second"):
@@ -67,7 +67,7 @@ class Watched:
 class PlanWatch:
     """Observer of rank 0's events; ``emit`` records further events. ``process``: the one of rank 0."""
 
-    def __init__(self, watched: Watched, emit: Callable[[Event], None], process: OwnProcess) -> None:
+    def __init__(self, watched: WatchedPlan, emit: Callable[[Event], None], process: OwnProcess) -> None:
         self._watched = watched
         self._emit = emit
         self._process = process
@@ -111,7 +111,7 @@ class PlanWatch:
         details = {"step": step, "predicted": expected, "measured": measured, **shown}
         self._emit(Notice(message=message, kind="plan", details=details))
 
-    def _outside(self) -> list[Cause]:
+    def _outside(self) -> list[Slowdown]:
         """Return the causes outside the prediction that make steps slow, largest first."""
         assert self._before is not None
         before, waited = self._before
@@ -153,7 +153,7 @@ class PlanWatch:
             remember(machine, run)
 
 
-def _slowed(causes: Sequence[Cause]) -> float:
+def _slowed(causes: Sequence[Slowdown]) -> float:
     """Return the factor by which causes make steps slower."""
     if any(cause.kind == "memory" for cause in causes):
         return math.inf
@@ -167,8 +167,8 @@ def _differs(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
 def _is_same_run(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     """Return whether losses stay the same and the checkpoint can be loaded."""
     strategies = {one["strategy"], chosen.get("strategy")}
-    kept = strategies <= {*STRATEGIES.names()} and all(spec_of(name).changes_in_run for name in strategies)
-    return kept and one["mixed_precision"] == chosen.get("mixed_precision")
+    can_change = strategies <= {*STRATEGIES.names()} and all(spec_of(name).changes_in_run for name in strategies)
+    return can_change and one["mixed_precision"] == chosen.get("mixed_precision")
 
 
 def _in_words(offer: Mapping[str, Any], measured: float) -> str:

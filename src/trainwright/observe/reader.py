@@ -39,7 +39,7 @@ def read_events(path: Path) -> list[EventRecord]:
 
 
 @dataclass(frozen=True)
-class EventLog:
+class RunEvents:
     """A run's events.
 
     Attributes:
@@ -54,7 +54,7 @@ class EventLog:
     damage: list[str]
 
 
-def read_log(path: Path) -> EventLog:
+def read_log(path: Path) -> RunEvents:
     """Return the events of `events.jsonl`, and what could not be read; nothing if there is no such file."""
     damage: list[str] = []
     try:
@@ -63,7 +63,7 @@ def read_log(path: Path) -> EventLog:
         everything = []
     except OSError as error:
         everything, damage = [], [f"{path.name}: {error.strerror}"]
-    return EventLog(history_of(everything), everything, damage)
+    return RunEvents(history_of(everything), everything, damage)
 
 
 def read_recipe(run: Path) -> dict[str, Any]:
@@ -107,16 +107,16 @@ def read_earlier(path: Path, start: EventRecord) -> EarlierEvents:
 
 def _spans(events: Iterable[EventRecord]) -> Iterator[float]:
     """Yield the seconds that each launch trained, up to its last event."""
-    begun = ended = None
+    start = ended = None
     for event in events:
         if event["event"] == "start":
-            if begun is not None and ended is not None:
-                yield ended - begun
-            begun = ended = event["time"]
-        elif event["event"] in _WORK and begun is not None:
+            if start is not None and ended is not None:
+                yield ended - start
+            start = ended = event["time"]
+        elif event["event"] in _WORK and start is not None:
             ended = event["time"]
-    if begun is not None and ended is not None:
-        yield ended - begun
+    if start is not None and ended is not None:
+        yield ended - start
 
 
 def history_of(events: Sequence[EventRecord]) -> list[EventRecord]:
@@ -130,10 +130,10 @@ def history_of(events: Sequence[EventRecord]) -> list[EventRecord]:
         if not isinstance(step, int) or step <= min(last_of_any, last[event["event"]]):
             history.append(event)
         if event["event"] in ("start", "rewind"):
-            kept, again = _goes_on(event)
-            last_of_any = min(last_of_any, kept)
+            last_valid, again = _goes_on(event)
+            last_of_any = min(last_of_any, last_valid)
             for kind in again:
-                last[kind] = min(last[kind], kept - 1)
+                last[kind] = min(last[kind], last_valid - 1)
     return history[::-1]
 
 
@@ -166,9 +166,9 @@ def resumed_step(start: EventRecord) -> int | None:
 
 def superseded(event: EventRecord, start: EventRecord) -> bool:
     """Return whether an event is repeated after a later ``start`` or ``rewind`` event."""
-    kept, again = _goes_on(start)
+    last_valid, again = _goes_on(start)
     step = event.get("step")
-    return isinstance(step, int) and (step > kept or (step == kept and event["event"] in again))
+    return isinstance(step, int) and (step > last_valid or (step == last_valid and event["event"] in again))
 
 
 def _goes_on(start: EventRecord) -> tuple[int, Sequence[str]]:

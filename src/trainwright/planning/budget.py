@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainwright.errors import RequestError
-from trainwright.planning.plan import Plan
+from trainwright.planning.plan import RunPlan
 from trainwright.planning.workload import Workload
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -37,7 +37,7 @@ def with_budget(workload: Workload, tokens: float) -> Workload:
     return replace(workload, steps=max(1, -(-round(tokens) // round(workload.tokens))))
 
 
-def cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
+def cost(plan: RunPlan, tokens: float, price: float | None) -> dict[str, float]:
     """Return the time and cost of training on ``tokens``, and the expected loss; ``price``: per device and hour.
 
     Empty if nothing fits.
@@ -58,7 +58,7 @@ def cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
     return figures if price is None else {**figures, "cost": hours * devices * price}
 
 
-def words(plan: Plan, tokens: float, price: float | None) -> Iterator[str]:
+def words(plan: RunPlan, tokens: float, price: float | None) -> Iterator[str]:
     """Yield the values of ``cost`` as text."""
     figures = cost(plan, tokens, price)
     if not figures:

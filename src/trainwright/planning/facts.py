@@ -421,8 +421,8 @@ def _lengths(recipe: Recipe, needs: Needs, assumptions: list[str]) -> Lengths:
     guess = estimate(examples, data.max_length, recipe.model.tokenizer == "bytes")
     if guess is None:
         longest = each * data.max_length
-        whole = "data.max_length" if each == 1 else f"{each} times data.max_length"
-        assumptions.append(f"every example has {whole}, {longest} tokens: the data is not available yet")
+        length_text = "data.max_length" if each == 1 else f"{each} times data.max_length"
+        assumptions.append(f"every example has {length_text}, {longest} tokens: the data is not available yet")
         return Lengths((longest,), None, 1.0, exact=False)
     assumptions.append(
         f"examples of {guess.mean:.0f} tokens on average, estimated from the characters of the first {len(examples)}; "
@@ -440,14 +440,17 @@ def _first_examples(recipe: Recipe, each: int) -> list[list[Example]]:
     from trainwright.data.sources.reading import check_source
     from trainwright.data.sources.registry import registered_rows, registered_source
 
-    data, whole = recipe.data, sum(one.weight for one in recipe.data.sources)
+    data, total_weight = recipe.data, sum(one.weight for one in recipe.data.sources)
     parts: list[list[list[Example]]] = []
     for one, key in zip(data.sources, data.source_keys, strict=True):
         files = registered_source(one.source) is None
         examples_of_source = (
             check_source(one.source, key, one.format == "documents") if files else registered_rows(one.source)
         )
-        rows, kind = examples_of_source[: max(1, round(_SAMPLED_ROWS * one.weight / whole))], kind_of_rows(recipe, key)
+        rows, kind = (
+            examples_of_source[: max(1, round(_SAMPLED_ROWS * one.weight / total_weight))],
+            kind_of_rows(recipe, key),
+        )
         parts.append([])
         if not rows:
             continue

@@ -38,7 +38,7 @@ _NAMES: dict[MixedPrecision, str] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The chosen candidate of a run, with all others, reasons and assumptions.
 
     ``chosen``: the candidate that runs, or, if ``fits`` is false, the one nearest to fitting; ``suggestions`` then
@@ -154,7 +154,7 @@ def make_plan(
     basis: Basis = Basis(),  # noqa: B008
     available: Callable[[str], str | None] = lambda strategy: None,
     own: Errors | None = None,
-) -> Plan:
+) -> RunPlan:
     """Return the plan with the fastest candidate for ``workload`` that fits ``cluster`` and satisfies ``constraints``.
 
     ``basis``: measurements on that machine. ``available``: maps a strategy to None, or to the reason why it cannot run
@@ -176,7 +176,7 @@ def make_plan(
     if result.best is not None:
         chosen = _perhaps_compiled(evaluator, constraints, chosen)
     out = () if chosen.runs else tuple(suggestions(evaluator, constraints, chosen))
-    return Plan(
+    return RunPlan(
         workload=workload,
         cluster=cluster,
         constraints=constraints,

@@ -142,8 +142,8 @@ def _slower_part(candidate: Candidate, best: Candidate) -> str:
     differences = {
         name: seconds - best.time.parts.get(name, 0.0) for name, seconds in candidate.time.parts.items() if seconds
     }
-    name, most = max(differences.items(), key=lambda item: item[1], default=("", 0.0))
-    return name if most > 0.3 * (candidate.time.seconds - best.time.seconds) else ""
+    name, difference = max(differences.items(), key=lambda item: item[1], default=("", 0.0))
+    return name if difference > 0.3 * (candidate.time.seconds - best.time.seconds) else ""
 
 
 def _why_processes(chosen: Candidate, result: SearchResult, workload: Workload, cluster: Cluster) -> str:

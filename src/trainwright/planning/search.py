@@ -167,8 +167,8 @@ class Evaluator:
             each = memory.total + memory.host.get(COPY, 0)
             needed, host, left_alone = each * -(-choice.num_processes // self.cluster.nodes), 0, LEFT_ALONE
         elif self.cluster.unified:
-            held, loading = sum(memory.host.values()), memory.host.get(LOADING, 0)
-            each = max(memory.total + held - loading, memory.phases["load"] + held)
+            host_bytes, loading = sum(memory.host.values()), memory.host.get(LOADING, 0)
+            each = max(memory.total + host_bytes - loading, memory.phases["load"] + host_bytes)
             needed, host, left_alone = each * processes_here, 0, LEFT_ALONE
         else:
             needed, host, left_alone = memory.total, sum(memory.host.values()) * processes_here, 0.0
@@ -187,13 +187,13 @@ class Evaluator:
 
     def _unfit(self, choice: Choice) -> str | None:
         adapter = self.workload.adapter
-        asked = {
+        settings = {
             "model.adapter.type": "none" if adapter is None else adapter.kind,
             "model.adapter.quantisation": self.workload.quantisation,
             "optimizer.name": self.workload.optimizer,
             **{f"train.{key}": getattr(choice, key) for key in _LIMITED},
         }
-        limit = choice.spec.refuses(asked)
+        limit = choice.spec.refuses(settings)
         return None if limit is None else limit.short
 
     def timed(self, candidate: Candidate) -> Candidate:

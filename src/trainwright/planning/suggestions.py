@@ -131,8 +131,8 @@ def _without_constraints(evaluator: Evaluator, constraints: Constraints) -> Iter
 
 def _offloaded(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
     """Yield offloading to the host's memory if the recipe forbids it."""
-    asked = constraints.fixed.get("strategy")
-    key = None if asked is None else next(iter(spec_of(asked).offloads), None)
+    strategy = constraints.fixed.get("strategy")
+    key = None if strategy is None else next(iter(spec_of(strategy).offloads), None)
     if key is not None and constraints.fixed.get(key) is False and evaluator.cluster.device != "cpu":
         moved = replace(constraints, fixed={**constraints.fixed, key: True})
         yield frozenset([key]), iter([(f"parallel.{key}=true", evaluator, moved)])

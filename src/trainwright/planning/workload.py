@@ -138,12 +138,14 @@ class Workload:
         """Length of the longest sequence in tokens."""
         return self.row_tokens if self.longest_document is None else self.longest_document
 
-    def length_at(self, place: int) -> int | None:
+    def length_at(self, position: int) -> int | None:
         """Return the length of the sequence at an index of a global batch, sorted longest first; None if unknown."""
         known = self.batch_documents
         if not known:
             return None
-        return min(self.longest, known[min(len(known) - 1, int(place * len(known) / max(1.0, self.global_batch_rows)))])
+        return min(
+            self.longest, known[min(len(known) - 1, int(position * len(known) / max(1.0, self.global_batch_rows)))]
+        )
 
     def targets(self, tokens: int, sequences: int) -> int:
         """Return how many of ``tokens`` tokens in ``sequences`` sequences are targets.

@@ -145,8 +145,8 @@ class RunFigures:
         last = next((event for event in reversed(self.events) if event["event"] in ("start", "finish")), None)
         if last is not None and last["event"] == "finish":
             return _name(last.get("status", "finished"))
-        told = [event for event in self.everything if event["event"] != "notice"]
-        return "failed" if told and told[-1]["event"] == "fault" else "ended"
+        without_notices = [event for event in self.everything if event["event"] != "notice"]
+        return "failed" if without_notices and without_notices[-1]["event"] == "fault" else "ended"
 
     @cached_property
     def steps(self) -> list[EventRecord]:
@@ -196,8 +196,8 @@ class RunFigures:
         """Return the median over the steps of the newest launch after the first two."""
         import statistics
 
-        begun = self.start.get("time", 0.0)
-        rates = [e["tokens_per_second"] for e in self.steps if e["time"] >= begun and "tokens_per_second" in e]
+        since = self.start.get("time", 0.0)
+        rates = [e["tokens_per_second"] for e in self.steps if e["time"] >= since and "tokens_per_second" in e]
         return statistics.median(rates[2:] or rates) if rates else None
 
     @property
@@ -255,7 +255,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlottedCurve:
     """Values over steps.
 
     Attributes:
@@ -272,17 +272,17 @@ class Curve:
     smoothed: dict[float, list[float]] = field(default_factory=dict)
 
 
-def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
+def curves_of(run: RunFigures, limit: int = 1000) -> dict[str, PlottedCurve]:
     """Return the curves of a run by name: those of ``CURVES``, metrics of steps, and validation metrics as
     ``validation/METRIC``.
 
     Args:
-        most: points of a curve; a longer one is thinned, with the extremes of each part kept.
+        limit: points of a curve; a longer one is thinned, with the extremes of each part kept.
     """
-    curves: dict[str, Curve] = {}
+    curves: dict[str, PlottedCurve] = {}
     lost = [(before, after) for before, after in pairwise(run.steps) if lost_between(before, after)]
     for name, (title, unit) in CURVES.items():
-        curves[name] = Curve(title, unit, breaks=[int(after["step"]) for _, after in lost])
+        curves[name] = PlottedCurve(title, unit, breaks=[int(after["step"]) for _, after in lost])
         scale = 2**30 if unit == "GiB" else 1
         for event in run.steps:
             if name in event:
@@ -291,15 +291,17 @@ def curves_of(run: RunFigures, most: int = 1000) -> dict[str, Curve]:
         for event in events:
             for metric, value in event.get("metrics", {}).items():
                 words = text.metric_name(metric)
-                curve = curves.setdefault(f"{prefix}{metric}", Curve(f"Validation {words}" if prefix else words, ""))
+                curve = curves.setdefault(
+                    f"{prefix}{metric}", PlottedCurve(f"Validation {words}" if prefix else words, "")
+                )
                 _take(curve, event["step"], value)
     for before, after in lost:
         for metric in before.get("metrics", {}).keys() & after.get("metrics", {}).keys():
             curves[metric].breaks.append(int(after["step"]))
-    return {name: _shown(name, curve, most) for name, curve in curves.items() if curve.points}
+    return {name: _shown(name, curve, limit) for name, curve in curves.items() if curve.points}
 
 
-def _take(curve: Curve, step: int, value: Any, scale: int = 1) -> None:
+def _take(curve: PlottedCurve, step: int, value: Any, scale: int = 1) -> None:
     """Append a value, or a break if it is not a number."""
     if is_number(value):
         curve.points.append((int(step), float(value) / scale))
@@ -307,17 +309,19 @@ def _take(curve: Curve, step: int, value: Any, scale: int = 1) -> None:
         curve.breaks.append(int(step))
 
 
-def _shown(name: str, curve: Curve, most: int) -> Curve:
-    kept = _extremes(curve.points, most)
+def _shown(name: str, curve: PlottedCurve, limit: int) -> PlottedCurve:
+    indices = _extremes(curve.points, limit)
     smoothed = {}
     if name not in _SMOOTH and not name.startswith("validation/"):
-        size = _part_size(len(curve.points), most)
+        size = _part_size(len(curve.points), limit)
         parts = [curve.points[begin : begin + size] for begin in range(0, len(curve.points), size)]
         means = [sum(value for _, value in part) / len(part) for part in parts]
         for weight in SMOOTHING:
             averages = moving_average(means, weight)
-            smoothed[weight] = [averages[index // size] for index in kept]
-    return Curve(curve.title, curve.unit, [curve.points[index] for index in kept], sorted(curve.breaks), smoothed)
+            smoothed[weight] = [averages[index // size] for index in indices]
+    return PlottedCurve(
+        curve.title, curve.unit, [curve.points[index] for index in indices], sorted(curve.breaks), smoothed
+    )
 
 
 def moving_average(values: Sequence[float], weight: float) -> list[float]:
@@ -326,33 +330,33 @@ def moving_average(values: Sequence[float], weight: float) -> list[float]:
     Args:
         weight: of what came before, from 0 to 1.
     """
-    averages, mean, whole = [], 0.0, 0.0
+    averages, mean, total = [], 0.0, 0.0
     for value in values:
         mean = weight * mean + (1 - weight) * value
-        whole = weight * whole + 1 - weight
-        averages.append(mean / whole)
+        total = weight * total + 1 - weight
+        averages.append(mean / total)
     return averages
 
 
-def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Return at most about ``most`` points: the lowest and the highest of each of equal parts."""
-    return [points[index] for index in _extremes(points, most)]
+def thinned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
+    """Return at most about ``limit`` points: the lowest and the highest of each of equal parts."""
+    return [points[index] for index in _extremes(points, limit)]
 
 
-def _part_size(count: int, most: int) -> int:
-    return 1 if count <= most else -(-count // (most // 2))
+def _part_size(count: int, limit: int) -> int:
+    return 1 if count <= limit else -(-count // (limit // 2))
 
 
-def _extremes(points: Sequence[tuple[int, float]], most: int) -> list[int]:
+def _extremes(points: Sequence[tuple[int, float]], limit: int) -> list[int]:
     """Return the indices of the points that ``thinned`` keeps."""
-    size = _part_size(len(points), most)
+    size = _part_size(len(points), limit)
     if size == 1:
         return list(range(len(points)))
-    kept = set()
+    indices = set()
     for begin in range(0, len(points), size):
         part = range(begin, min(begin + size, len(points)))
-        kept |= {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
-    return sorted(kept | {0, len(points) - 1})
+        indices |= {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
+    return sorted(indices | {0, len(points) - 1})
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -193,9 +193,9 @@ def _kernel(name: str) -> str:
 def _timeline(run: RunFigures) -> str:
     if not run.timeline:
         return ""
-    begun = run.everything[0]["time"]
+    start = run.everything[0]["time"]
     shown = run.timeline[-_TIMELINE:]
-    rows = [(text.duration(e["time"] - begun), e.get("step", ""), e["event"], _words(e)) for e in shown]
+    rows = [(text.duration(e["time"] - start), e.get("step", ""), e["event"], _words(e)) for e in shown]
     more = f"<p class=soft>The last {_TIMELINE} of {len(run.timeline)}.</p>" if len(run.timeline) > _TIMELINE else ""
     return more + table(["After", "Step", "Event", ""], rows, text=[3])
 
@@ -204,8 +204,8 @@ def _words(event: EventRecord) -> str:
     kind = event["event"]
     if kind == "start":
         resumed = event.get("resumed_from")
-        begun = "started" if resumed is None else f"resumed from {resumed}"
-        return f"{begun}: {event.get('strategy')} on {event.get('world_size')}, {event.get('mixed_precision')}"
+        how = "started" if resumed is None else f"resumed from {resumed}"
+        return f"{how}: {event.get('strategy')} on {event.get('world_size')}, {event.get('mixed_precision')}"
     if kind == "checkpoint":
         return (
             f"written in {event.get('seconds', 0.0):.1f} s, training waited {event.get('blocked_seconds', 0.0):.1f} s"
@@ -254,8 +254,8 @@ def _recipe(run: RunFigures) -> Iterator[str]:
 def _largest(parts: Any) -> dict[str, float]:
     """Return the parts that are at least a hundredth of their sum."""
     figures = {name: value for name, value in mapping(parts).items() if is_number(value)}
-    whole = sum(figures.values())
-    return {name: value for name, value in figures.items() if whole and value >= 0.01 * whole}
+    total = sum(figures.values())
+    return {name: value for name, value in figures.items() if total and value >= 0.01 * total}
 
 
 _POINTS = 400
@@ -336,15 +336,15 @@ class MachineCurves:
     points: Mapping[int, Sequence[tuple[float, float]]]
 
 
-def machine_curves(ledger: Sequence[RankLedger], most: int = _POINTS) -> Iterator[MachineCurves]:
-    """Yield every measure that the samples of the first ranks have, with at most ``most`` points of a rank."""
-    begun = min((rank.lines[0].started for rank in ledger), default=0.0)
+def machine_curves(ledger: Sequence[RankLedger], limit: int = _POINTS) -> Iterator[MachineCurves]:
+    """Yield every measure that the samples of the first ranks have, with at most ``limit`` points of a rank."""
+    start = min((rank.lines[0].started for rank in ledger), default=0.0)
     for name, (title, unit, scale) in _MEASURES.items():
         points = {}
         for rank in ledger[:SHOWN_RANKS]:
             values = ((index, _measure(line.system, name)) for index, line in enumerate(rank.lines))
-            shown = thinned([(index, value * scale) for index, value in values if value is not None], most)
-            points[rank.rank] = [(rank.lines[index].time - begun, value) for index, value in shown]
+            shown = thinned([(index, value * scale) for index, value in values if value is not None], limit)
+            points[rank.rank] = [(rank.lines[index].time - start, value) for index, value in shown]
         least = _NOTABLE.get(name, 0.0) * scale
         if any(value >= least for of_rank in points.values() for _, value in of_rank):
             yield MachineCurves(title, unit, name in _NOTABLE, points)
@@ -391,8 +391,8 @@ def _measure(system: Mapping[str, Any], name: str) -> float | None:
 def _from_events(run: RunFigures, page: Page) -> Iterator[str]:
     seconds = seconds_by_kind(run)
     if seconds:
-        whole = sum(seconds.values())
-        rows = [(kind.capitalize(), text.span(value), f"{value / whole:.1%}") for kind, value in seconds.items()]
+        total = sum(seconds.values())
+        rows = [(kind.capitalize(), text.span(value), f"{value / total:.1%}") for kind, value in seconds.items()]
         yield table(["", "Time", "Share"], rows)
         yield page.charts([bar_chart("Seconds since the run began", seconds, "seconds")])
 

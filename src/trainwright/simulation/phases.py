@@ -37,9 +37,9 @@ class Phases:
     def watch(self, task: Task, strategy: Strategy) -> None:
         """Follow a run from now on; it repeats the largest step, and an evaluation is cut to one batch."""
         stream = task.stream
-        asked, stream.total_examples = stream.total_examples, None
+        total_examples, stream.total_examples = stream.total_examples, None
         largest = stream.global_batch(stream.largest_step())
-        stream.total_examples = asked
+        stream.total_examples = total_examples
         stream.global_batch = lambda step: largest  # type: ignore[method-assign]
         if task.validation is not None and task.validation.total_examples is not None:
             batch = task.validation.global_batch_size

@@ -61,26 +61,29 @@ class Simulation:
         """How often the host waits for the device in a step."""
         return sum(self.waits.values())
 
-    def refuse(self, most_waits: int | None = None) -> None:
+    def refuse(self, max_host_syncs: int | None = None) -> None:
         """Raise TrainingError if the run failed, needs more memory than the card has, or waits too often.
 
         Args:
-            most_waits: the most waits of the host for the device in a step; None: any number.
+            max_host_syncs: the most waits of the host for the device in a step; None: any number.
         """
         if self.error is not None:
             raise TrainingError(f"the simulated run failed: {self.error}")
         if self.peak > self.card_bytes:
             raise TrainingError(f"the simulated run needs {size(self.peak)} of the card's {size(self.card_bytes)}")
-        if most_waits is not None and self.host_waits > most_waits:
-            (cause, place), count = next(iter(self.waits.items()))
+        if max_host_syncs is not None and self.host_waits > max_host_syncs:
+            (cause, source_line), count = next(iter(self.waits.items()))
             raise TrainingError(
-                f"--most-waits {most_waits}: the host waits {plural(self.host_waits, 'time')} for the device in a "
-                f"step, {count} of them at {place} ({cause})"
+                f"--max-host-syncs {max_host_syncs}: the host waits {plural(self.host_waits, 'time')} for the device "
+                f"in a step, {count} of them at {source_line} ({cause})"
             )
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        waits = [{"cause": cause, "place": place, "number": count} for (cause, place), count in self.waits.items()]
+        waits = [
+            {"cause": cause, "place": source_line, "number": count}
+            for (cause, source_line), count in self.waits.items()
+        ]
         return {**asdict(self), "waits": waits, "peak": self.peak, "host_waits": self.host_waits, "unseen": UNSEEN}
 
     def lines(self) -> Iterator[str]:
@@ -105,8 +108,8 @@ class Simulation:
         yield from self._collective_lines()
         yield ""
         yield f"{'host waits':<14} {self.host_waits} a step"
-        for (cause, place), count in self.waits.items():
-            yield f"  {count:>5}  {cause}: {place}"
+        for (cause, source_line), count in self.waits.items():
+            yield f"  {count:>5}  {cause}: {source_line}"
         yield ""
         yield f"{'not seen':<14} {UNSEEN[0]}"
         for line in UNSEEN[1:]:

@@ -22,7 +22,7 @@ from trainwright.paths import files_inside, open_inside
 from trainwright.reports.comparing import recipe_differences
 from trainwright.reports.figures import FLOPS, RunFigures
 from trainwright.reports.page import machine_curves
-from trainwright.reports.remarks import Remarks, read_remarks, write_remarks
+from trainwright.reports.remarks import RunRemarks, read_remarks, write_remarks
 
 AXES = ("step", "tokens", "seconds", "flops")
 _LOOK_SECONDS = 1.0
@@ -96,7 +96,7 @@ class Board:
         """Return a run's directory."""
         return self._followers[name].directory
 
-    def curves(self, names: Sequence[str], axis: str, most: int) -> dict[str, dict[str, list[list[float | None]]]]:
+    def curves(self, names: Sequence[str], axis: str, limit: int) -> dict[str, dict[str, list[list[float | None]]]]:
         """Return all curves of several runs by name, each as columns: place, mean, lowest and highest value.
 
         A curve is named as a field or metric of steps, or ``validation/METRIC``.
@@ -105,7 +105,7 @@ class Board:
         curves = {}
         for name in names:
             with self._lock:
-                curves[name] = _curves(self._followers[name], axis, most)
+                curves[name] = _curves(self._followers[name], axis, limit)
         return curves
 
     def differences(self, names: Sequence[str]) -> dict[str, list[str]]:
@@ -126,7 +126,7 @@ class Board:
                 "logs": _logs(follower.directory),
             }
 
-    def remark(self, name: str, remarks: Remarks) -> None:
+    def remark(self, name: str, remarks: RunRemarks) -> None:
         """Write the tags and the note of a run. Raises RequestError if its directory cannot be written to."""
         directory = self.directory(name)
         try:
@@ -249,15 +249,15 @@ class Board:
         }
 
 
-def _curves(follower: RunFollower, axis: str, most: int) -> dict[str, list[list[float | None]]]:
+def _curves(follower: RunFollower, axis: str, limit: int) -> dict[str, list[list[float | None]]]:
     by = "tokens" if axis == "flops" else axis
-    columns_by_name = {name: follower.curves.points(name, by, most) for name in follower.curves.values}
+    columns_by_name = {name: follower.curves.points(name, by, limit) for name in follower.curves.values}
     evaluated = {metric for event in follower.events if event["event"] == "evaluate" for metric in event["metrics"]}
     columns_by_name |= {
         f"validation/{metric}": _evaluations(follower, metric, by) for metric in sorted(evaluated)[:_MOST_CURVES]
     }
     columns_by_name |= {
-        name: curves.points(name, by, most) for name, curves in follower.metrics.items() if name not in columns_by_name
+        name: curves.points(name, by, limit) for name, curves in follower.metrics.items() if name not in columns_by_name
     }
     if axis == "flops":
         per_token = FLOPS * float((follower.start or {}).get("parameters", 0))
@@ -320,11 +320,11 @@ class Seconds:
             events: those of the run that count.
         """
         until, figures = self._known.get(run, (0.0, {}))
-        begun = time.monotonic()
-        if begun >= until:
+        started = time.monotonic()
+        if started >= until:
             figures = _read(run, events)
             now = time.monotonic()
-            self._known[run] = now + max(_LEAST_SECONDS, _TIMES * (now - begun)), figures
+            self._known[run] = now + max(_LEAST_SECONDS, _TIMES * (now - started)), figures
         return figures
 
 

@@ -157,7 +157,7 @@ print(json.dumps([time.time(), free.getsockname()[1], unknown]))
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostAnswer:
     """What a host answered: how many seconds its clock is ahead of ours, and a port that is free on it."""
 
     ahead: float
@@ -176,7 +176,7 @@ def in_shell(script: str) -> str:
     return f"exec sh -c {shlex.quote(script)}"
 
 
-def ask(hosts: Sequence[Host], prepared: str) -> list[Answer]:
+def ask(hosts: Sequence[Host], prepared: str) -> list[HostAnswer]:
     """Return the answers of all hosts.
 
     Args:
@@ -190,12 +190,12 @@ def ask(hosts: Sequence[Host], prepared: str) -> list[Answer]:
     problems = [each for each in answers if isinstance(each, TrainwrightError)]
     if problems:
         raise type(problems[0])("\n".join(str(each) for each in problems[:8]))
-    answered = [each for each in answers if isinstance(each, Answer)]
+    answered = [each for each in answers if isinstance(each, HostAnswer)]
     check_clocks(hosts, [each.ahead for each in answered])
     return answered
 
 
-def answers_of(hosts: Sequence[Host], prepared: str, meeting: str = "") -> list[Answer | TrainwrightError]:
+def answers_of(hosts: Sequence[Host], prepared: str, meeting: str = "") -> list[HostAnswer | TrainwrightError]:
     """Return the answer of each host, or why there is none.
 
     Args:
@@ -216,7 +216,7 @@ def check_clocks(hosts: Sequence[Host], ahead: Sequence[float]) -> None:
         )
 
 
-def _ask(host: Host, prepared: str, meeting: str) -> Answer | TrainwrightError:
+def _ask(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightError:
     python = shlex.quote(sys.executable)
     script = (
         f"cd {shlex.quote(os.getcwd())} || exit {_NO_DIRECTORY}\n{prepared}\n"
@@ -239,7 +239,7 @@ def _ask(host: Host, prepared: str, meeting: str) -> Answer | TrainwrightError:
             f"{host.name}: does not know the name {meeting} of the first host ({unknown}); use a name or an address "
             "that all hosts know: what the configuration of ssh calls a host is known to ssh alone"
         )
-    return Answer(clock - (began + time.time()) / 2, port)
+    return HostAnswer(clock - (began + time.time()) / 2, port)
 
 
 def _problem(host: Host, done: subprocess.CompletedProcess[str]) -> TrainwrightError:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
-from trainwright.clusters.hosts.names import SSH_FAILED, Answer, Host, answers_of, in_shell, ssh
+from trainwright.clusters.hosts.names import SSH_FAILED, Host, HostAnswer, answers_of, in_shell, ssh
 from trainwright.clusters.job import captured
 from trainwright.engine.event_log import append_event
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, FaultError
@@ -58,7 +58,7 @@ def exports() -> str:
 
 
 @dataclass(frozen=True)
-class Ended:
+class HostsResult:
     """How a command has ended on all hosts: its exit code, and the hosts that were lost, with how.
 
     Attributes:
@@ -70,7 +70,9 @@ class Ended:
     stopped: bool = False
 
 
-def run_on(hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path, *, may_lose: bool = False) -> Ended:
+def run_on(
+    hosts: Sequence[Host], commands: Sequence[Sequence[str]], logs: Path, *, may_lose: bool = False
+) -> HostsResult:
     """Run a command on each host to its end.
 
     The first host's output is shown as it is, that of the others with their names; all of it is appended to
@@ -198,7 +200,7 @@ class _Group:
             self._signalled = now
             self._send("INT" if number == signal.SIGINT else "TERM")
 
-    def wait(self) -> Ended:
+    def wait(self) -> HostsResult:
         """Wait for all; what is left long after one has failed is ended."""
         failed: float | None = None
         sent, patience = False, _ENDS_AFTER_FIRST if self._may_lose else _ENDS_BY_ITSELF
@@ -228,7 +230,7 @@ class _Group:
                 self._remotes[i] = each.again()
                 self._begin(i)
 
-    def _ended(self) -> Ended:
+    def _ended(self) -> HostsResult:
         first = self._remotes[0]
         lost = {}
         for each in self._remotes:
@@ -237,13 +239,13 @@ class _Group:
                 lost[each.host] = how
         stopped = self._signalled != 0
         if self._may_lose and first.host not in lost:
-            return Ended(first.process.returncode, lost, stopped)
+            return HostsResult(first.process.returncode, lost, stopped)
         for host, how in lost.items():
             say(f"{host.name}: {how}", file=sys.stderr)
         codes = [each.process.returncode for each in self._remotes if each.host not in lost]
         if stopped and lost and codes and {*codes} <= {0, EXIT_STOPPED}:
-            return Ended(EXIT_STOPPED, lost, stopped)
-        return Ended(exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
+            return HostsResult(EXIT_STOPPED, lost, stopped)
+        return HostsResult(exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
 
     def end(self) -> None:
         """End all connections."""
@@ -295,16 +297,16 @@ class Again:
             raise FaultError(decision.message)
         for _ in range(_TRIES):
             answers = dict(zip(hosts, answers_of(hosts, exports()), strict=True))
-            there = [host for host, answer in answers.items() if isinstance(answer, Answer)]
+            there = [host for host, answer in answers.items() if isinstance(answer, HostAnswer)]
             if len(there) == len(hosts) or (there and self._may_lose):
                 say(decision.line(), file=sys.stderr)
                 with suppress(OSError):
                     append_event(self._run / "events.jsonl", decision)
                 first = answers[there[0]]
-                assert isinstance(first, Answer), "it is there"
+                assert isinstance(first, HostAnswer), "it is there"
                 return [*there, *(host for host in hosts if host not in there)], first.port
             time.sleep(_TRY_SECONDS)
-        missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, Answer))
+        missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, HostAnswer))
         raise FaultError(
             f"{lost_hosts}\nnot restarted: {missing}; resume the run on other hosts with --resume {quoted(self._run)}"
         )

@@ -110,7 +110,7 @@ def _answered(ask: Callable[[], T]) -> T:
     while True:
         try:
             return ask()
-        except scheduler.Unreachable as error:
+        except scheduler.SchedulerUnreachable as error:
             if time.monotonic() >= end:
                 raise
             say(f"{error}; asked again in {_AGAIN_SECONDS:.0f} s", file=sys.stderr)

@@ -28,7 +28,7 @@ _PENDING = re.compile(r"job is pending", re.IGNORECASE)
 _OVER = re.compile(r"invalid job id|already (finished|complet)", re.IGNORECASE)
 
 
-class Unreachable(RequestError):
+class SchedulerUnreachable(RequestError):
     """The scheduler does not answer now; it may later."""
 
 
@@ -260,7 +260,7 @@ def _elements_together(jobs: Sequence[QueuedJob]) -> list[str]:
 
 def _check_reachable(done: subprocess.CompletedProcess[str]) -> None:
     if done.returncode and _AWAY.search(done.stderr):
-        raise Unreachable(f"{done.args[0]} does not answer: {_words(done.stderr)}")
+        raise SchedulerUnreachable(f"{done.args[0]} does not answer: {_words(done.stderr)}")
 
 
 def _there() -> str:
@@ -287,4 +287,4 @@ def _run(
             "the job's file with --print"
         ) from None
     except (OSError, subprocess.SubprocessError) as error:
-        raise Unreachable(f"{command[0]} does not answer: {error}") from None
+        raise SchedulerUnreachable(f"{command[0]} does not answer: {error}") from None

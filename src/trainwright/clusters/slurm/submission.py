@@ -23,7 +23,7 @@ from trainwright.paths import write_file
 from trainwright.text import quoted
 
 if TYPE_CHECKING:
-    from trainwright.planning.plan import Plan
+    from trainwright.planning.plan import RunPlan
 
 _OF_CPUS = re.compile(r"cpu|processor|configuration|limit", re.IGNORECASE)
 _LOCK_SECONDS = 400.0  # longer than the scheduler's commands may take
@@ -86,7 +86,7 @@ def _submitted(job: Job, chosen: bool) -> list[str]:
         for _ in range(job.settings.jobs or 1):
             numbers.append(scheduler.submit(file_of(job), *numbers[-1:]))
         return numbers
-    except scheduler.Unreachable as error:
+    except scheduler.SchedulerUnreachable as error:
         with suppress(RequestError):
             if job.settings.jobs in (None, 1):
                 for job_in_queue in _queued(job):
@@ -131,7 +131,7 @@ def _undo(job: Job, before: bytes | None) -> None:
         job.run.rmdir()  # raises if a run is in it
 
 
-def stop_warning(job: Job, plan: Plan) -> str | None:
+def stop_warning(job: Job, plan: RunPlan) -> str | None:
     """Return a warning if Slurm kills the job before the planned run can stop after a checkpoint; otherwise None."""
     step, workload = plan.predicted().get("step_time"), plan.workload
     if step is None or (given := scheduler.grace(job.settings.partition)) is None:

@@ -50,7 +50,7 @@ class Cause(StrEnum):
 FROM_OUTSIDE = (Cause.PROCESS, Cause.CONNECTION, Cause.HANG, Cause.NODE)
 
 
-class Ended(FaultError):
+class EndedBySignal(FaultError):
     """A signal from outside ended a worker."""
 
 
@@ -139,8 +139,8 @@ def error_record(error: BaseException) -> dict[str, Any]:
         "known": isinstance(error, TrainwrightError),
         "exit_code": exit_code_of(error),
         "ran_out": _ran_out(error),
-        "ended": isinstance(error, Ended),
-        "cause": Cause.PROCESS if isinstance(error, Ended) else None,
+        "ended": isinstance(error, EndedBySignal),
+        "cause": Cause.PROCESS if isinstance(error, EndedBySignal) else None,
     }
 
 

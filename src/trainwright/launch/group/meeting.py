@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.addresses import LOOPBACK
 from trainwright.launch.group.environment import LaunchEnvironment
-from trainwright.launch.group.peers import NotPeerZero, Peers, Unreachable, job_of
+from trainwright.launch.group.peers import NotPeerZero, Peers, PeerUnreachable, job_of
 from trainwright.launch.group.rendezvous import (
     DEFAULT_TIMEOUT,
     POLL_SECONDS,
@@ -106,7 +106,7 @@ def _newest_start(
             try:
                 job, secret = {"start": name}, lambda: secret_of(rendezvous_address, shared)[0]
                 return name, Peers.join(rank, size, (address, port), job, secret, 0.0)
-            except Unreachable as error:  # of an earlier start
+            except PeerUnreachable as error:  # of an earlier start
                 why = f"port {port} of {address}: {error}"
             except NotPeerZero as error:
                 if "member" in (error.differs or ()):

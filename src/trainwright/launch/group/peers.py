@@ -82,7 +82,7 @@ class _Line:
             self.outgoing.clear()
 
 
-class Unreachable(Exception):
+class PeerUnreachable(Exception):
     """Nothing listens there; the reason is in the message."""
 
 
@@ -164,7 +164,7 @@ class Peers:
                 line = _Line(_connected(*address), peer=0)
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise Unreachable(error.strerror or str(error)) from None
+                    raise PeerUnreachable(error.strerror or str(error)) from None
                 failing(error.strerror or str(error))
             else:
                 answered_by = answered_by or time.monotonic() + patience

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
 from trainwright.launch.group.addresses import LOOKUP_SECONDS, LOOPBACK, in_words, to_listen_at
-from trainwright.launch.group.peers import ANSWER_SECONDS, WORDS, Job, Message, NotPeerZero, Peers, Unreachable
+from trainwright.launch.group.peers import ANSWER_SECONDS, WORDS, Job, Message, NotPeerZero, Peers, PeerUnreachable
 from trainwright.launch.group.trust import VARIABLE, Unproven, secret_of
 from trainwright.text import say
 
@@ -201,7 +201,7 @@ def meet(
                 patience,
                 tell,
             )
-        except Unreachable as error:
+        except PeerUnreachable as error:
             raise MachineError(
                 f"{noun} 0 did not open {in_words(address, port)} within {seconds:g} s ({error}); start it, or "
                 "increase --rendezvous-timeout"

@@ -25,7 +25,7 @@ from trainwright.errors import EXIT_TRAINING, TrainingError
 from trainwright.launch.ending.exit_code import record_exit_code
 from trainwright.launch.hangs.judge import conflict_of
 from trainwright.launch.hangs.machines import Machines
-from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, Watched
+from trainwright.launch.hangs.watcher import HangWatcher, RunHangs, WatchedRun
 from trainwright.launch.run_directory import RECIPE
 from trainwright.machine.usage.sample import process_age
 from trainwright.recipe.loading import load_recipe
@@ -91,7 +91,7 @@ def main(request: str) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     run, on_hang, compiled, size, alone, decides = json.loads(request)
-    watched, parent = Watched(Path(run), on_hang, compiled, restarts=False), os.getppid()
+    watched, parent = WatchedRun(Path(run), on_hang, compiled, restarts=False), os.getppid()
 
     def ending(code: int, message: str) -> None:
         record_exit_code(code, outweighs=True)

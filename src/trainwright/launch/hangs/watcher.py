@@ -25,7 +25,7 @@ from trainwright.launch.hangs.evidence import (
     wait_for_collectives,
     write_collectives,
 )
-from trainwright.launch.hangs.judge import STORAGE, Conflict, Seen, Verdict, conflict_of, judge
+from trainwright.launch.hangs.judge import STORAGE, Conflict, RankState, Verdict, conflict_of, judge
 from trainwright.launch.hangs.machines import Machines
 from trainwright.text import say, span
 
@@ -164,7 +164,7 @@ class RunHangs(Exception):
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedRun:
     """The run whose workers are watched.
 
     Attributes:
@@ -193,9 +193,9 @@ class _Rank:
     moving: Moving = field(default_factory=Moving)
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> RankState:
         busy = (self.state.used - self.used) / self.passed if self.passed else 0.0
-        return Seen(self.beat, self.quiet, self.suspended, busy)
+        return RankState(self.beat, self.quiet, self.suspended, busy)
 
 
 class HangWatcher:
@@ -209,7 +209,7 @@ class HangWatcher:
 
     def __init__(
         self,
-        watched: Watched,
+        watched: WatchedRun,
         processes: Callable[[], Mapping[int, int]],
         machines: Machines | None = None,
         ending: Callable[[int, str], None] = lambda code, message: None,
@@ -219,7 +219,7 @@ class HangWatcher:
         self._machines = machines
         self._decides = machines is None or machines.decides
         self._ending = ending
-        self._everyone: dict[int, Seen] = {}
+        self._everyone: dict[int, RankState] = {}
         self._directory = heartbeat_directory(watched.run)
         self._ranks: dict[int, _Rank] = {}
         self._ever: dict[int, int] = {}  # the ranks here with their processes
@@ -230,7 +230,7 @@ class HangWatcher:
         self._asked: dict[int, int] = {}  # ranks that write their collectives
 
     @classmethod
-    def of(cls, watched: Watched, processes: Callable[[], Mapping[int, int]], ranks: WorkerRanks) -> HangWatcher:
+    def of(cls, watched: WatchedRun, processes: Callable[[], Mapping[int, int]], ranks: WorkerRanks) -> HangWatcher:
         """Return the watcher of the ``ranks`` of a run on this machine."""
         return cls(watched, processes, None if ranks.is_alone else Machines(watched.run, ranks.size, not ranks.first))
 
@@ -305,7 +305,7 @@ class HangWatcher:
         return {rank: beat for rank, beat in read_now.items() if beat is not None and beat.pid == pids[rank]}
 
     def _verdict(self) -> Verdict | None:
-        everyone: dict[int, Seen] | None = {rank: known.seen for rank, known in self._ranks.items()}
+        everyone: dict[int, RankState] | None = {rank: known.seen for rank, known in self._ranks.items()}
         if self._machines is not None:
             everyone = self._machines.everyone(everyone or {})
             if not self._machines.decides:

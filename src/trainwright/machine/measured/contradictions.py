@@ -36,16 +36,16 @@ def contradictions(calibration: Calibration) -> Iterator[str]:
     """Yield impossible values with their keys; the measurement failed then."""
     for number, setting in enumerate(calibration.settings):
         for name, curve in setting.curves.items():
-            place = f"settings.{number}.curves.{name}"
+            key = f"settings.{number}.curves.{name}"
             for sample in curve.samples:
                 if not (math.isfinite(sample.seconds) and sample.seconds > 0):
-                    yield f"{place}: {sample.seconds} seconds for {_sizes(sample.sizes)}"
+                    yield f"{key}: {sample.seconds} seconds for {_sizes(sample.sizes)}"
                 elif name.startswith("product/") and 2 * math.prod(sample.sizes) / sample.seconds > _MOST_OPERATIONS:
-                    yield f"{place}: {2 * math.prod(sample.sizes) / sample.seconds:.1e} operations per second"
+                    yield f"{key}: {2 * math.prod(sample.sizes) / sample.seconds:.1e} operations per second"
                 elif name.startswith("traffic/") and sample.sizes[0] / sample.seconds > _MOST_BYTES:
-                    yield f"{place}: {sample.sizes[0] / sample.seconds:.1e} bytes per second"
+                    yield f"{key}: {sample.sizes[0] / sample.seconds:.1e} bytes per second"
             if not all(math.isfinite(c) and c >= 0 for c in curve.coefficients):
-                yield f"{place}.coefficients: {', '.join(map(str, curve.coefficients))}"
+                yield f"{key}.coefficients: {', '.join(map(str, curve.coefficients))}"
         if not (math.isfinite(setting.launch) and setting.launch >= 0):
             yield f"settings.{number}.launch: {setting.launch}"
     yield from _against_each_other(calibration)

@@ -94,34 +94,34 @@ def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lamb
         return QuickMeasurement(_carried(Path(machine.described_by)))
     if not machine.is_here:
         return QuickMeasurement()
-    wanted, file = shapes.bounded(machine.device), measured_file(machine)
+    bounded, file = shapes.bounded(machine.device), measured_file(machine)
     known = load_calibration(file)
-    if known is not None and covers(known, wanted) and not (known.is_disturbed and _is_old(file)):
+    if known is not None and covers(known, bounded) and not (known.is_disturbed and _is_old(file)):
         return QuickMeasurement(known)
     before = _measured_here.get(file)
-    if before is not None and (before.calibration is None or covers(before.calibration, wanted)):
+    if before is not None and (before.calibration is None or covers(before.calibration, bounded)):
         return replace(before, message=None)
     say("measuring this machine")
-    _measured_here[file] = _measured_now(machine, wanted, file, known)
+    _measured_here[file] = _measured_now(machine, bounded, file, known)
     return _measured_here[file]
 
 
-def _measured_now(machine: Machine, wanted: Shapes, file: Path, known: Calibration | None) -> QuickMeasurement:
-    begun = time.monotonic()
+def _measured_now(machine: Machine, shapes: Shapes, file: Path, known: Calibration | None) -> QuickMeasurement:
+    started = time.monotonic()
     try:
-        calibration = _measure(machine, wanted, known)
+        calibration = _measure(machine, shapes, known)
     except _Failed as failed:
         return QuickMeasurement(
             None, None, f"this machine could not be measured ({failed}), so times are from datasheets"
         )
     if why := next(contradictions(calibration), None):
         return QuickMeasurement(None, None, f"the measurements are contradictory ({why}), so times are from datasheets")
-    if known is not None and covers(known, wanted) and known.disturbance < calibration.disturbance:
+    if known is not None and covers(known, shapes) and known.disturbance < calibration.disturbance:
         calibration = known  # both were disturbed, this one less
     try_write(file, json.dumps(as_json(calibration)) + "\n")
-    kept = f"saved in {file}" if load_calibration(file) == calibration else f"cannot be saved in {file.parent}"
+    saved = f"saved in {file}" if load_calibration(file) == calibration else f"cannot be saved in {file.parent}"
     what = "this machine's first GPU" if machine.gpus else "this processor"
-    message = f"measured {what} in {time.monotonic() - begun:.1f} s: {rates_in_words(calibration)}; {kept}"
+    message = f"measured {what} in {time.monotonic() - started:.1f} s: {rates_in_words(calibration)}; {saved}"
     if calibration.is_disturbed:
         message += (
             f". Other programs used the cores ({calibration.disturbance:.0%} of the times were disturbed): commands "
@@ -144,13 +144,13 @@ def _is_old(file: Path) -> bool:
         return True
 
 
-def covers(calibration: Calibration, wanted: Shapes) -> bool:
-    """Return whether the measurement covers the ``wanted`` shapes."""
+def covers(calibration: Calibration, shapes: Shapes) -> bool:
+    """Return whether the measurement covers the ``shapes`` shapes."""
     known = [
         sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(calibration, f"product/{name}/forward")
     ]
-    near = all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in wanted.widths)
-    return near and (wanted.block is None or any(_ratio(sizes, wanted.block) <= _FAR for sizes in _blocks(calibration)))
+    near = all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in known) for n, k in shapes.widths)
+    return near and (shapes.block is None or any(_ratio(sizes, shapes.block) <= _FAR for sizes in _blocks(calibration)))
 
 
 def for_block(calibration: Calibration, block: Sequence[int] | None) -> Calibration:
@@ -211,17 +211,17 @@ class _Failed(Exception):
     pass
 
 
-def _measure(machine: Machine, wanted: Shapes, known: Calibration | None) -> Calibration:
-    begun = time.monotonic()
-    asked = {
+def _measure(machine: Machine, shapes: Shapes, known: Calibration | None) -> Calibration:
+    started = time.monotonic()
+    request = {
         "device": machine.device,
         "cores": machine.cpu_cores,
         "machine": machine.describe(),
         "versions": versions(machine),
-        "widths": wanted.widths,
-        "length": wanted.length,
-        "block": None if wanted.block is None else [*wanted.block, *sequences_of_block(wanted)],
-        "begun": begun,
+        "widths": shapes.widths,
+        "length": shapes.length,
+        "block": None if shapes.block is None else [*shapes.block, *sequences_of_block(shapes)],
+        "begun": started,
         "seconds": SECONDS,
         "before": [] if known is None else list(_before(known)),
     }
@@ -233,7 +233,7 @@ def _measure(machine: Machine, wanted: Shapes, known: Calibration | None) -> Cal
     command = [sys.executable, "-P", "-m", "trainwright.doctor.quick"]
     try:
         ended = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, env=variables, timeout=_MOST_SECONDS
+            command, input=json.dumps(request), capture_output=True, text=True, env=variables, timeout=_MOST_SECONDS
         )
     except subprocess.TimeoutExpired:
         raise _Failed(f"it took more than {_MOST_SECONDS:.0f} s") from None

@@ -17,7 +17,7 @@ import psutil
 from trainwright.machine.detect import detect
 from trainwright.machine.measured.contention import usable_cores
 from trainwright.machine.system_files import read
-from trainwright.machine.usage.causes import Cause, causes_of
+from trainwright.machine.usage.causes import Slowdown, causes_of
 from trainwright.machine.usage.counters import Counters, clocks, cores_of, memory
 from trainwright.machine.usage.gpu import gpu_of
 
@@ -45,7 +45,7 @@ _LARGEST = 1e18  # of a figure that is shown
 _CPUINFO_BYTES = 8192  # of a file that is long where there are many cores
 
 
-class Sampler:
+class UsageSampler:
     """Sample this process and its machine; takes less than a millisecond of a processor.
 
     Args:
@@ -144,8 +144,8 @@ def _sensors(root: Path) -> tuple[Path, ...]:
     """Return the files of the temperatures of processors; those of whole processors if there are such."""
     with suppress(OSError):
         sensors = sorted(_chip_sensors(root), key=lambda each: not each[0])
-        whole = [file for is_whole, file in sensors if is_whole] or [file for _, file in sensors]
-        return tuple((whole or list(_zones(root)))[:_MOST_SENSORS])
+        of_processors = [file for is_whole, file in sensors if is_whole] or [file for _, file in sensors]
+        return tuple((of_processors or list(_zones(root)))[:_MOST_SENSORS])
     return ()
 
 
@@ -201,7 +201,7 @@ class OwnProcess:
 
     def causes(
         self, before: Counters, *, elsewhere: float, planned_threads: float | None = None, sleeps: bool = True
-    ) -> list[Cause]:
+    ) -> list[Slowdown]:
         """Return what has made this process slow since then, largest first.
 
         Args:

@@ -321,8 +321,8 @@ def _sustained(card: Card, units: _Units, precision: str) -> float | None:
         return None
     fastest = max(card.rates.get("bf16", 0.0), card.rates.get("fp16", 0.0), card.rates.get("fp32", 0.0))
     power = (card.watts / (fastest / 1e12) / units.watts) ** _RATE_BY_POWER if card.watts else 1.0
-    most = _MOST_SUSTAINED if power < _MORE_THAN_ENOUGH else 1 / _USUAL_SHAPES
-    return peak * min(most, units.sustained * power)
+    limit = _MOST_SUSTAINED if power < _MORE_THAN_ENOUGH else 1 / _USUAL_SHAPES
+    return peak * min(limit, units.sustained * power)
 
 
 def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> ProcessRates:

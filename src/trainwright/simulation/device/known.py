@@ -59,7 +59,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
     schema = func._schema
     if not inputs and schema.name.rpartition("::")[2] not in _MADE:
         return
-    if not all(_small(made) for made in _results(out)):
+    if not all(_small(result_tensor) for result_tensor in _results(out)):
         return _forget(schema, args)
     if schema.name == "aten::cat":
         _complete(inputs)
@@ -77,9 +77,9 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
         except (RuntimeError, NotImplementedError):  # no such kernel on the CPU
             return _forget(schema, args)
     shared = {one.value.untyped_storage()._cdata: one.valid for one in entries if one is not None}
-    for made, value in zip(_results(out), _results(result), strict=True):
-        if isinstance(made, FakeTensor):
-            made._known_value = _Known(value, shared.get(value.untyped_storage()._cdata, [True]))  # type: ignore[attr-defined]
+    for result_tensor, value in zip(_results(out), _results(result), strict=True):
+        if isinstance(result_tensor, FakeTensor):
+            result_tensor._known_value = _Known(value, shared.get(value.untyped_storage()._cdata, [True]))  # type: ignore[attr-defined]
 
 
 def _complete(parts: list[torch.Tensor]) -> None:
@@ -104,9 +104,9 @@ def sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list
         value = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
     if not isinstance(value, torch.Tensor):
         return None
-    made = torch.empty(value.shape, dtype=value.dtype, device=inputs[0].device)
-    remember(made, value)
-    return made
+    empty = torch.empty(value.shape, dtype=value.dtype, device=inputs[0].device)
+    remember(empty, value)
+    return empty
 
 
 def _on_host(value: Any) -> Any:

@@ -45,7 +45,7 @@ _FUNCTIONAL = {
 
 
 @dataclass(frozen=True)
-class Collective:
+class RecordedCollective:
     """A collective of a rank. ``bytes``: of the full tensor, which every rank gets or gives together."""
 
     kind: str
@@ -53,19 +53,19 @@ class Collective:
     ranks: int
 
 
-def collective_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective | None:
+def collective_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCollective | None:
     """Return the collective that an operation is; None for any other operation, and for barriers."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     if namespace == "_c10d_functional" and name in _FUNCTIONAL:
         ranks = next((value for value in args[1:] if isinstance(value, int)), 1)
         size = args[0].nbytes * (ranks if name == "all_gather_into_tensor" else 1)
-        return Collective(_FUNCTIONAL[name], size, ranks)
+        return RecordedCollective(_FUNCTIONAL[name], size, ranks)
     if namespace != "c10d" or name not in _KINDS:
         return None
     kind, full = _KINDS[name]
     group = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.ScriptObject)), None)
-    return Collective(kind, sum(tensor.nbytes for tensor in tensors_in(args[full])), _size(group))
+    return RecordedCollective(kind, sum(tensor.nbytes for tensor in tensors_in(args[full])), _size(group))
 
 
 def _size(group: Any) -> int:
@@ -87,10 +87,10 @@ class CollectiveLog:
     """Collectives by step and phase; step 0 is what comes before the first one."""
 
     def __init__(self, phases: Phases) -> None:
-        self.counts: Counter[tuple[int, str, Collective]] = Counter()
+        self.counts: Counter[tuple[int, str, RecordedCollective]] = Counter()
         self._phases = phases
 
-    def note(self, collective: Collective) -> None:
+    def note(self, collective: RecordedCollective) -> None:
         """Add a collective."""
         self.counts[self._phases.step, self._phases.phase, collective] += 1
 

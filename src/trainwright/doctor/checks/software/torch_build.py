@@ -116,8 +116,8 @@ def _of_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
                 "the first operation on the GPU fails with `no kernel image is available`",
                 f"install a build of torch whose list has sm_{major}{minor}: https://pytorch.org/get-started/locally",
             )
-    wanted = ("nccl",) if gpus > 1 else ("gloo",)
-    for name in wanted:
+    required = ("nccl",) if gpus > 1 else ("gloo",)
+    for name in required:
         if not values[name]:
             yield Finding(
                 Severity.BROKEN,
