@@ -262,7 +262,7 @@ def _prepare(request: GenerationRequest, machine: Machine, processes: int, work:
     encode = PromptEncoder(tokenizer, plain=plain, system=request.system)
     positions = getattr(load_config(found.section, tokenizer).get_text_config(), "max_position_embeddings", None)
     prompts = []
-    for row, question, place in zip(questions.rows, questions.asked, questions.places, strict=True):
+    for row, question, place in zip(questions.rows, questions.questions, questions.locations, strict=True):
         try:
             prompts.append(encode(question))
             if positions is not None and len(prompts[-1]) >= positions:

@@ -20,7 +20,14 @@ from trainwright.data.rows.layouts import RowLayout, columns_not_used
 from trainwright.data.rows.remarks import Remarks, to_keep
 from trainwright.data.rows.texts import TextEncoder
 from trainwright.data.sources.media import media_notes
-from trainwright.data.sources.reading import check_source, files_of, iterate_source, place_of, read_rows, source_notes
+from trainwright.data.sources.reading import (
+    check_source,
+    files_of,
+    iterate_source,
+    location_of,
+    read_rows,
+    source_notes,
+)
 from trainwright.data.sources.registry import registered_source
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
@@ -204,7 +211,7 @@ def check_corpus(
             checked.tokens += len(tokens)
             checked.examples += piece.last
             if wrong := unknown_token(int(tokens.max(initial=0)), tokenizer, embeddings):
-                checked.problem(f"{piece.place}: {wrong}")
+                checked.problem(f"{piece.location}: {wrong}")
     except RequestError as error:
         checked.problem(str(error))
     return checked
@@ -246,7 +253,7 @@ def _layout(kind: RowReader, first: list[Row], layout_name: str, where: str, col
 
 def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, checked: Checked, work: _Encoding | None) -> None:
     taken: list[tuple[str, list[Any], int]] = []  # (place, sequences, sequences of an example)
-    for place, row in batch:
+    for location, row in batch:
         checked.rows += 1
         try:
             sequences = kind.sequences(row, checked.layout, checked.remarks)
@@ -254,21 +261,21 @@ def _check_batch(batch: list[tuple[str, Row]], kind: RowReader, checked: Checked
             checked.left_out[str(reason)] += 1
             continue
         except RequestError as error:
-            checked.problem(f"{place}: {error}")
+            checked.problem(f"{location}: {error}")
             continue
         examples = by_turn(sequences) if work is not None and work.each_turn else kind.split(sequences)
-        taken.append((place, [text for each in examples for _, text in each], len(examples[0])))
+        taken.append((location, [text for each in examples for _, text in each], len(examples[0])))
     if work is None:
         checked.examples += len(taken)
         return
-    for (place, _, each), (encoded, remarks) in zip(taken, _encoded(taken, work.encoder), strict=True):
+    for (location, _, each), (encoded, remarks) in zip(taken, _encoded(taken, work.encoder), strict=True):
         if isinstance(encoded, RequestError):
-            checked.problem(f"{place}: {encoded}")
+            checked.problem(f"{location}: {encoded}")
             continue
-        checked.encoding.add(remarks, functools.partial(str, place))
+        checked.encoding.add(remarks, functools.partial(str, location))
         tokens = [token for ids, _ in encoded for token in ids]
         if wrong := unknown_token(max(tokens, default=-1), work.tokenizer, work.embeddings):
-            checked.problem(f"{place}: {wrong}")
+            checked.problem(f"{location}: {wrong}")
             continue
         checked.examples += len(encoded) // each
         checked.tokens += len(tokens)
@@ -344,7 +351,7 @@ def _preflight_layout(section: SourceSection, key: str, kind: RowReader) -> str 
         except NoTarget:
             pass  # left out and counted when the data is prepared
         except RequestError as error:
-            raise RequestError(f"{key}: {place_of(source, index, documents, key)}: {error}") from None
+            raise RequestError(f"{key}: {location_of(source, index, documents, key)}: {error}") from None
     return layout
 
 

@@ -158,7 +158,7 @@ class Trainer:
     def _save_weights(self) -> str:
         """Write the weights where they fit, as no checkpoint does; return where, in words."""
         step, run = self.progress.step, self.checkpoints.directory.parent
-        others = [Path(place) / run.name for place in self.training.recipe.checkpoint.copies if "://" not in place]
+        others = [Path(copies) / run.name for copies in self.training.recipe.checkpoint.copies if "://" not in copies]
         for directory in [run, *others]:
             target = directory / f"weights-step-{step}"
             try:

@@ -73,8 +73,8 @@ class Measurement:
 
     def of_source(self, part: int) -> Measurement:
         """Return the results for the rows of one source."""
-        rows = [place for place, each in enumerate(self.origins.parts) if each == part]
-        questions = [index for index, place in enumerate(self.answered) if self.origins.parts[place] == part]
+        rows = [row for row, each in enumerate(self.origins.parts) if each == part]
+        questions = [index for index, row in enumerate(self.answered) if self.origins.parts[row] == part]
         columns = {
             name: column.chosen(rows if name in LIKELIHOODS else questions) for name, column in self.columns.items()
         }
@@ -134,7 +134,7 @@ def measure(
         columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
     ordered = {name: columns[name] for name in names}
     samples = _samples(loaded, rows, origins, ordered, answers)
-    places = rows.prompts.places if judges else []
+    places = rows.prompts.rows if judges else []
     return Measurement(origin, rows.dataset.fingerprint, ordered, samples, origins, places)
 
 
@@ -164,12 +164,12 @@ def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[Token
 def _samples(
     loaded: Loaded, rows: EncodedRows, origins: Origins, columns: Mapping[str, Column], answers: list[Answer]
 ) -> list[Sample]:
-    questions = {place: question for question, place in enumerate(rows.prompts.places)} if answers else {}
+    questions = {row: question for question, row in enumerate(rows.prompts.rows)} if answers else {}
     samples = []
-    for place, (number, part) in enumerate(zip(origins.numbers, origins.parts, strict=True)):
-        question = questions.get(place)
+    for row, (number, part) in enumerate(zip(origins.numbers, origins.parts, strict=True)):
+        question = questions.get(row)
         scores = {
-            name: column.row(place if question is None or name in LIKELIHOODS else question)
+            name: column.row(row if question is None or name in LIKELIHOODS else question)
             for name, column in columns.items()
             if name in LIKELIHOODS or question is not None
         }

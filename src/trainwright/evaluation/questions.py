@@ -48,7 +48,7 @@ class ValidationQuestions:
             raise RequestError(
                 "evaluate.metrics: no validation row has a prompt and a full answer within data.max_length"
             )
-        self._rows = chosen = [with_question[place] for place in drawn(len(with_question), section.generation_limit)]
+        self._rows = chosen = [with_question[index] for index in drawn(len(with_question), section.generation_limit)]
         self._prompts: list[list[int]] = []
         self._references: list[str] = []
         for number in chosen:

@@ -68,8 +68,8 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         if request.explicit or request.answer_pattern is not None or request.json_schema is not None:
             raise RequestError(f"--metrics: {', '.join(judged)} need questions, and the rows of {rows.name} are texts")
         judged = {}
-    places = _places_to_answer(request, rows) if judged else []
-    _check_references(rows, judged, places, key)
+    questions = _rows_to_answer(request, rows) if judged else []
+    _check_references(rows, judged, questions, key)
     for side, each in sides.items():
         own = min((n for n in (longest, max_positions(each.section)) if n is not None), default=None)
         encoded = encode(
@@ -77,7 +77,7 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
             load_tokenizer(each.section),
             max_length=own,
             long_documents=long_documents,
-            questions=places,
+            questions=questions,
             key=key,
         )
         _check_prompt_lengths(encoded, rows, max_positions(each.section), key)
@@ -86,7 +86,7 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
     if not names:
         raise RequestError("--metrics: no metric to compute")
     origins = Origins(_names(rows), rows.numbers, rows.parts)
-    about = {"origins": asdict(origins), "names": names, "answered": len(places)}
+    about = {"origins": asdict(origins), "names": names, "answered": len(questions)}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
@@ -227,28 +227,28 @@ def _names(rows: EvaluationRows) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
-def _places_to_answer(request: EvaluationRequest, rows: EvaluationRows) -> list[int]:
+def _rows_to_answer(request: EvaluationRequest, rows: EvaluationRows) -> list[int]:
     everything = request.full or request.quick or request.limit is not None
-    places = rows.conversations
-    return [places[index] for index in drawn(len(places), None if everything else USUAL_ANSWERS)]
+    questions = rows.conversations
+    return [questions[index] for index in drawn(len(questions), None if everything else USUAL_ANSWERS)]
 
 
-def _check_references(rows: EvaluationRows, judged: dict[str, Judge], places: list[int], key: str) -> None:
+def _check_references(rows: EvaluationRows, judged: dict[str, Judge], questions: list[int], key: str) -> None:
     match = judged.get("answer")
     if not isinstance(match, AnswerMatch):
         return
-    for place in places:
+    for row in questions:
         try:
-            match.check(str(rows.answer(place)["content"]))
+            match.check(str(rows.answer(row)["content"]))
         except RequestError as error:
-            raise RequestError(f"{key}: {rows.place(place)}: {error}") from None
+            raise RequestError(f"{key}: {rows.location(row)}: {error}") from None
 
 
 def _check_prompt_lengths(encoded: EncodedRows, rows: EvaluationRows, positions: int | None, key: str) -> None:
-    for place, prompt in zip(encoded.prompts.places, encoded.prompts.tokens, strict=True):
+    for row, prompt in zip(encoded.prompts.rows, encoded.prompts.tokens, strict=True):
         if positions is not None and len(prompt) >= positions:
             raise RequestError(
-                f"{key}: {rows.place(place)}: its question has {plural(len(prompt), 'token')}, but the model has only "
+                f"{key}: {rows.location(row)}: its question has {plural(len(prompt), 'token')}, but the model has only "
                 f"{positions:,} positions; shorten or remove the row"
             )
 

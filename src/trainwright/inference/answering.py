@@ -141,8 +141,8 @@ def over_ranks(
     largest = max(map(len, batches), default=0)
     shares = _dealt(costs, 1) if together else _dealt(costs, world.size)
     mine = shares[0 if together else world.rank]
-    for place in range(max(map(len, shares))):
-        waiting = _parts(batches[mine[place]], largest) if place < len(mine) else []
+    for turn in range(max(map(len, shares))):
+        waiting = _parts(batches[mine[turn]], largest) if turn < len(mine) else []
         while waiting and shortage is None:
             part = waiting.pop(0)
             results = attempt(lambda part=part: work(part))  # type: ignore[misc]

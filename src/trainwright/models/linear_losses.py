@@ -395,9 +395,9 @@ class _LinearLogitLoss(torch.autograd.Function):
         for part in chunks(len(targets), hidden, weight):
             logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
             for rows in row_blocks(logits[:count]):
-                place = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))
-                taught = None if teacher is None else _teacher_logits(teacher, place)
-                _block(logits[rows], targets[place], loss, head, taught, each[place], losses[place])
+                span = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))
+                taught = None if teacher is None else _teacher_logits(teacher, span)
+                _block(logits[rows], targets[span], loss, head, taught, each[span], losses[span])
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])

@@ -157,7 +157,7 @@ class FileWeights:
         digest = hashlib.sha256()
         for path in dict.fromkeys(self._files.values()):
             with safe_open(path, framework="pt") as file:
-                for name in (name for name, place in self._files.items() if place == path):
+                for name in (name for name, source in self._files.items() if source == path):
                     digest.update(name.encode())
                     _add_sample(digest, file.get_slice(name))
         return digest.hexdigest()[:16]

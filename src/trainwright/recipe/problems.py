@@ -263,7 +263,9 @@ def _located(contradiction: Contradiction, tree: Tree, file: Origin, cause: Orig
     origin = next(iter(written.values()), None) or origin_of(tuple(contradiction.keys[0].split(".")), tree, file)
     # The reader of one file does not see that a value comes from another.
     elsewhere = [
-        f"{key}: {place}" for key, place in written.items() if place.source != origin.source and place != cause
+        f"{key}: {written_at}"
+        for key, written_at in written.items()
+        if written_at.source != origin.source and written_at != cause
     ]
     where = f" ({', '.join(elsewhere)})" if elsewhere else ""
     return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{where}")

@@ -42,9 +42,9 @@ class Registered:
         return {"anyOf": [names, {"type": "string", "pattern": f"^{_PLACE}$"}]}
 
     def _checked(self, value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> str:
-        place = isinstance(value, str) and re.fullmatch(_PLACE, value) is not None
+        is_entry_point = isinstance(value, str) and re.fullmatch(_PLACE, value) is not None
         try:
-            name: str = value if place else handler(value)
+            name: str = value if is_entry_point else handler(value)
         except ValidationError as error:
             (detail,) = error.errors()
             expected = f"{detail['ctx']['expected']} (your own: {OWN})"

@@ -15,7 +15,7 @@ from torch import nn
 from trainwright.data.check import refuse_unused_template
 from trainwright.data.rows.bounded import unknown_token
 from trainwright.data.rows.kinds import kind_of_rows
-from trainwright.data.sources.reading import place_of
+from trainwright.data.sources.reading import location_of
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream
@@ -115,8 +115,8 @@ def check_tokens(recipe: Recipe, datasets: Sequence[TokenDataset], tokenizer: Pr
         for part in dataset.report.get("parts", [dataset.report]):
             token, index = part["largest_token"]
             if wrong := unknown_token(token, tokenizer, size):
-                place = place_of(part["source"], index, recipe.data.format == "documents")
-                raise RequestError(f"{place}: {wrong}")
+                location = location_of(part["source"], index, recipe.data.format == "documents")
+                raise RequestError(f"{location}: {wrong}")
 
 
 def _check_packs(recipe: Recipe, datasets: Sequence[TokenDataset]) -> None:

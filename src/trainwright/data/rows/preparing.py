@@ -304,7 +304,7 @@ class _Reader:
         except RequestError as error:
             raise RequestError(f"{source}: {error}") from None
         counts.renamed = {**self.renamed, **layout.renamed}
-        for place, row in chain(first, rows):
+        for location, row in chain(first, rows):
             counts.rows += 1
             own = _rename(row, self.renamed, self.used)
             try:
@@ -314,9 +314,9 @@ class _Reader:
                 continue
             except RequestError as error:
                 if not self.skip_wrong:
-                    raise RequestError(f"{place}: {error} (pass --skip-wrong to skip such rows)") from None
+                    raise RequestError(f"{location}: {error} (pass --skip-wrong to skip such rows)") from None
                 counts.wrong += 1
-                counts.first_wrong += [f"{place}: {error}"] if len(counts.first_wrong) < _SHOWN else []
+                counts.first_wrong += [f"{location}: {error}"] if len(counts.first_wrong) < _SHOWN else []
                 continue
             yield self._written(own, _row(sequences, layout), layout, counts)
         counts.notes += source_notes(source, _KEY)

@@ -160,7 +160,7 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
     return first
 
 
-def place_of(source: str, index: int, documents: bool = False, key: str = "data") -> str:
+def location_of(source: str, index: int, documents: bool = False, key: str = "data") -> str:
     """Return the place of row ``index`` of ``read_rows(source)``: its file and line, or the row number from 1."""
     source_files = files_of(source, key, documents)
     if source_files is None:
@@ -171,8 +171,8 @@ def place_of(source: str, index: int, documents: bool = False, key: str = "data"
             if index < count:
                 return f"{file}: row {index + 1}"
             index -= count
-    for place, _ in islice(_placed_rows(source_files.usable(), source_files.documents), index, None):
-        return place
+    for location, _ in islice(_placed_rows(source_files.usable(), source_files.documents), index, None):
+        return location
     return source  # the file has become shorter since
 
 
@@ -389,10 +389,10 @@ def table_of_rows(read: Callable[[], Iterator[PlacedRow]], narrowing: Narrowing 
     empty = dict.fromkeys(columns)
 
     def used() -> Iterator[PlacedRow]:
-        return ((place, narrow(row)) for place, row in read())
+        return ((location, narrow(row)) for location, row in read())
 
     try:
-        return join_tables(chunks((place, {**empty, **row}) for place, row in used()))
+        return join_tables(chunks((location, {**empty, **row}) for location, row in used()))
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         raise _explain(used(), error) from None
 
@@ -447,10 +447,10 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
                 return RequestError(f"{here}: {field} {why}")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 return RequestError(f"{here}: {field} is a number of more than 64 bits; write it as text")
-            kind, place = seen.setdefault(field, (kind_of(value), here))
+            kind, location = seen.setdefault(field, (kind_of(value), here))
             if kind != kind_of(value):
                 return RequestError(
-                    f"{here}: {field} is {kind_of(value)} here and {kind} at {place}; use one type in all rows"
+                    f"{here}: {field} is {kind_of(value)} here and {kind} at {location}; use one type in all rows"
                 )
     return RequestError(f"{here}: the rows do not fit one table: {error}")
 

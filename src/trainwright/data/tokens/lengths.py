@@ -87,7 +87,7 @@ class Lengths:
         sample = [sorted(lengths, reverse=True) for lengths in self._batches(global_batch_size)]
         met = [max(lengths) for lengths in zip(*sample, strict=True)]
         count = min(_PLACES, len(met))
-        return tuple(met[place * len(met) // count] for place in range(count))
+        return tuple(met[index * len(met) // count] for index in range(count))
 
     def spread(self) -> tuple[int, ...]:
         """Return the mean lengths of up to 64 equal parts of the sorted examples. Empty if all lengths are equal."""
@@ -95,7 +95,7 @@ class Lengths:
             return ()
         known = len(self.quantiles)
         count = min(_PLACES, known)
-        edges = [place * known // count for place in range(count + 1)]
+        edges = [index * known // count for index in range(count + 1)]
         return tuple(round(fmean(self.quantiles[begin:end])) for begin, end in pairwise(edges))
 
     def _batches(self, global_batch_size: int) -> Iterator[list[int]]:
@@ -226,12 +226,12 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     packs: list[list[int]] = []
     open_packs: list[tuple[int, int]] = []  # (free tokens, pack), ascending
     for index in order:
-        place = bisect_left(open_packs, (lengths[index], -1))
-        if place == len(open_packs):
+        position = bisect_left(open_packs, (lengths[index], -1))
+        if position == len(open_packs):
             packs.append([index])
             free, pack = capacity, len(packs) - 1
         else:
-            free, pack = open_packs.pop(place)
+            free, pack = open_packs.pop(position)
             packs[pack].append(index)
         insort(open_packs, (free - lengths[index], pack))
     return packs

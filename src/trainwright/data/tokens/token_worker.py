@@ -147,9 +147,9 @@ class Encoder:
             RequestError: the vocabulary lacks a character, or the tokenizer fails.
         """
         if self._known is not None:
-            for place, text, _, _ in pieces:
+            for location, text, _, _ in pieces:
                 if unknown := set(text) - self._known:
-                    raise RequestError(f"{place}: the tokenizer has no token for {min(unknown)!r}")
+                    raise RequestError(f"{location}: the tokenizer has no token for {min(unknown)!r}")
         prefix, suffix = (np.asarray(ends, dtype=np.int64) for ends in (self._settings.prefix, self._settings.suffix))
         sequences, lengths = [], []
         for _, text, first, last in pieces:

@@ -157,7 +157,7 @@ class Background:
         if writer is None or not writer.usable:
             remove(path)
         else:
-            Task(lambda: writer.ask(job="remove", place=str(path)))
+            Task(lambda: writer.ask(job="remove", path=str(path)))
 
     def close(self) -> None:
         """End the process."""
@@ -181,7 +181,7 @@ class Background:
             state = json.dumps(flight.state, indent=1)
             flight.completion = Task(
                 lambda: writer.ask(
-                    job="finish", place=str(scratch), final=str(final), parts=parts, state=state, recipe=flight.recipe
+                    job="finish", path=str(scratch), final=str(final), parts=parts, state=state, recipe=flight.recipe
                 )
             )
 

@@ -39,7 +39,7 @@ _SECRETS = re.compile(r"(?i)(^|[_-]|[a-z])(sig|signature|token|secret|password|k
 Files = Sequence[tuple[str, BinaryIO]]
 
 
-class Place:
+class RemoteStore:
     """Where the copies of a run are.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainwright.data.rows.formats import text_field, to_example
 from trainwright.data.rows.layouts import SINGLE, layout_of
-from trainwright.data.sources.reading import place_of, read_rows
+from trainwright.data.sources.reading import location_of, read_rows
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
 from trainwright.recipe.benchmarks import Benchmark, EvaluationSet, Style
@@ -42,9 +42,9 @@ class ItemSet:
     items: list[Item]
     before: str = ""
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return file and line of an item, for messages."""
-        return place_of(self.source, index)
+        return location_of(self.source, index)
 
     @property
     def has_wrong(self) -> bool:
@@ -88,7 +88,7 @@ def _located(source: str, number: int, key: str, make: Any) -> Item:
     try:
         item: Item = make()
     except RequestError as error:
-        raise RequestError(f"{key}: {place_of(source, number)}: {error}") from None
+        raise RequestError(f"{key}: {location_of(source, number)}: {error}") from None
     return item
 
 

@@ -46,7 +46,7 @@ class Sequences:
         """Return the sequences with a cut after every ``size`` tokens of each."""
         key = ("chunks", size)
         if key not in self._made:
-            cut = [place for begin, end in itertools.pairwise(self.edges) for place in range(begin, end, size)]
+            cut = [position for begin, end in itertools.pairwise(self.edges) for position in range(begin, end, size)]
             chunks = torch.tensor([*cut, self.edges[-1]], dtype=torch.int32)
             self._made[key] = Sequences(chunks, min(size, self.longest), self.boundaries.device)
         chunked: Sequences = self._made[key]

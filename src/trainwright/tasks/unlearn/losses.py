@@ -169,7 +169,7 @@ class UnlearnLosses:
         targets.
         """
         assert self._reference is not None
-        chosen = torch.tensor([place for place, each in enumerate(batch.roles) if each == role])
+        chosen = torch.tensor([index for index, each in enumerate(batch.roles) if each == role])
         of_role = self._reference(batch).index_select(0, on_device(chosen, losses.device))
         return -_sums(batch, losses, role) - of_role
 
@@ -312,7 +312,7 @@ def places(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
 
 def only(batch: Batch, roles: Collection[int]) -> Batch:
     """Return the batch with only the sequences that have one of ``roles``; there must be at least one."""
-    selected = [place for place, role in enumerate(batch.roles) if role in roles]
+    selected = [index for index, role in enumerate(batch.roles) if role in roles]
     if len(selected) == len(batch.roles):
         return batch
     chosen = places(batch, roles)
@@ -320,10 +320,10 @@ def only(batch: Batch, roles: Collection[int]) -> Batch:
         batch,
         targets=batch.targets.index_select(0, chosen),
         target_index=batch.target_index.index_select(0, chosen),
-        sequences=tuple(batch.sequences[place] for place in selected),
-        lengths=tuple(batch.lengths[place] for place in selected),
-        roles=tuple(batch.roles[place] for place in selected),
-        target_counts=tuple(batch.target_counts[place] for place in selected),
+        sequences=tuple(batch.sequences[index] for index in selected),
+        lengths=tuple(batch.lengths[index] for index in selected),
+        roles=tuple(batch.roles[index] for index in selected),
+        target_counts=tuple(batch.target_counts[index] for index in selected),
     )
     return _lines(part, selected) if batch.boundaries is None else _stretches(part, selected)
 
@@ -349,7 +349,7 @@ def _stretches(part: Batch, selected: list[int]) -> Batch:
     edges = list(pairwise(part.boundaries.tolist()))
     begins = np.cumsum([0, *part.lengths])
     cut = on_device(
-        torch.from_numpy(np.concatenate([np.arange(*edges[place]) for place in selected])), part.targets.device
+        torch.from_numpy(np.concatenate([np.arange(*edges[index]) for index in selected])), part.targets.device
     )
     return replace(
         part,
